@@ -1,0 +1,75 @@
+"""Finetune a chat model with LoRA or QLoRA; the loss is on the assistant's turns only.
+
+On eight GPUs:
+
+    accelerate launch --config_file accelerate_configs/zero3.yaml recipes/lora_finetune.py \\
+        --model_name_or_path meta-llama/Llama-2-7b-chat-hf --train_file chats.jsonl --mixed_precision bf16
+
+The same on a laptop's CPU, two processes:
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py \\
+        --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot --max_seq_length 128 \\
+        --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
+"""
+
+from pydantic import Field
+
+from zerobook.config import RecipeConfig, parse
+from zerobook.launch import build, plan_for_this_process
+from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
+
+
+class LoraConfig(RecipeConfig):
+    max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
+    lora_r: int = Field(16, ge=1, description="rank of the adapters")
+    lora_alpha: float = Field(32, gt=0, description="scale of the adapters; the update is weighed by alpha / r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
+    lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
+    load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.model_name_or_path is None:
+            found.append("model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2.")
+        return found
+
+
+def main() -> None:
+    # What to train (flags and YAML) and how it is spread (what accelerate launch handed over).
+    config, sources, dry_run = parse(LoraConfig)
+    plan = plan_for_this_process(config, sources)
+    if dry_run:
+        return print_dry_run(config, sources, plan)
+    announce(plan)
+
+    from zerobook.adapters import add_lora, nf4
+    from zerobook.data.collate import CausalCollator
+    from zerobook.data.prepare import prepare
+    from zerobook.loop import TrainingLoop
+    from zerobook.loss import causal_lm_loss
+    from zerobook.modeling import load_causal_lm, load_tokenizer
+
+    strategy = build(config, plan)
+    tokenizer = load_tokenizer(config, strategy)
+
+    # Only what the assistant says, and its end of turn, is supervised.
+    data = prepare(config, tokenizer, strategy, length=config.max_seq_length)
+    collate = CausalCollator(tokenizer.pad_token_id, pad_to_multiple_of=8 if strategy.device.type == "cuda" else 1)
+
+    # The base is frozen (in 4 bits for QLoRA); small matrices beside every linear layer are trained.
+    model = load_causal_lm(config, strategy, quantization=nf4(plan.precision) if config.load_in_4bit else None)
+    model = add_lora(
+        model,
+        rank=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=config.lora_target_modules,
+        seed=config.seed,
+    )
+    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, loss=causal_lm_loss)
+    loop.run()
+    save_model(strategy, tokenizer, config, name="adapter")
+
+
+if __name__ == "__main__":
+    run_recipe(main)

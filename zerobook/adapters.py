@@ -1,0 +1,57 @@
+"""LoRA adapters and the quantised base of QLoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobook.errors import ConfigError
+
+
+def nf4(precision: str) -> Any:
+    """QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
+
+    The storage dtype equals the compute dtype, so that FSDP2 can flatten and shard the packed weights beside
+    the others.
+    """
+    from transformers import BitsAndBytesConfig
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: list[str], seed: int) -> nn.Module:
+    """Freeze ``model`` and put adapters beside its ``targets``.
+
+    Args:
+        rank: inner size of the adapters.
+        alpha: the update is weighed by ``alpha / rank``.
+        dropout: before the adapters.
+        targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
+        seed: adapters start alike on every rank and under every strategy.
+
+    Raises:
+        ConfigError: a target that the model does not have.
+    """
+    from accelerate.utils import set_seed
+    from peft import LoraConfig, get_peft_model
+
+    chosen: Any = targets[0] if targets == ["all-linear"] else targets
+    set_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM")
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ConfigError(
+            f"lora_target_modules: {targets} does not fit this model ({error}). Its linear layers: {', '.join(linear)}."
+        ) from error
+    return adapted

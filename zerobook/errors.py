@@ -1,0 +1,39 @@
+"""The exceptions a user can meet. Each says what happened, both values, and the way out."""
+
+from __future__ import annotations
+
+
+class ZerobookError(Exception):
+    """Base of every error that is a user's to fix. Entry points print it without a traceback."""
+
+
+class ConfigError(ZerobookError):
+    """A config, flag or strategy file that cannot work.
+
+    Args:
+        problems: every problem that was found, not only the first one, each a full sentence
+            that starts with the dotted path or file it is about.
+    """
+
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        count = len(self.problems)
+        if count == 1:
+            message = self.problems[0]
+        else:
+            message = f"{count} problems in the configuration:\n" + "\n".join(
+                f"  {i}. {p}" for i, p in enumerate(self.problems, 1)
+            )
+        super().__init__(message)
+
+
+class DataError(ZerobookError):
+    """Data that cannot be read, or that leaves nothing to train on."""
+
+
+class CheckpointError(ZerobookError):
+    """A checkpoint that is missing, incomplete, or does not fit this model."""
+
+
+class DivergenceError(ZerobookError):
+    """Training produced a loss or gradient that is not finite."""

@@ -1,0 +1,340 @@
+"""The training loop, once for every recipe and every strategy."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from zerobook import __version__
+from zerobook.checkpoint import state, store
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.data.feed import Feed, Layout
+from zerobook.data.prepare import Part, PreparedData
+from zerobook.data.sampler import SampleOrder
+from zerobook.errors import CheckpointError, DivergenceError
+from zerobook.progress import Progress
+from zerobook.runlog.writer import RunLog
+from zerobook.schedule import learning_rate_schedule
+from zerobook.strategy import Strategy
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits, labels) -> summed loss over supervised tokens, a scalar."""
+
+_FOREVER = 2**62
+
+
+class TrainingLoop:
+    """Trains ``model`` on ``data`` as ``config`` says, spread as ``strategy`` says.
+
+    The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
+    micro-batches. That count is known beforehand from the sample ids, so no rank has to ask another.
+    Between log points nothing waits for the device.
+
+    Args:
+        collate: list of rows -> dict of tensors, with ``labels``.
+        loss: see `LossFunction`.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        sources: Resolved,
+        strategy: Strategy,
+        model: nn.Module,
+        data: PreparedData,
+        *,
+        collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
+        loss: LossFunction,
+    ):
+        self.config = config
+        self.strategy = strategy
+        self.data = data
+        self.collate = collate
+        self.loss = loss
+        self.log = RunLog(config.output_dir) if strategy.is_main else None
+        self.layout = Layout(
+            world_size=strategy.world_size,
+            rank=strategy.rank,
+            micro=config.per_device_train_batch_size,
+            accumulation=config.gradient_accumulation_steps,
+        )
+        checkpoint = strategy.from_main(store.find(config.output_dir, config.resume_from_checkpoint))
+        self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
+        self._check_data(checkpoint)
+        self.feed = self._training_feed()
+        planned = self.progress.step + self.feed.steps()
+        self.total_steps = min(planned, config.max_train_steps or planned)
+        self.rate = learning_rate_schedule(
+            config.lr_scheduler_type,
+            peak=config.learning_rate,
+            warmup=config.num_warmup_steps,
+            total=self.total_steps,
+        )
+        strategy.prepare(model, config, self.total_steps)
+        self._pending: list[dict[str, Any]] = []
+        self._start(sources)
+        if checkpoint:
+            self._resume(checkpoint)
+        self.progress.total_steps = self.total_steps
+        self.progress.global_batch = self.layout.global_batch
+        self.progress.world_size = strategy.world_size
+
+    # --- set-up
+    def _check_data(self, checkpoint: Any) -> None:
+        train, progress = self.data.train, self.progress
+        if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
+            raise CheckpointError(
+                f"{checkpoint}: it was trained on {progress.data_size} samples with fingerprint {progress.data_fingerprint}; "
+                f"the data is now {len(train)} samples with fingerprint {train.fingerprint}. Bring back the data, tokenizer "
+                "and lengths of its config.json, or start a new run from the exported model."
+            )
+        progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
+
+    def _training_feed(self) -> Feed:
+        config, train = self.config, self.data.train
+        end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(train))
+        skip = [(a, b) for a, b in self.progress.skip_ranges]
+        order = SampleOrder(len(train), seed=self.progress.seed, skip=skip)
+        return Feed(
+            train.rows, train.supervised, order, self.layout, self.collate,
+            cursor=self.progress.cursor, end=end, workers=config.dataloader_num_workers,
+            pin_memory=self.strategy.device.type == "cuda",
+        )  # fmt: skip
+
+    def _start(self, sources: Resolved) -> None:
+        config, strategy = self.config, self.strategy
+        if config.report_to:
+            strategy.accelerator.init_trackers("zerobook", config=_flat(config.model_dump()))
+        if self.log is None:
+            return
+        self.log.event(
+            "run_start",
+            argv=sys.argv,
+            config=config.model_dump(),
+            sources=dict(sources),
+            plan=strategy.plan.record(),
+            live=strategy.describe(),
+            batch=batch_arithmetic(self.layout),
+            total_steps=self.total_steps,
+            data={"train": len(self.data.train), "report": self.data.report},
+            versions=versions(),
+        )
+        tqdm.write(f"live engine: {describe_line(strategy.describe())}")
+        tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {len(self.data.train)} samples")
+        for part, report in self.data.report.items():
+            tqdm.write(f"{part}: " + ", ".join(f"{number} {what}" for what, number in report.items() if number))
+
+    def _resume(self, checkpoint: Any) -> None:
+        state.load(self.strategy, checkpoint)
+        tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
+        if self.log:
+            before = self.progress
+            self.log.event(
+                "resume", checkpoint=str(checkpoint), step=before.step, cursor=before.cursor, samples=before.samples,
+                world_size={"before": before.world_size, "now": self.strategy.world_size},
+                global_batch={"before": before.global_batch, "now": self.layout.global_batch},
+            )  # fmt: skip
+
+    # --- training
+    def run(self) -> Progress:
+        """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
+        config, progress, strategy = self.config, self.progress, self.strategy
+        self.bar = tqdm(
+            total=self.total_steps, initial=progress.step, desc="training", unit="step", disable=not strategy.is_main,
+            mininterval=1 if sys.stderr.isatty() else 15,
+        )  # fmt: skip
+        self._window = (time.monotonic(), progress.tokens)
+        evaluated = saved = None
+        strategy.model.train()
+        if progress.step < self.total_steps:
+            for plan, micro_batches in self.feed:
+                self._step(plan, micro_batches)
+                step = progress.step
+                if step % config.logging_steps == 0:
+                    self._flush()
+                if config.eval_steps and step % config.eval_steps == 0:
+                    self.evaluate()
+                    evaluated = step
+                if config.save_steps and step % config.save_steps == 0:
+                    self.save()
+                    saved = step
+                if step >= self.total_steps:
+                    break
+        self._flush()
+        self.bar.close()
+        final = self.evaluate() if evaluated != progress.step else None
+        if saved != progress.step:
+            self.save()
+        if self.log:
+            rate = None if strategy.owns_schedule else self.rate(progress.step)
+            self.log.event("run_end", progress=progress.to_json(), learning_rate_after=rate, eval=final)
+        if config.report_to:
+            strategy.accelerator.end_training()
+        return progress
+
+    def _step(self, plan: Any, micro_batches: Any) -> None:
+        strategy, progress = self.strategy, self.progress
+        torch.manual_seed(_step_seed(progress.seed, progress.step, strategy.rank))
+        rate = None if strategy.owns_schedule else self.rate(progress.step)
+        total = torch.zeros((), device=strategy.device)
+        for index, batch in enumerate(micro_batches):
+            loss = self._summed_loss(batch) / plan.tokens
+            strategy.backward(loss, last=index == self.layout.accumulation - 1)
+            total += loss.detach()
+        first = not self._pending and progress.step == 0
+        memory = strategy.memory() if first else None  # at the seam: gradients are ready, nothing is applied
+        if rate is None:
+            rate = strategy.learning_rate()
+            norm = strategy.apply(None)
+        else:
+            norm = strategy.apply(rate)
+        if memory is not None:
+            self._record_memory(memory)
+        before = progress.cursor
+        progress.step += 1
+        progress.cursor = plan.cursor
+        progress.epoch = plan.cursor / progress.data_size
+        progress.samples += plan.samples
+        progress.tokens += plan.tokens
+        self._pending.append(
+            {"step": progress.step, "loss": total, "grad_norm": norm, "learning_rate": rate, "tokens": plan.tokens,
+             "cursor": [before, plan.cursor], "ids": plan.ids}
+        )  # fmt: skip
+        self.bar.update(1)
+
+    def _summed_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch = {key: value.to(self.strategy.device, non_blocking=True) for key, value in batch.items()}
+        labels = batch.pop("labels")
+        return self.loss(self.strategy.model(**batch).logits, labels)
+
+    def _flush(self) -> None:
+        """The log point: the only place where the host waits for losses and norms."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        losses = self.strategy.sum_over_ranks(torch.stack([record["loss"] for record in pending])).tolist()
+        for record, loss in zip(pending, losses, strict=True):
+            record["loss"] = loss
+            record["grad_norm"] = float(record["grad_norm"])
+        now, tokens = time.monotonic(), self.progress.tokens
+        rate = (tokens - self._window[1]) / max(now - self._window[0], 1e-9)
+        self._window = (now, tokens)
+        if self.log:
+            for record in pending:
+                record["ids"] = record["ids"][record["ids"] >= 0].tolist()
+            self.log.steps(pending)
+            self.bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tok/s": f"{rate:.0f}"})
+        last = pending[-1]
+        if self.config.report_to:
+            values = {"loss": last["loss"], "grad_norm": last["grad_norm"], "learning_rate": last["learning_rate"],
+                      "tokens_per_second": rate, "epoch": self.progress.epoch}  # fmt: skip
+            self.strategy.accelerator.log(values, step=last["step"])
+        # every rank holds the same sums, so all stop together
+        bad = [record for record in pending if not math.isfinite(record["loss"])]
+        if bad:
+            if self.log:
+                self.log.event("crash", reason="loss is not finite", step=bad[0]["step"], loss=str(bad[0]["loss"]))
+            raise DivergenceError(
+                f"step {bad[0]['step']}: the loss is {bad[0]['loss']}; nothing was saved since. Resume from the last checkpoint "
+                f"with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
+            )
+
+    def _record_memory(self, at_seam: dict[str, int]) -> None:
+        """Bytes per rank: gradients at the seam of the first step, optimizer state after it."""
+        strategy = self.strategy
+        mine = strategy.memory() | {"gradients": at_seam["gradients"]}
+        every: list[Any] = [mine]
+        if strategy.world_size > 1:
+            every = [None] * strategy.world_size
+            torch.distributed.all_gather_object(every, mine)
+        if self.log:
+            trained = sum(strategy.shape(p).numel() for _, p in strategy.trainable())
+            self.log.event("memory", per_rank_bytes=every, trained_parameters=trained)
+
+    # --- evaluation and checkpoints
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float] | None:
+        """Held-out loss (nats per supervised token, over all ranks) and perplexity; None without held-out data."""
+        part: Part | None = self.data.held_out
+        if part is None:
+            return None
+        strategy = self.strategy
+        layout = Layout(world_size=strategy.world_size, rank=strategy.rank, micro=self.config.per_device_eval_batch_size)
+        order = SampleOrder(len(part), seed=0, shuffle=False)
+        feed = Feed(part.rows, part.supervised, order, layout, self.collate, end=len(part))
+        start = time.monotonic()
+        strategy.model.eval()
+        total = torch.zeros((), device=strategy.device, dtype=torch.float64)
+        bar = tqdm(total=feed.steps(), desc="evaluating", leave=False, disable=not strategy.is_main)
+        for _, batches in feed:
+            for batch in batches:
+                total += self._summed_loss(batch)
+            bar.update(1)
+        bar.close()
+        strategy.model.train()
+        tokens = int(part.supervised.sum())
+        loss = strategy.sum_over_ranks(total).item() / tokens
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        result = {"loss": loss, "perplexity": perplexity, "tokens": tokens}
+        if self.log:
+            self.log.event("eval", step=self.progress.step, seconds=round(time.monotonic() - start, 3), **result)
+            tqdm.write(f"step {self.progress.step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f}")
+        if self.config.report_to:
+            strategy.accelerator.log({"eval_loss": loss, "perplexity": perplexity}, step=self.progress.step)
+        best = self.progress.best_eval_loss
+        self.progress.best_eval_loss = loss if best is None else min(best, loss)
+        return result
+
+    def save(self) -> None:
+        """A checkpoint of this step. Losses are flushed first, so a non-finite one is never saved over."""
+        self._flush()
+        self.progress.scaler = self.strategy.scaler_state()
+        start = time.monotonic()
+        record = {"asked": self.strategy.plan.asked, "config": self.config.model_dump()}
+        folder = state.save(self.strategy, self.progress, self.config.output_dir, record, self.config.save_total_limit)
+        if self.log:
+            seconds = round(time.monotonic() - start, 3)
+            self.log.event("checkpoint", step=self.progress.step, folder=str(folder), seconds=seconds)
+            tqdm.write(f"step {self.progress.step}: checkpoint {folder}")
+
+
+def batch_arithmetic(layout: Layout) -> str:
+    """``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
+    return (
+        f"{layout.micro} micro x {layout.accumulation} accumulation x {layout.world_size} processes "
+        f"= {layout.global_batch} samples a step"
+    )
+
+
+def describe_line(live: dict[str, Any]) -> str:
+    stage = "" if live.get("zero_stage") is None else f", ZeRO stage {live['zero_stage']}"
+    return f"{live['strategy']}{stage}, {live['world_size']} processes, masters in {live['master_dtype']}"
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"zerobook": __version__, "python": platform.python_version()}
+    for package in ("torch", "accelerate", "deepspeed", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """One seed per (run, step, rank): SplitMix64's increment spreads neighbours apart."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}

@@ -1,0 +1,23 @@
+"""The loss: a sum over supervised tokens, never a mean over a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from zerobook.data.feed import IGNORE
+
+
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of predicting each supervised token from those before it, in fp32 nats.
+
+    Args:
+        logits: float [rows, length, vocabulary].
+        labels: int64 [rows, length]; IGNORE where nothing is supervised.
+
+    Returns:
+        Scalar. 0, with a gradient of 0, where nothing is supervised.
+    """
+    vocabulary = logits.size(-1)
+    predicted = logits[:, :-1].reshape(-1, vocabulary).float()
+    return cross_entropy(predicted, labels[:, 1:].reshape(-1), ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,148 @@
+"""Models and tokenizers: from a hub name, a local folder, a bare config, or the embedded model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobook.config import RecipeConfig
+from zerobook.data import embedded
+from zerobook.errors import ConfigError
+from zerobook.launch import Hardware
+from zerobook.strategy import Strategy
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+
+def locate(name: str, strategy: Strategy) -> str:
+    """A name that ``from_pretrained`` takes; converts an embedded model once, on rank 0."""
+    if not name.startswith(embedded.PREFIX):
+        return name
+    if name != f"{embedded.PREFIX}smollm2":
+        raise ConfigError(f"model_name_or_path: {name}: the only embedded model is {embedded.PREFIX}smollm2.")
+    if strategy.is_main:
+        embedded.smollm2()
+    strategy.barrier()
+    return str(embedded.smollm2())
+
+
+def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
+    """The tokenizer, with a pad token.
+
+    Where it has none, the end-of-text token pads: padding is masked from attention and loss by
+    position, not by id, so this teaches the model nothing.
+    """
+    from transformers import AutoTokenizer
+
+    name = config.tokenizer_name or config.model_name_or_path
+    if name is None:
+        raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
+    options = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    tokenizer = _from_pretrained(AutoTokenizer, locate(name, strategy), "tokenizer_name", options)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(f"tokenizer_name: {name} has neither a pad nor an end-of-text token. Add one to it.")
+        tokenizer.pad_token = tokenizer.eos_token
+        if strategy.is_main:
+            print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
+    return tokenizer
+
+
+def choose_attention(asked: str, hardware: Hardware, dtype: torch.dtype | str, precision: str) -> str:
+    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, else SDPA."""
+    if asked != "auto":
+        return asked
+    half = dtype in (torch.bfloat16, torch.float16) or precision != "no"
+    return "flash_attention_2" if hardware.gpus and hardware.flash_attention and half else "sdpa"
+
+
+def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
+    """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading.
+
+    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then
+    loads it. Random initialisation inside ZeRO-3 differs from that outside, so this is what
+    makes a run from scratch the same under every strategy.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = DTYPES[config.dtype]
+    hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    name = config.model_name_or_path
+    config_name = getattr(config, "config_name", None)
+    if name is None:
+        assert config_name is not None
+        name = _initialise(config, config_name, strategy)
+    else:
+        name = locate(name, strategy)
+        options["revision"] = config.model_revision
+    model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
+    attention = choose_attention(config.attn_implementation, hardware, dtype, strategy.plan.precision)
+    if strategy.is_main and config.attn_implementation == "auto":
+        print(f"attention: {attention}")
+    options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    if config.device_map:
+        options["device_map"] = config.device_map
+    model = _from_pretrained(AutoModelForCausalLM, name, "model_name_or_path", options)
+    model.config.use_cache = False
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(model)
+    return model
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable()
+    else:  # transformers before 5.20
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # frozen embeddings cut the graph; an input that requires grad carries it into the checkpoints
+    model.enable_input_require_grads()
+
+
+def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
+    from accelerate.utils import set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    folder = Path(config.output_dir) / "initial_model"
+    error: Exception | None = None
+    if strategy.is_main and not (folder / "config.json").exists():
+        plugin = strategy.accelerator.state.deepspeed_plugin if strategy.plan.kind == "deepspeed" else None
+        try:
+            unset_hf_deepspeed_config()  # whole weights here, not ZeRO-3's pieces
+            source = locate(config_name, strategy) if config_name.startswith(embedded.PREFIX) else config_name
+            model_config = _from_pretrained(
+                AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code}
+            )
+            set_seed(config.seed)
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            staging = folder.with_name("initial_model.partial")
+            shutil.rmtree(staging, ignore_errors=True)
+            model.save_pretrained(staging)
+            staging.rename(folder)
+        except Exception as caught:
+            error = caught
+        finally:
+            if plugin is not None:
+                set_hf_deepspeed_config(plugin.dschf)
+    error = strategy.from_main(error)
+    if error is not None:
+        raise error
+    return str(folder)
+
+
+def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}") from error

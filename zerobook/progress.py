@@ -1,0 +1,61 @@
+"""Everything the loop knows about where it is: one record, saved with the weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from zerobook.errors import CheckpointError
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """State of the loop after a whole optimizer step. Independent of strategy and world size.
+
+    Dropout draws from a generator seeded by (seed, step, rank) at every step, so ``seed`` and ``step`` are
+    the state of the random numbers: a continued run draws what an uninterrupted one would have.
+    """
+
+    step: int = 0
+    """optimizer steps done"""
+    cursor: int = 0
+    """position in the sample order, over all epochs and processes"""
+    samples: int = 0
+    """samples seen, fillers and skipped ones not counted"""
+    tokens: int = 0
+    """supervised tokens seen"""
+    epoch: float = 0.0
+    """passes over the data, cursor / samples per epoch"""
+    seed: int = 0
+    """of the sample order and the random numbers"""
+    total_steps: int = 0
+    """steps the learning-rate schedule is laid out for"""
+    global_batch: int = 0
+    """samples per optimizer step"""
+    world_size: int = 0
+    """processes that wrote this record"""
+    data_size: int = 0
+    """samples per epoch"""
+    data_fingerprint: str = ""
+    """of the tokenized training data; another one means another run"""
+    skip_ranges: list[list[int]] = field(default_factory=list)
+    """[start, end) of sample ids left out of every epoch"""
+    detector: dict[str, Any] = field(default_factory=dict)
+    """the spike detector's own state"""
+    scaler: dict[str, Any] | None = None
+    """the fp16 loss scaler's state"""
+    best_eval_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Progress:
+        """Raises `CheckpointError` where keys are missing or unknown: a half-read record resumes wrongly."""
+        known = {f.name for f in fields(cls)}
+        missing, unknown = known - set(record), set(record) - known
+        if missing or unknown:
+            raise CheckpointError(
+                f"the progress record does not match this version: missing {sorted(missing)}, unknown {sorted(unknown)}."
+            )
+        return cls(**record)

@@ -1,0 +1,91 @@
+"""What every recipe's entry does before and after training: dry runs, errors, the final model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.data.feed import Layout
+from zerobook.errors import ZerobookError
+from zerobook.launch import LaunchPlan
+from zerobook.strategy import Strategy
+
+
+def run_recipe(main: Callable[[], Any]) -> None:
+    """Call ``main``; print a user's error without a traceback, once, and exit with 2."""
+    import torch.distributed as dist
+
+    try:
+        main()
+    except ZerobookError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print(f"\n{type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
+        sys.stderr.flush()
+        os._exit(2)  # other ranks raise the same; none may wait for another in a destructor
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def announce(plan: LaunchPlan) -> None:
+    """The one line about the strategy, and what was decided on the way. Rank 0 only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(plan.line, flush=True)
+        for note in plan.notes:
+            print(f"  note: {note}", flush=True)
+
+
+def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> None:
+    """The resolved config, where each value came from, the batch arithmetic and the strategy. Rank 0 only."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from zerobook.loop import batch_arithmetic
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(title="resolved config", title_justify="left")
+    for column in ("key", "value", "from"):
+        table.add_column(column, overflow="fold")
+    values = config.model_dump()
+    for key in sorted(values, key=lambda k: not sources.given(k)):
+        style = "" if sources.given(key) else "dim"
+        table.add_row(key, str(values[key]), sources[key], style=style)
+    console.print(table)
+    layout = Layout(
+        world_size=plan.world_size,
+        rank=0,
+        micro=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+    )
+    console.print(plan.line, highlight=False)
+    for note in plan.notes:
+        console.print(f"  note: {note}", highlight=False)
+    console.print(f"batch: {batch_arithmetic(layout)}", highlight=False)
+    steps = f"{config.max_train_steps}" if config.max_train_steps else (
+        f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read")  # fmt: skip
+    console.print(f"steps: {steps}", highlight=False)
+
+
+def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: str = "model") -> Path:
+    """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
+
+    Weights are gathered whole, one at a time, to rank 0, from their fp32 masters.
+    """
+    folder = Path(config.output_dir) / name
+    weights: dict[str, Any] = {}
+    for key, parameter in strategy.trainable():
+        tensor = strategy.get_tensor(parameter)
+        if strategy.is_main:
+            weights[key] = tensor.to("cpu", copy=True)
+        del tensor
+    if strategy.is_main:
+        strategy.unwrapped.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        print(f"saved {folder}", flush=True)
+    strategy.barrier()
+    return folder

@@ -1,0 +1,26 @@
+"""The learning rate as a pure function of the optimizer step, the same on every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:
+    """transformers' schedule of that name, as step -> rate.
+
+    Args:
+        name: as ``lr_scheduler_type``.
+        peak: rate after the warm-up.
+        warmup: steps from 0 to the peak.
+        total: steps the schedule is laid out for; decaying ones are at their end at ``total``.
+
+    Returns:
+        Function of the number of steps done: step k (from 0) trains with ``rate(k)``.
+    """
+    import torch
+    from transformers import get_scheduler
+
+    placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
+    scheduler = get_scheduler(name, placeholder, num_warmup_steps=warmup, num_training_steps=total)
+    factor = scheduler.lr_lambdas[0]
+    return lambda step: peak * float(factor(step))
