@@ -477,5 +477,11 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             # accelerate chooses FSDP only for accelerators' distributed types, though FSDP2 itself runs on gloo
             PartialState(cpu=True)
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        return FullyShardedStrategy(Accelerator(**options), plan)
+        accelerator = Accelerator(**options)
+        if on_cpu and plan.offload_param != "none":
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
+            accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)

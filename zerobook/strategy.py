@@ -293,6 +293,16 @@ class FullyShardedStrategy(Strategy):
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:
         return _whole(super().apply(learning_rate))
 
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        from torch.distributed.fsdp import FSDPModule
+
+        # A forward without a backward (evaluation) leaves the last group gathered, as plain parameters that
+        # are not the optimizer's.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        yield from super().trainable()
+
     def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
