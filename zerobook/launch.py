@@ -468,6 +468,10 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
     }
     if plan.kind == "deepspeed":
+        from zerobook import ops
+
+        for lock in ops.clear_stale_locks():
+            print(f"removed {lock}: left behind by a compile that was killed", flush=True)
         if on_cpu:
             options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))

@@ -1,0 +1,45 @@
+"""The ``zerobook`` command. Nothing heavy is imported before a subcommand is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+HELP = """Training recipes on Accelerate that plan, survive and log themselves.
+
+commands:
+  doctor    where a strategy file leads on this machine, and everything that disagrees
+
+Recipes are started with accelerate:
+  accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("command", nargs="?", choices=["doctor"], help=argparse.SUPPRESS)
+    known = parser.parse_args(arguments[:1])
+    if known.version:
+        from zerobook import __version__
+
+        print(__version__)
+        return 0
+    if known.command is None:
+        parser.print_help()
+        return 0
+    from zerobook.errors import ZerobookError
+
+    try:
+        from zerobook.doctor import doctor
+
+        return doctor(arguments[1:])
+    except ZerobookError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
