@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    from tests.tiny import folder
+
+    return folder()
+
+
+class Launches:
+    """Runs that several tests look at are launched once per session."""
+
+    def __init__(self, folder: Path, tiny: Path):
+        self.folder = folder
+        self.tiny = tiny
+        self._done: dict = {}
+
+    def __call__(self, strategy, processes, micro, accumulation, recipe="causal_lm", model="llama", **flags):
+        """Ten steps of 4 samples (or as ``flags`` say) on chats of uneven lengths; cached by all arguments."""
+        from tests.harness import launch
+
+        key = (str(strategy), processes, micro, accumulation, recipe, model, str(sorted(flags.items())))
+        if key not in self._done:
+            defaults = dict(
+                model_name_or_path=self.tiny / model,
+                validation_split_percentage=0,
+                per_device_train_batch_size=micro,
+                gradient_accumulation_steps=accumulation,
+                max_train_steps=10,
+                num_warmup_steps=2,
+                logging_steps=5,
+            )
+            if recipe == "lora_finetune":
+                # Half of an adapter has no gradient at the first step; Adam would blow its rounding up to whole steps.
+                defaults |= dict(
+                    train_file=self.tiny / "few.jsonl", max_seq_length=64, lora_r=8, lora_alpha=16, learning_rate=1e-2,
+                    adam_epsilon=1e-6,
+                )  # fmt: skip
+            else:
+                defaults |= dict(train_file=self.tiny / "chats.jsonl", block_size=64, learning_rate=3e-3)
+            output = self.folder / f"run{len(self._done)}"
+            self._done[key] = launch(strategy, processes, recipe, output, **(defaults | flags))
+        return self._done[key]
+
+
+@pytest.fixture(scope="session")
+def launches(tmp_path_factory, tiny) -> Launches:
+    return Launches(tmp_path_factory.mktemp("launches"), tiny)

@@ -1,0 +1,91 @@
+"""Runs a recipe unchanged and writes down what reaches its model and how often ranks talk.
+
+    accelerate launch ... tests/distributed/spy.py recipes/NAME.py [flags]
+
+For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
+given. Collectives are counted by wrapping torch.distributed before anything imports it.
+``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill.
+"""
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch.distributed as dist
+
+COUNTS: Counter = Counter()
+for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
+
+    def _wrapped(*args, _inner=getattr(dist, _name), _called=_name, **kwargs):
+        COUNTS[_called] += 1
+        return _inner(*args, **kwargs)
+
+    setattr(dist, _name, _wrapped)
+
+recipe, *flags = sys.argv[1:]
+output = Path(flags[flags.index("--output_dir") + 1])
+rank = int(os.environ.get("RANK", 0))
+hang_at = int(os.environ.get("ZEROBOOK_SPY_HANG_AT_STEP", 0))
+
+
+def write(record):
+    with (output / f"spy-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def watch(loop, tokenizer):
+    micro = Counter()
+
+    def before_forward(model, args, kwargs):
+        if not model.training:
+            return
+        step = loop.progress.step + 1
+        if step == hang_at:
+            (output / "hanging").touch()
+            time.sleep(3600)
+        hashes = []
+        for ids, mask in zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True):
+            text = tokenizer.decode(ids[mask.bool()])
+            hashes.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+        write({"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
+        micro[step] += 1
+
+    loop.strategy.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def main():
+    from transformers import AutoTokenizer
+
+    from zerobook.loop import TrainingLoop
+
+    make, run = TrainingLoop.__init__, TrainingLoop.run
+
+    def making(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        watch(self, AutoTokenizer.from_pretrained(self.config.model_name_or_path))
+
+    def running(self):
+        COUNTS.clear()
+        steps_done = self.strategy.apply
+
+        def applied(rate):
+            result = steps_done(rate)
+            write({"kind": "calls", "counts": dict(COUNTS)})
+            return result
+
+        self.strategy.apply = applied
+        return run(self)
+
+    TrainingLoop.__init__, TrainingLoop.run = making, running
+    output.mkdir(parents=True, exist_ok=True)
+    sys.argv = [recipe, *flags]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

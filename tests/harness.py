@@ -1,0 +1,139 @@
+"""Starts recipes as a user does, with ``accelerate launch``, and reads what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerobook.runlog.writer import read
+
+ROOT = Path(__file__).resolve().parents[1]
+SPY = ROOT / "tests" / "distributed" / "spy.py"
+LIMIT_S = 240
+"""A launch that hangs is killed; none comes near this."""
+
+
+@dataclass
+class Run:
+    """A finished (or killed) launch and its output folder."""
+
+    output: Path
+    returncode: int = 0
+    text: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def read(self) -> Run:
+        self.steps = read(self.output / "runlog" / "steps.jsonl")
+        self.events = read(self.output / "runlog" / "events.jsonl")
+        return self
+
+    def event(self, kind: str) -> dict[str, Any]:
+        """The last event of that type."""
+        return [e for e in self.events if e["type"] == kind][-1]
+
+    @property
+    def losses(self) -> list[float]:
+        return [s["loss"] for s in self.steps]
+
+    @property
+    def norms(self) -> list[float]:
+        return [s["grad_norm"] for s in self.steps]
+
+    def state(self) -> dict[str, Any]:
+        """All tensors of the newest checkpoint, by their names there."""
+        from safetensors.torch import load_file
+
+        newest = sorted((self.output / "checkpoints").glob("step-*"))[-1]
+        return {k: t for file in sorted(newest.glob("*.safetensors")) for k, t in load_file(file).items()}
+
+
+def command(strategy: str | list[str], processes: int, recipe: str, flags: dict[str, Any], spy: bool = False) -> list[str]:
+    """The command line. ``strategy`` is a file's stem in accelerate_configs/, a path, or launcher flags."""
+    if isinstance(strategy, list):
+        launcher = strategy
+    else:
+        path = Path(strategy)
+        launcher = ["--config_file", str(path if path.suffix else ROOT / "accelerate_configs" / f"{strategy}.yaml")]
+    line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
+    line += ["--num_machines", "1"] if isinstance(strategy, list) else []
+    line += ["--main_process_port", "0", *([str(SPY)] if spy else []), str(ROOT / "recipes" / f"{recipe}.py")]
+    for key, value in flags.items():
+        line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
+    return line
+
+
+def launch(
+    strategy: str | list[str],
+    processes: int,
+    recipe: str,
+    output: Path,
+    *,
+    spy: dict[str, Any] | None = None,
+    expect: int | None = 0,
+    **flags: Any,
+) -> Run:
+    """Launch a recipe and wait for it.
+
+    Args:
+        spy: environment for tests/distributed/spy.py, which then wraps the recipe; ``{}`` to watch only.
+        expect: the exit status to insist on; None takes any.
+    """
+    line = command(strategy, processes, recipe, {"output_dir": output, **flags}, spy is not None)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
+    hang = output / "hanging"
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    if spy and "hang_at_step" in spy:
+        deadline = time.monotonic() + LIMIT_S
+        while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        assert hang.exists(), f"the run never reached step {spy['hang_at_step']}:\n{text[-3000:]}"
+        hang.unlink()
+        return Run(output, process.returncode, text).read()
+    try:
+        text, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        raise AssertionError(f"hung for {LIMIT_S} s: {' '.join(line)}\n{text[-3000:]}") from None
+    if expect is not None:
+        assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-4000:]}"
+    return Run(output, process.returncode, text).read()
+
+
+def seen(output: Path) -> dict[tuple[int, int, int], list[str]]:
+    """What the spy saw: (step, micro-batch, rank) -> hashes of the decoded rows that reached the model."""
+    found: dict[tuple[int, int, int], list[str]] = {}
+    for file in sorted(output.glob("spy-*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if record["kind"] == "rows":
+                found[(record["step"], record["micro"], record["rank"])] = record["hashes"]
+    return found
+
+
+def sequence(found: dict[tuple[int, int, int], list[str]], first: int, last: int) -> list[str]:
+    """Hashes in run order over the steps ``first`` to ``last`` (counted from 1, inclusive)."""
+    return [h for key in sorted(found) if first <= key[0] <= last for h in found[key]]
+
+
+def calls(output: Path, rank: int = 0) -> dict[str, int]:
+    """Collective calls that the spy counted on ``rank`` over the whole run, by name."""
+    counts: dict[str, int] = {}
+    for line in (output / f"spy-{rank}.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "calls":
+            counts = record["counts"]
+    return counts

@@ -1,0 +1,123 @@
+"""Tiny models of the real classes, a tokenizer and data, made once and kept under .cache/.
+
+The Llama is trained for a moment, so that adapters on its frozen weights have something to adapt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def folder() -> Path:
+    """The folder with ``llama``, ``wide`` (tensors large enough to be swapped), ``gpt2``, ``falcon`` and data files."""
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    target = ROOT / ".cache" / "tests" / key
+    if not target.exists():
+        staging = target.with_name(f"{key}.{os.getpid()}")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        _make(staging)
+        try:
+            staging.rename(target)
+        except OSError:
+            shutil.rmtree(staging)
+    return target
+
+
+def _make(target: Path) -> None:
+    import torch
+    from transformers import FalconConfig, GPT2Config, LlamaConfig
+
+    tokenizer = _tokenizer()
+    vocabulary = len(tokenizer)
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocabulary}
+    llama = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, **special}
+    configs = {
+        "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
+        "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),
+        "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **special),
+        "falcon": FalconConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=False, multi_query=True,
+            hidden_dropout=0.0, attention_dropout=0.0, **special,
+        ),
+    }  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        if name == "llama":
+            _train(model, tokenizer)
+        model.save_pretrained(target / name)
+        tokenizer.save_pretrained(target / name)
+    _data(target)
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator([m["content"] for chat in _chats() for m in chat], trainer)
+    # pad equals end of turn, as in many released models
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _chats() -> list[list[dict[str, str]]]:
+    from zerobook.data import embedded
+
+    return [row["messages"] for row in embedded.rows("chatterbot")]
+
+
+def _train(model, tokenizer) -> None:
+    import torch
+
+    from zerobook.data.collate import CausalCollator
+    from zerobook.data.tokenize import encode_chat
+    from zerobook.loss import causal_lm_loss
+
+    torch.set_num_threads(1)
+    rows = [encode_chat(chat, tokenizer) for chat in _chats()[400:1200]]
+    rows = [{key: ids[:64] for key, ids in row.items()} for row in rows]
+    collate = CausalCollator(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for start in range(0, len(rows), 8):
+        batch = collate(rows[start : start + 8])
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        (causal_lm_loss(logits, batch["input_ids"]) / batch["input_ids"].numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _data(target: Path) -> None:
+    chats = [chat for chat in _chats() if 20 < sum(len(m["content"]) for m in chat) < 120]
+    for name, part in (("chats", chats[:96]), ("few", chats[:8]), ("epoch24", chats[100:124])):
+        lines = [json.dumps({"messages": chat}) for chat in part]
+        (target / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    text = "\n".join(m["content"] for chat in _chats()[:400] for m in chat)
+    (target / "text.txt").write_text(text)
+
+
+if __name__ == "__main__":
+    print(folder())
