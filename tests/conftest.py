@@ -42,8 +42,8 @@ class Launches:
             if recipe == "lora_finetune":
                 # Half of an adapter has no gradient at the first step; Adam would blow its rounding up to whole steps.
                 defaults |= dict(
-                    train_file=self.tiny / "few.jsonl", max_seq_length=64, lora_r=8, lora_alpha=16, learning_rate=1e-2,
-                    adam_epsilon=1e-6,
+                    train_file=self.tiny / "few.jsonl", max_train_samples=4, max_seq_length=64, lora_r=32, lora_alpha=32,
+                    learning_rate=2.5e-3, adam_epsilon=1e-6,
                 )  # fmt: skip
             else:
                 defaults |= dict(train_file=self.tiny / "chats.jsonl", block_size=64, learning_rate=3e-3)

@@ -1,0 +1,81 @@
+"""bf16 stays near fp32, with fp32 masters; a JSON that fixes fp16 yields to the flag; QLoRA trains and resumes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.test_parity import largest_difference
+from tests.harness import ROOT, launch
+
+BF16_TOLERANCE = 0.03
+"""Relative, on every step's loss: bf16 keeps 8 bits, 0.4 % a rounding, and ten steps of Adam drift apart."""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero2", pytest.param("zero3", marks=pytest.mark.full), pytest.param("fsdp", marks=pytest.mark.full)]
+)
+def test_bf16_is_near_fp32(launches, strategy):
+    one = launches("single", 1, 4, 1)
+    run = launches(strategy, 2, 2, 1, mixed_precision="bf16")
+    start = run.event("run_start")
+    assert start["plan"]["precision"] == "bf16"
+    assert start["live"]["master_dtype"] == "float32"
+    difference = largest_difference(run.losses, one.losses)
+    assert 1e-6 < difference < BF16_TOLERANCE, "equal to fp32 would mean that bf16 was not used"
+    assert run.losses[-1] < 0.8 * run.losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: fp16 loss scaling needs a GPU")
+def test_fp16_scales_the_loss(launches):
+    run = launches("ddp", 1, 4, 1, mixed_precision="fp16")
+    assert run.event("run_end")["progress"]["scaler"]["scale"] > 1
+    assert run.losses[-1] < run.losses[0]
+
+
+PUBLISHED = ["zero2_config_accelerate", "zero3_offload_config_accelerate"]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_path, name):
+    flags = dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl", block_size=64, max_train_steps=6,
+        per_device_train_batch_size=2, num_warmup_steps=2, learning_rate=3e-3, logging_steps=2,
+    )  # fmt: skip
+    file = f"ds_configs/published/{name}.json"
+    launcher = ["--use_deepspeed", "--deepspeed_config_file", str(ROOT / file)]
+    refused = launch(launcher, 2, "causal_lm", tmp_path / "refused", expect=1, **flags)
+    assert f"{name}.json: fp16.enabled is true" in refused.text and "--mixed_precision no" in refused.text
+    assert "ConfigError" in refused.text and not (tmp_path / "refused" / "runlog").exists()
+
+    run = launch([*launcher, "--mixed_precision", "no"], 2, "causal_lm", tmp_path / "run", **flags)
+    stage = 2 if "zero2" in name else 3
+    assert run.event("run_start")["live"]["zero_stage"] == stage
+    assert "which is used (in memory" in run.text
+    rates = [s["learning_rate"] for s in run.steps]
+    # the file's WarmupDecayLR sets the rate: it rises, falls, and is not divided by the number of processes
+    assert max(rates) == pytest.approx(3e-3, rel=0.01) and rates[-1] < max(rates)
+    assert run.losses[-1] < run.losses[1]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
+    whole = launches(strategy, 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
+    assert whole.losses[-1] < 0.85 * whole.losses[0]
+    adapter = whole.output / "adapter"
+    from safetensors.torch import load_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    assert tensors and all(t.numel() for t in tensors.values())
+    assert any(t.abs().sum() > 0 for name, t in tensors.items() if "lora_B" in name), "lora_B starts at zero"
+
+    again = launches(
+        strategy, 2, 2, 1, "lora_finetune", load_in_4bit=True,
+        resume_from_checkpoint=whole.output / "checkpoints" / "step-000006",
+    )  # fmt: skip
+    assert [s["step"] for s in again.steps] == [7, 8, 9, 10]
+    assert largest_difference(again.losses, whole.losses[6:]) < 1e-5

@@ -1,0 +1,82 @@
+"""A run that is killed goes on, anywhere, on the same samples in the same order and with the same losses."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.distributed.test_parity import largest_difference
+from tests.harness import launch, seen, sequence
+
+STEPS = 18  # three epochs of 24 samples in steps of 4
+KILLED_IN = 10  # the middle of epoch 2; the last checkpoint is of step 8
+
+
+def flags(tiny):
+    return dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
+        num_train_epochs=3, per_device_train_batch_size=2, learning_rate=3e-3, save_steps=4, logging_steps=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "run"
+    run = launch("zero2", 2, "causal_lm", output, spy={}, **flags(tiny))
+    return run, sequence(seen(output), 1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def killed(tiny, tmp_path_factory):
+    output = tmp_path_factory.mktemp("killed") / "run"
+    return launch("zero2", 2, "causal_lm", output, spy={"hang_at_step": KILLED_IN}, **flags(tiny))
+
+
+CONTINUED = [("zero2", 2), ("zero3", 2), ("fsdp", 2), ("single", 1), ("ddp", 4), ("zero1", 2), ("zero3_offload", 4)]
+SAMPLE = [("zero3", 2), ("single", 1), ("ddp", 4)]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy, processes",
+    [pytest.param(*c, marks=[] if c in SAMPLE else [pytest.mark.full], id=f"{c[0]}-on-{c[1]}") for c in CONTINUED],
+)
+def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed, strategy, processes):
+    whole, hashes = uninterrupted
+    assert len(set(hashes)) == 24 and len(hashes) == 72, "every sample once an epoch"
+    assert hashes[:24] != hashes[24:48], "epochs are shuffled apart"
+    output = tmp_path / "run"
+    shutil.copytree(killed.output, output)
+    for file in output.glob("spy-*"):
+        file.unlink()
+
+    run = launch(strategy, processes, "causal_lm", output, spy={}, resume_from_checkpoint="auto", **flags(tiny))
+
+    resumed = run.event("resume")
+    assert resumed["step"] == 8 and resumed["cursor"] == 32
+    assert sequence(seen(killed.output), 1, 8) + sequence(seen(output), 9, STEPS) == hashes
+    mine = [s for s in run.steps if s["attempt"] == 2]
+    assert [s["step"] for s in mine] == list(range(9, STEPS + 1))
+    assert [s["ids"] for s in mine] == [s["ids"] for s in whole.steps[8:]]
+    assert [s["learning_rate"] for s in mine] == [s["learning_rate"] for s in whole.steps[8:]]
+    assert largest_difference([s["loss"] for s in mine], whole.losses[8:]) < 1e-5
+    assert largest_difference([s["grad_norm"] for s in mine], whole.norms[8:]) < 1e-5
+    assert [e["seq"] for e in run.events] == list(range(len(run.events)))
+    if processes != 2:
+        assert "global batch kept at 4" in run.text
+    end = run.event("run_end")["progress"]
+    assert end["epoch"] == 3.0 and end["samples"] == 72 and end["step"] == STEPS
+
+
+@pytest.mark.launch
+def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
+    output = tmp_path / "run"
+    shutil.copytree(killed.output, output)
+    changed = flags(tiny) | {"train_file": tiny / "chats.jsonl"}
+    run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
+    assert "CheckpointError" in run.text and "24 samples with fingerprint" in run.text and "now 96 samples" in run.text
+
+    changed = flags(tiny) | {"model_name_or_path": tiny / "gpt2"}
+    run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
+    assert "CheckpointError" in run.text and "made by another model" in run.text and "transformer.wte.weight" in run.text
