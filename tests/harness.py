@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from zerobook.runlog.writer import read
 
@@ -91,13 +93,13 @@ def launch(
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
     hang = output / "hanging"
     process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if spy and "hang_at_step" in spy:
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process)
         text, _ = process.communicate()
         assert hang.exists(), f"the run never reached step {spy['hang_at_step']}:\n{text[-3000:]}"
         hang.unlink()
@@ -105,12 +107,20 @@ def launch(
     try:
         text, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process)
         text, _ = process.communicate()
         raise AssertionError(f"hung for {LIMIT_S} s: {' '.join(line)}\n{text[-3000:]}") from None
     if expect is not None:
         assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-4000:]}"
     return Run(output, process.returncode, text).read()
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
 
 
 def seen(output: Path) -> dict[tuple[int, int, int], list[str]]:

