@@ -92,9 +92,7 @@ def launch(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
     hang = output / "hanging"
-    process = subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if spy and "hang_at_step" in spy:
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:

@@ -42,10 +42,11 @@ def _make(target: Path) -> None:
     vocabulary = len(tokenizer)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocabulary}
     llama = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, **special}
+    no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     configs = {
         "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
         "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),
-        "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **special),
+        "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **no_dropout, **special),
         "falcon": FalconConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=False, multi_query=True,
             hidden_dropout=0.0, attention_dropout=0.0, **special,

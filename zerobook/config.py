@@ -51,9 +51,7 @@ class RecipeConfig(BaseModel):
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
 
     # --- data
-    dataset_name: str | None = Field(
-        None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib"
-    )
+    dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
     dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
     train_file: str | None = Field(None, description="training data, where it is a file of its own")
     validation_file: str | None = Field(None, description="held-out data, where it is a file of its own")
@@ -89,6 +87,7 @@ class RecipeConfig(BaseModel):
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
     eval_steps: int | None = Field(None, ge=1, description="evaluate every so many steps; always at the end")
+    eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
     save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
     resume_from_checkpoint: str | None = Field(None, description="auto (the newest complete one), or a folder")
@@ -102,8 +101,7 @@ class RecipeConfig(BaseModel):
             found.append("dataset_name: no training data is named. Give --dataset_name or --train_file.")
         if self.dataset_name and self.train_file:
             found.append(
-                f"dataset_name: both dataset_name={self.dataset_name!r} and train_file={self.train_file!r} "
-                "are set. Keep one."
+                f"dataset_name: both dataset_name={self.dataset_name!r} and train_file={self.train_file!r} are set. Keep one."
             )
         for key in ("train_file", "validation_file"):
             value = getattr(self, key)
@@ -157,7 +155,7 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[C
         problems.append(f"{' '.join(unknown)}: a value without a flag. Flags look like --learning_rate 5e-4.")
 
     values: dict[str, Any] = {}
-    sources = Resolved({name: "default" for name in config_class.model_fields})
+    sources = Resolved(dict.fromkeys(config_class.model_fields, "default"))
     if known.config:
         file_values, file_problems = _read_yaml(known.config)
         problems += file_problems
@@ -185,9 +183,7 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[C
 
 def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
     doc = sys.modules[config_class.__module__].__doc__ or ""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
     parser.add_argument(
         "--dry-run", "--dry_run", dest="dry_run", action="store_true",

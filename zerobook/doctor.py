@@ -49,9 +49,7 @@ def doctor(argv: list[str]) -> int:
     return 1 if problems else 0
 
 
-def inspect_launch(
-    argv: list[str], hardware: Hardware
-) -> tuple[LaunchPlan | None, list[str], RecipeConfig, Resolved]:
+def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, Resolved]:
     """What ``accelerate launch ARGV`` would hand to its workers, resolved.
 
     Returns:
@@ -145,7 +143,9 @@ def _machine(console: Any, hardware: Hardware) -> list[str]:
     table.add_row("GPUs", gpu)
     table.add_row("flash attention", "installed" if hardware.flash_attention else "not usable here")
     memory = psutil.virtual_memory()
-    table.add_row("CPU cores, RAM", f"{psutil.cpu_count()}, {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)")
+    table.add_row(
+        "CPU cores, RAM", f"{psutil.cpu_count()}, {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
+    )
     table.add_row("free disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in versions().items()))
     compiled = sorted({p.parent.name for p in ops.cache_root().glob("**/*.so")}) if ops.cache_root().is_dir() else []
@@ -191,4 +191,3 @@ def _strategy(console: Any, plan: LaunchPlan, config: RecipeConfig, sources: Res
     console.print(table)
     for note in plan.notes:
         console.print(f"  note: {note}", markup=False)
-

@@ -173,8 +173,7 @@ def _read_deepspeed(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if not isinstance(zero, dict):
         if config:
             plan.problems.append(
-                f"{path}: zero_optimization is missing. Add a section with a stage, 0 to 3, "
-                "or pick a file from ds_configs/."
+                f"{path}: zero_optimization is missing. Add a section with a stage, 0 to 3, or pick a file from ds_configs/."
             )
         zero = config["zero_optimization"] = {"stage": 0}
     plan.zero_stage = int(zero.get("stage", 0))
@@ -237,9 +236,7 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
 
 
-def _take_accumulation(
-    plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: Resolved
-) -> None:
+def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: Resolved) -> None:
     """Accumulation may be said in three places; they must agree, and one that stands alone is taken."""
     said: dict[str, int] = {}
     from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
@@ -456,6 +453,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
 
+    _hush(plan)
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -489,3 +487,15 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+
+
+def _hush(plan: LaunchPlan) -> None:
+    """Keep libraries' chatter that a user can do nothing about away from the progress bar."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls

@@ -153,6 +153,8 @@ class TrainingLoop:
         )  # fmt: skip
         self._window = (time.monotonic(), progress.tokens)
         evaluated = saved = None
+        if config.eval_on_start and progress.step == 0:
+            self.evaluate()
         strategy.model.train()
         if progress.step < self.total_steps:
             for plan, micro_batches in self.feed:
@@ -243,8 +245,8 @@ class TrainingLoop:
             if self.log:
                 self.log.event("crash", reason="loss is not finite", step=bad[0]["step"], loss=str(bad[0]["loss"]))
             raise DivergenceError(
-                f"step {bad[0]['step']}: the loss is {bad[0]['loss']}; nothing was saved since. Resume from the last checkpoint "
-                f"with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
+                f"step {bad[0]['step']}: the loss is {bad[0]['loss']}; nothing was saved since. Resume from the last "
+                f"checkpoint with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
             )
 
     def _record_memory(self, at_seam: dict[str, int]) -> None:

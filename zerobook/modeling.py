@@ -119,9 +119,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy) -> s
         try:
             unset_hf_deepspeed_config()  # whole weights here, not ZeRO-3's pieces
             source = locate(config_name, strategy) if config_name.startswith(embedded.PREFIX) else config_name
-            model_config = _from_pretrained(
-                AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code}
-            )
+            model_config = _from_pretrained(AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code})
             set_seed(config.seed)
             model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
             staging = folder.with_name("initial_model.partial")

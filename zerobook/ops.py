@@ -69,7 +69,7 @@ def compile_ops() -> list[tuple[str, str]]:
     results = []
     for op, builder_name in OPS.items():
         builder = accelerator.create_op_builder(builder_name)
-        if builder is None or op == "shm_comm" and accelerator.device_name() != "cpu":
+        if builder is None or (op == "shm_comm" and accelerator.device_name() != "cpu"):
             continue
         if op == "fused_adam" and (accelerator.device_name() == "cpu" or shutil.which("nvcc") is None):
             continue

@@ -286,8 +286,7 @@ class FullyShardedStrategy(Strategy):
         super().__init__(accelerator, plan)
         if not accelerator.is_fsdp2:
             raise RuntimeError(
-                f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; "
-                "sharding would be dropped"
+                f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
 
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:

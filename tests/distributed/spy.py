@@ -19,13 +19,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 COUNTS: Counter = Counter()
+
+
+def counted(name, inner):
+    def wrapped(*args, **kwargs):
+        COUNTS[name] += 1
+        return inner(*args, **kwargs)
+
+    return wrapped
+
+
 for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
-
-    def _wrapped(*args, _inner=getattr(dist, _name), _called=_name, **kwargs):
-        COUNTS[_called] += 1
-        return _inner(*args, **kwargs)
-
-    setattr(dist, _name, _wrapped)
+    setattr(dist, _name, counted(_name, getattr(dist, _name)))
 
 recipe, *flags = sys.argv[1:]
 output = Path(flags[flags.index("--output_dir") + 1])

@@ -144,7 +144,9 @@ def _check(strategy: Strategy, checkpoint: Path, parameters: list, files: dict[s
             if name not in saved:
                 problem = f"the model trains {name}, which the checkpoint does not hold"
             elif reader.shape(f"weight/{name}") != list(strategy.shape(parameter)):
-                problem = f"{name} is {reader.shape(f'weight/{name}')} there and {list(strategy.shape(parameter))} in this model"
+                problem = (
+                    f"{name} is {reader.shape(f'weight/{name}')} there and {list(strategy.shape(parameter))} in this model"
+                )
             if problem:
                 break
         extra = saved - {name for name, _ in parameters}

@@ -48,13 +48,9 @@ def tokenize(rows: Rows, tokenizer: Any, *, length: int, progress: bool = False)
         DataError: an unknown shape, or nothing left that is supervised.
     """
     columns = set(rows[0])
-    for column, read in _SHAPES.items():
-        if column in columns:
-            break
-    else:
-        raise DataError(
-            f"the samples have the columns {', '.join(sorted(columns))}; expected one of {', '.join(_SHAPES)}."
-        )
+    read = next((_SHAPES[column] for column in _SHAPES if column in columns), None)
+    if read is None:
+        raise DataError(f"the samples have the columns {', '.join(sorted(columns))}; expected one of {', '.join(_SHAPES)}.")
     result = Tokenized()
     bar = tqdm(rows, desc="tokenizing", unit=" samples", disable=not progress, leave=False)
     read(bar, tokenizer, length, result)
@@ -77,9 +73,7 @@ def _text(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:
     result.count("tokens dropped at the end", len(stream) - whole)
     if not whole:
         raise DataError(f"the text has {len(stream)} tokens, fewer than one block of {length}. Lower --block_size.")
-    result.rows = [
-        {"input_ids": stream[i : i + length], "labels": stream[i : i + length]} for i in range(0, whole, length)
-    ]
+    result.rows = [{"input_ids": stream[i : i + length], "labels": stream[i : i + length]} for i in range(0, whole, length)]
 
 
 def _messages(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:

@@ -1,0 +1,163 @@
+"""The tutorial as one command: a real model, real dialogues, real ZeRO on two CPU processes.
+
+SmolLM2-135M-Instruct gets LoRA adapters under ZeRO-2, is killed in the middle, and goes on under ZeRO-3. Then
+the order of the samples is checked against that of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+# said before the launcher asks, or DeepSpeed warns about it; a GPU machine's demo runs on its CPU too
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = Path("outputs") / "demo"
+QUESTIONS = ["What language are you written in?", "What is the best season of the year?"]
+STEPS, SAVE_EVERY, KILL_AT = 18, 6, 14
+COMMAND = (
+    "accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes 2 --main_process_port 0 "
+    "recipes/lora_finetune.py --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot "
+    "--max_seq_length 128 --per_device_train_batch_size 4 --per_device_eval_batch_size 16 --max_eval_samples 48 "
+    "--learning_rate 1e-3 --num_warmup_steps 2 --lr_scheduler_type cosine --max_train_steps {steps} "
+    "--save_steps {save} --logging_steps 1 --eval_on_start --output_dir {output} --resume_from_checkpoint auto"
+)
+
+
+def main() -> int:
+    start = time.monotonic()
+    shutil.rmtree(ROOT / OUTPUT, ignore_errors=True)
+    title("1. Two answers of the model as it is")
+    before = answers(adapter=None)
+
+    title(f"2. LoRA under ZeRO-2, two processes; killed (SIGKILL) at step {KILL_AT}")
+    killed_at = run("zero2", kill_at=KILL_AT)
+    print(f"\nkilled at step {killed_at}; complete checkpoints: {', '.join(c.name for c in checkpoints())}")
+
+    title("3. The same command with another strategy file: it goes on under ZeRO-3")
+    run("zero3")
+
+    title("4. The same two questions")
+    after = answers(adapter=ROOT / OUTPUT / "adapter")
+    for question, old, new in zip(QUESTIONS, before, after, strict=True):
+        print(f"\n  {question}\n    before: {old}\n    after:  {new}")
+
+    title("5. What happened")
+    ok = report()
+    print(f"\n{time.monotonic() - start:.0f} s in all")
+    return 0 if ok else 1
+
+
+def title(text: str) -> None:
+    print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n=== {text}", flush=True)
+
+
+def answers(adapter: Path | None) -> list[str]:
+    """Greedy answers to `QUESTIONS`, of the base model or with the adapter."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from zerobook.data import embedded
+
+    logging.disable_progress_bar()
+    folder = embedded.smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
+    found = []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            output = model.generate(**inputs, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        found.append(" ".join(text.split()))
+        if adapter is None:
+            print(f"  {question}\n    {found[-1]}", flush=True)
+    return found
+
+
+def run(strategy: str, kill_at: int | None = None) -> int:
+    """Launch the recipe; kill launcher and workers once ``kill_at`` steps are logged. Returns the last step seen."""
+    line = COMMAND.format(strategy=strategy, steps=STEPS, save=SAVE_EVERY, output=OUTPUT)
+    print(f"$ {line}\n", flush=True)
+    program, *arguments = line.split()
+    process = subprocess.Popen([str(Path(sys.executable).with_name(program)), *arguments], cwd=ROOT)
+    while process.poll() is None:
+        time.sleep(0.2)
+        if kill_at is not None and last_step() >= kill_at:
+            family = [*psutil.Process(process.pid).children(recursive=True), process]
+            for member in family:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+            return last_step()
+    if process.returncode != 0 or kill_at is not None:
+        raise SystemExit(f"the launch ended with {process.returncode} at step {last_step()}")
+    return last_step()
+
+
+def last_step() -> int:
+    steps = read("steps.jsonl")
+    return steps[-1]["step"] if steps else 0
+
+
+def read(name: str) -> list[dict]:
+    from zerobook.runlog.writer import read
+
+    return read(ROOT / OUTPUT / "runlog" / name)
+
+
+def checkpoints() -> list[Path]:
+    from zerobook.checkpoint import store
+
+    return store.complete(store.folder_of(ROOT / OUTPUT))
+
+
+def report() -> bool:
+    """Print figures read from the runlog and the live engines' own words; True where all is as promised."""
+    from zerobook.data.sampler import SampleOrder
+
+    events, steps = read("events.jsonl"), read("steps.jsonl")
+    starts = [e for e in events if e["type"] == "run_start"]
+    resumed = next(e for e in events if e["type"] == "resume")
+    evals = [e["loss"] for e in events if e["type"] == "eval"]
+    fall = 1 - evals[-1] / evals[0]
+    for start in starts:
+        live = start["live"]
+        print(
+            f"  attempt {start['attempt']}: live engine says ZeRO stage {live['zero_stage']} on {live['world_size']} processes"
+        )
+    kept = [s for s in steps if s["attempt"] == 1 and s["step"] <= resumed["step"]] + [s for s in steps if s["attempt"] == 2]
+    ids = [i for step in kept for i in step["ids"]]
+    order = SampleOrder(starts[0]["data"]["train"], seed=starts[0]["config"]["seed"]).ids(0, len(ids)).tolist()
+    same = ids == order
+    print(f"  resumed at step {resumed['step']}; {len(ids)} samples came in {'the' if same else 'NOT the'} order "
+          "of a run that was never stopped")  # fmt: skip
+    print(f"  held-out loss on the assistant's tokens: {evals[0]:.3f} -> {evals[-1]:.3f} ({fall:.0%} lower)")
+    newest = checkpoints()[-1]
+    for what, path in (
+        ("adapter", OUTPUT / "adapter"),
+        ("checkpoint", newest.relative_to(ROOT)),
+        ("runlog", OUTPUT / "runlog"),
+    ):
+        print(f"  {what + ':':<12}{path}")
+    return same and fall >= 0.25 and [s["live"]["zero_stage"] for s in starts] == [2, 3]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

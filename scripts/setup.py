@@ -1,0 +1,24 @@
+"""What ``make setup`` does once the packages are there: DeepSpeed's ops and the embedded model. Idempotent."""
+
+import sys
+
+from zerobook import ops
+from zerobook.data import embedded
+
+
+def main() -> int:
+    print("[2/3] DeepSpeed's C++ ops (about 4 minutes the first time, seconds afterwards)", flush=True)
+    results = ops.compile_ops()
+    print("[3/3] the embedded model, SmolLM2-135M-Instruct (about 30 s the first time)", flush=True)
+    print(f"  {embedded.smollm2()}", flush=True)
+    failed = [f"{op}: {what}" for op, what in results if what.startswith("FAILED")]
+    if failed:
+        print("set-up is not complete: " + "; ".join(failed), file=sys.stderr)
+        return 1
+    skipped = [f"{op} ({what.removeprefix('skipped: ')})" for op, what in results if what.startswith("skipped")]
+    print("ready" + (f"; without {', '.join(skipped)}" if skipped else ""), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

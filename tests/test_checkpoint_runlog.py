@@ -1,0 +1,96 @@
+"""Checkpoints appear whole or not at all; the runlog survives a torn line; locks that nobody holds go."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from zerobook import ops
+from zerobook.checkpoint import store
+from zerobook.errors import CheckpointError
+from zerobook.progress import Progress
+from zerobook.runlog.writer import RunLog, read
+
+
+def make(folder, step, content=b"abc"):
+    with store.staged(store.folder_of(folder), step) as staging:
+        (staging / "tensors.bin").write_bytes(content)
+    return store.folder_of(folder) / f"step-{step:06d}"
+
+
+def test_a_failed_save_leaves_no_checkpoint_and_harms_no_other(tmp_path):
+    first = make(tmp_path, 5)
+    with pytest.raises(OSError), store.staged(store.folder_of(tmp_path), 6) as staging:
+        (staging / "tensors.bin").write_bytes(b"half")
+        raise OSError("disk full")
+    assert store.complete(store.folder_of(tmp_path)) == [first]
+    assert store.find(tmp_path, "auto") == first
+    again = make(tmp_path, 6)
+    assert store.find(tmp_path, "auto") == again
+
+
+def test_auto_walks_past_damage_and_a_named_one_is_refused(tmp_path):
+    good, bad = make(tmp_path, 1), make(tmp_path, 2)
+    (bad / "tensors.bin").write_bytes(b"ab")
+    assert store.find(tmp_path, "auto") == good
+    with pytest.raises(CheckpointError, match=r"2 bytes, the manifest says 3 bytes"):
+        store.find(tmp_path, str(bad))
+    (bad / "tensors.bin").unlink()
+    assert "missing" in store.damage(bad)
+    (bad / store.MANIFEST).write_text("{")
+    assert "not valid JSON" in store.damage(bad)
+    assert store.find(tmp_path / "nothing", "auto") is None
+
+
+def test_a_step_saved_again_replaces_the_old_one_and_pruning_keeps_the_newest(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    make(tmp_path, 3, b"newer")
+    assert (store.folder_of(tmp_path) / "step-000003" / "tensors.bin").read_bytes() == b"newer"
+    removed = store.prune(store.folder_of(tmp_path), 2)
+    assert [store.step_of(c) for c in removed] == [1]
+    assert [store.step_of(c) for c in store.complete(store.folder_of(tmp_path))] == [2, 3]
+    assert not [f for f in store.folder_of(tmp_path).iterdir() if f.name.startswith(".")]
+
+
+def test_progress_round_trips_and_refuses_a_partial_record():
+    progress = Progress(step=3, cursor=12, skip_ranges=[[1, 4]], detector={"a": 1.5})
+    record = json.loads(json.dumps(progress.to_json()))
+    assert Progress.from_json(record) == progress
+    del record["cursor"]
+    with pytest.raises(CheckpointError, match=r"missing \['cursor'\]"):
+        Progress.from_json(record)
+
+
+def test_runlog_goes_on_after_a_torn_line(tmp_path):
+    log = RunLog(tmp_path)
+    log.event("run_start", config={"seed": 1})
+    log.steps([{"step": 1, "loss": 2.0}])
+    log.close()
+    events = tmp_path / "runlog" / "events.jsonl"
+    with events.open("ab") as file:
+        file.write(b'{"seq": 1, "type": "che')
+    log = RunLog(tmp_path)
+    log.event("resume")
+    found = read(events)
+    assert [e["seq"] for e in found] == [0, 1, 2]
+    assert [e["attempt"] for e in found] == [1, 2, 2]
+    assert found[1]["type"] == "torn_line" and found[1]["bytes"] == 23
+    assert events.with_name("events.jsonl.torn").read_bytes() == b'{"seq": 1, "type": "che'
+
+
+def test_stale_locks_are_cleared_and_held_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for op in ("stale", "held"):
+        (tmp_path / "py311_cpu" / op).mkdir(parents=True)
+    stale, held = (tmp_path / "py311_cpu" / op / "lock" for op in ("stale", "held"))
+    stale.touch()
+    descriptor = os.open(held, os.O_CREAT | os.O_EXCL)
+    try:
+        assert ops.clear_stale_locks() == [stale]
+        assert held.exists() and not stale.exists()
+    finally:
+        os.close(descriptor)
+    assert ops.clear_stale_locks() == [held]

@@ -1,0 +1,95 @@
+"""Flags and YAML: every problem at once, each with its source and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.causal_lm import CausalLMConfig
+from recipes.lora_finetune import LoraConfig
+from zerobook.config import parse
+from zerobook.errors import ConfigError
+
+BASE = ["--model_name_or_path", "m", "--dataset_name", "d"]
+
+
+def problems(argv, kind=CausalLMConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, argv)
+    return caught.value.problems
+
+
+def test_published_command_line_parses_as_printed():
+    line = (
+        "--config_name gpt2-xl --tokenizer_name gpt2-xl --dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 "
+        "--block_size 128 --output_dir /tmp/clm --learning_rate 5e-4 --per_device_train_batch_size 16 "
+        "--per_device_eval_batch_size 1 --num_train_epochs 1"
+    )
+    config, sources, dry_run = parse(CausalLMConfig, line.split())
+    assert (config.learning_rate, config.block_size, config.num_train_epochs) == (5e-4, 128, 1.0)
+    assert config.config_name == "gpt2-xl" and config.model_name_or_path is None and not dry_run
+    assert sources["learning_rate"] == "flag --learning_rate" and sources["seed"] == "default"
+
+
+def test_flags_override_yaml_and_sources_say_so(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-3\nseed: 7\nmodel_name_or_path: m\ndataset_name: d\nactivation_checkpointing: true\n")
+    config, sources, dry_run = parse(CausalLMConfig, ["--config", str(file), "--seed", "9", "--dry-run"])
+    assert (config.learning_rate, config.seed, config.activation_checkpointing, dry_run) == (1e-3, 9, True, True)
+    assert sources["learning_rate"] == str(file) and sources["seed"] == "flag --seed"
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 1e-3\nseed: many\n")
+    found = problems(["--config", str(file), "--per_device_train_batch", "4", "--num_warmup_steps", "-1"])
+    text = "\n".join(found)
+    assert len(found) == 4
+    assert "learning_rat: no such key. Did you mean learning_rate?" in text
+    assert "Did you mean --per_device_train_batch_size?" in text
+    assert f"seed: got 'many' (from {file}), expected a valid integer" in text
+    assert "num_warmup_steps: got '-1' (from flag --num_warmup_steps), expected greater than or equal to 0" in text
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--dataset_name", "d"], "model_name_or_path: it is None and config_name is None"),
+        (["--model_name_or_path", "m"], "no training data is named"),
+        ([*BASE, "--train_file", "x.jsonl"], "both dataset_name='d' and train_file='x.jsonl'"),
+        (["--model_name_or_path", "m", "--train_file", "nowhere.jsonl"], "train_file: no such file or folder: nowhere.jsonl"),
+        ([*BASE, "--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: no such folder: nowhere"),
+        ([*BASE, "--max_train_steps", "5", "--num_warmup_steps", "9"], "9 warm-up steps do not fit into max_train_steps=5"),
+        ([*BASE, "--lr_scheduler_type", "sine"], "lr_scheduler_type: got 'sine'"),
+        ([*BASE, "5"], "5: a value without a flag"),
+        ([*BASE, "--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
+    ],
+)
+def test_each_mistake_has_its_sentence(argv, expected):
+    assert any(expected in p for p in problems(argv))
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("a: [1", "not valid YAML"), ("- 1", "found a list"), ("max_steps: 3\nmax_train_steps: 4", "twice")]
+)
+def test_bad_yaml(tmp_path, text, expected):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert any(expected in p and str(file) in p for p in problems([*BASE, "--config", str(file)]))
+
+
+def test_lists_booleans_and_aliases():
+    argv = [
+        *BASE,
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "--load_in_4bit",
+        "--max_steps",
+        "3",
+        "--gradient_checkpointing",
+    ]
+    config, _, _ = parse(LoraConfig, argv)
+    assert config.lora_target_modules == ["q_proj", "v_proj"] and config.load_in_4bit
+    assert config.max_train_steps == 3 and config.activation_checkpointing
+    config, _, _ = parse(LoraConfig, [*BASE, "--load_in_4bit", "false"])
+    assert config.load_in_4bit is False
