@@ -9,7 +9,7 @@ On eight GPUs:
 The same on a laptop's CPU, two processes:
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 recipes/causal_lm.py \\
-        --model_name_or_path embedded:smollm2 --dataset_name embedded:stdlib --block_size 64 \\
+        --model_name_or_path embedded:smollm2 --dataset_name embedded:stdlib --block_size 64 --max_eval_samples 16 \\
         --per_device_train_batch_size 1 --max_train_steps 4 --output_dir outputs/causal_lm
 """
 

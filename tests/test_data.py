@@ -45,6 +45,20 @@ def test_text_becomes_whole_blocks(tokenizer):
     assert result.report["samples"] == len(result.rows)
 
 
+def test_a_limit_counts_blocks_and_reads_no_further(tokenizer):
+    def rows():
+        yield {"text": "one two three " * 50}
+        raise AssertionError("read on behind the limit")
+
+    class Lazy(list):
+        __iter__ = lambda self: rows()  # noqa: E731
+
+    result = tokenize(Lazy([{"text": ""}]), tokenizer, length=16, limit=3)
+    assert len(result.rows) == 3 and result.report["samples"] == 3
+    chats = tokenize([{"messages": CHAT}] * 5, tokenizer, length=64, limit=2)
+    assert len(chats.rows) == 2
+
+
 def test_a_sample_with_nothing_supervised_is_dropped_and_counted(tokenizer):
     mute = {"messages": [{"role": "user", "content": "Hello?"}]}
     result = tokenize([{"messages": CHAT}, mute], tokenizer, length=64)
@@ -73,7 +87,6 @@ def test_sources(tmp_path):
     again = load(train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=10)
     assert [r["text"] for r in again[1]] == [r["text"] for r in held_out]
     assert not {r["text"] for r in train} & {r["text"] for r in held_out}
-    assert len(load(dataset_name=str(tmp_path / "a.jsonl"), max_train_samples=3)[0]) == 3
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in ("x.txt", "y.py"):

@@ -58,8 +58,8 @@ class RecipeConfig(BaseModel):
     validation_split_percentage: float = Field(
         5, ge=0, lt=100, description="share held out where the data has no validation split (percent)"
     )
-    max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples")
-    max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples")
+    max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples (blocks, for text)")
+    max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples (blocks, for text)")
     preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
     dataloader_num_workers: int = Field(0, ge=0, description="processes that collate, per rank")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ def run_recipe(main: Callable[[], Any]) -> None:
     try:
         main()
     except ZerobookError as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            print(f"\n{type(error).__name__}: {error}\n", file=sys.stderr, flush=True)
-        sys.stderr.flush()
-        os._exit(2)  # other ranks raise the same; none may wait for another in a destructor
+        rank = int(os.environ.get("LOCAL_RANK", 0))
+        if rank != 0:
+            # Most errors are every rank's. The launcher stops all once one has exited, so the rank that prints goes
+            # first; who is still alive after that met an error of its own.
+            time.sleep(5)
+        where = f" (rank {rank})" if rank else ""
+        print(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr, flush=True)
+        os._exit(2)  # without destructors, which would wait for other ranks
     if dist.is_initialized():
         dist.destroy_process_group()
 

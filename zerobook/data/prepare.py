@@ -50,9 +50,10 @@ def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, length:
         try:
             train, held_out = sources.load(config)
             shutil.rmtree(folder, ignore_errors=True)
-            for name, rows in (("train", train), ("held_out", held_out)):
+            parts = (("train", train, config.max_train_samples), ("held_out", held_out, config.max_eval_samples))
+            for name, rows, limit in parts:
                 if len(rows):
-                    tokenized = tokenize(rows, tokenizer, length=length, progress=True)
+                    tokenized = tokenize(rows, tokenizer, length=length, limit=limit, progress=True)
                     report[name] = tokenized.report
                     _save(tokenized, folder / name)
         except Exception as caught:

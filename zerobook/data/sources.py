@@ -16,7 +16,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def load(config: RecipeConfig) -> tuple[Rows, Rows]:
-    """Raw (training, held-out) samples, as the config names, splits and limits them.
+    """Raw (training, held-out) samples, as the config names and splits them.
 
     Where the data has no validation split, the last ``validation_split_percentage`` of a
     seeded shuffle is held out, at least one sample unless the share is 0.
@@ -35,7 +35,7 @@ def load(config: RecipeConfig) -> tuple[Rows, Rows]:
         raise DataError(f"{config.dataset_name or config.train_file}: the dataset is empty, there is nothing to train on.")
     if held_out is None:
         train, held_out = _split(train, config.validation_split_percentage / 100, config.seed)
-    return _first(train, config.max_train_samples), _first(held_out, config.max_eval_samples)
+    return train, held_out
 
 
 def _named(name: str, configuration: str | None) -> tuple[Rows, Rows | None]:
@@ -116,10 +116,6 @@ def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
         return rows, _pick(rows, [])
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     return _pick(rows, sorted(order[held:])), _pick(rows, sorted(order[:held]))
-
-
-def _first(rows: Rows, limit: int | None) -> Rows:
-    return rows if limit is None or limit >= len(rows) else _pick(rows, range(limit))
 
 
 def _pick(rows: Rows, indices: Any) -> Rows:

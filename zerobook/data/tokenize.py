@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +35,14 @@ def supervised_tokens(rows: list[dict[str, Any]]) -> np.ndarray:
     return np.array([sum(label != IGNORE for label in row["labels"][1:]) for row in rows], dtype=np.int64)
 
 
-def tokenize(rows: Rows, tokenizer: Any, *, length: int, progress: bool = False) -> Tokenized:
+def tokenize(rows: Rows, tokenizer: Any, *, length: int, limit: int | None = None, progress: bool = False) -> Tokenized:
     """Tokenize ``rows``, whatever known shape they have.
 
     Args:
         rows: samples of one shape.
         tokenizer: a transformers tokenizer.
         length: tokens per block of text, and the most a chat may have (longer ones are cut).
+        limit: make at most so many samples (blocks, for text), from the front; the rest is not read.
         progress: show a bar.
 
     Raises:
@@ -53,7 +54,11 @@ def tokenize(rows: Rows, tokenizer: Any, *, length: int, progress: bool = False)
         raise DataError(f"the samples have the columns {', '.join(sorted(columns))}; expected one of {', '.join(_SHAPES)}.")
     result = Tokenized()
     bar = tqdm(rows, desc="tokenizing", unit=" samples", disable=not progress, leave=False)
-    read(bar, tokenizer, length, result)
+    for sample in read(bar, tokenizer, length, result):
+        result.rows.append(sample)
+        if len(result.rows) == limit:
+            break
+    bar.close()
     kept = supervised_tokens(result.rows) > 0
     result.count("dropped, nothing supervised", int((~kept).sum()))
     result.rows = [row for row, keep in zip(result.rows, kept, strict=True) if keep]
@@ -63,20 +68,25 @@ def tokenize(rows: Rows, tokenizer: Any, *, length: int, progress: bool = False)
     return result
 
 
-def _text(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:
+def _text(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
     stream: list[int] = []
+    blocks = 0
     for row in rows:
         stream += tokenizer(row["text"] or "", add_special_tokens=False, verbose=False)["input_ids"]
         if tokenizer.eos_token_id is not None:
             stream.append(tokenizer.eos_token_id)
-    whole = len(stream) // length * length
-    result.count("tokens dropped at the end", len(stream) - whole)
-    if not whole:
+        whole = len(stream) // length * length
+        for start in range(0, whole, length):
+            block = stream[start : start + length]
+            blocks += 1
+            yield {"input_ids": block, "labels": list(block)}
+        stream = stream[whole:]
+    if not blocks:
         raise DataError(f"the text has {len(stream)} tokens, fewer than one block of {length}. Lower --block_size.")
-    result.rows = [{"input_ids": stream[i : i + length], "labels": stream[i : i + length]} for i in range(0, whole, length)]
+    result.count("tokens dropped at the end", len(stream))
 
 
-def _messages(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:
+def _messages(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise DataError("the samples are chats, but the tokenizer has no chat template. Use an instruct model's tokenizer.")
     for index, row in enumerate(rows):
@@ -84,7 +94,7 @@ def _messages(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None
         if len(sample["input_ids"]) > length:
             result.count("cut to the maximum length")
             sample = {key: ids[:length] for key, ids in sample.items()}
-        result.rows.append(sample)
+        yield sample
 
 
 def encode_chat(messages: list[dict[str, str]], tokenizer: Any, where: str = "the chat") -> dict[str, list[int]]:
@@ -116,7 +126,7 @@ def encode_chat(messages: list[dict[str, str]], tokenizer: Any, where: str = "th
     return {"input_ids": ids, "labels": labels}
 
 
-def _ready(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:
+def _ready(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
     for index, row in enumerate(rows):
         ids, labels = list(row["input_ids"]), list(row.get("labels") or row["input_ids"])
         if len(ids) != len(labels):
@@ -125,10 +135,10 @@ def _ready(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> None:
             raise DataError(f"sample {index}: token id {max(ids)} is outside the tokenizer's {len(tokenizer)} ids.")
         if len(ids) > length:
             result.count("cut to the maximum length")
-        result.rows.append({"input_ids": ids[:length], "labels": labels[:length]})
+        yield {"input_ids": ids[:length], "labels": labels[:length]}
 
 
-_SHAPES: dict[str, Callable[[Any, Any, int, Tokenized], None]] = {
+_SHAPES: dict[str, Callable[[Any, Any, int, Tokenized], Iterator[dict[str, list[int]]]]] = {
     "input_ids": _ready,
     "messages": _messages,
     "text": _text,
