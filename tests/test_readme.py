@@ -42,22 +42,30 @@ def test_readme_shows_both_commands_and_every_strategy():
     assert len(RUN_HERE) >= 5
 
 
-def run(line: str, limit: int = 240) -> subprocess.CompletedProcess:
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A folder that looks like a fresh clone to the commands, so that they write their outputs there."""
+    for name in ("accelerate_configs", "ds_configs", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run(line: str, cwd: Path, limit: int = 240) -> subprocess.CompletedProcess:
     program, *arguments = shlex.split(line)
     if program == "accelerate":
         arguments = [arguments[0], "--main_process_port", "0", *arguments[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     path = str(Path(sys.executable).with_name(program))
     return subprocess.run(
-        [path, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit, check=False
+        [path, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit, check=False
     )
 
 
 @pytest.mark.launch
-def test_every_command_without_a_note_runs():
+def test_every_command_without_a_note_runs(clone):
     # in order: one of them continues what another saved
     for line in RUN_HERE:
-        result = run(line)
+        result = run(line, clone)
         assert result.returncode == 0, f"{line}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
         if "--resume_from_checkpoint" in line:
             assert "resumed outputs/lora/checkpoints/step-000003 at step 3" in result.stdout + result.stderr
@@ -67,14 +75,14 @@ def test_every_command_without_a_note_runs():
 
 
 @pytest.mark.launch
-def test_commands_for_gpus_pass_their_dry_run(tmp_path):
+def test_commands_for_gpus_pass_their_dry_run(clone):
     """What needs GPUs and a hub to run needs neither to be read."""
     for line, needs in commands():
         if needs is not None:
             line = line.replace("chats.jsonl", str(ROOT / "README.md")).replace(
                 " --mixed_precision", " --dry-run --mixed_precision"
             )
-            result = run(line.replace("recipes/", "--num_processes 2 recipes/", 1))
+            result = run(line.replace("recipes/", "--num_processes 2 recipes/", 1), clone)
             assert result.returncode == 0, result.stderr[-2000:]
             assert "x 2 processes" in result.stdout
 

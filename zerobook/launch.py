@@ -421,7 +421,7 @@ def launcher_precision() -> str | None:
 
 def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
     """`resolve` for the process that calls it. Raises `ConfigError` with every problem."""
-    from zerobook.checkpoint.resume import keep_global_batch
+    from zerobook.checkpoint.resume import earlier_run, keep_global_batch
 
     asked = config.model_dump()
     note = keep_global_batch(config, sources, int(os.environ.get("WORLD_SIZE", 1)))
@@ -429,6 +429,9 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
     plan.asked = asked
     if note:
         plan.notes.append(note)
+    earlier = earlier_run(config)
+    if earlier:
+        plan.problems.append(earlier)
     if plan.problems:
         raise ConfigError(plan.problems)
     return plan

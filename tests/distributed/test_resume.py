@@ -73,6 +73,9 @@ def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed, strategy, pro
 def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     output = tmp_path / "run"
     shutil.copytree(killed.output, output)
+    run = launch("single", 1, "causal_lm", output, expect=1, **flags(tiny))
+    assert "holds 2 checkpoint(s) of an earlier run, the newest step-000008" in run.text
+
     changed = flags(tiny) | {"train_file": tiny / "chats.jsonl"}
     run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
     assert "CheckpointError" in run.text and "24 samples with fingerprint" in run.text and "now 96 samples" in run.text

@@ -6,6 +6,20 @@ from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
 
 
+def earlier_run(config: RecipeConfig) -> str | None:
+    """The sentence that refuses a new run in the folder of another, or None where the folder is free.
+
+    Two runs in one folder would leave checkpoints of both, and ``auto`` would take whichever has more steps.
+    """
+    found = store.complete(store.folder_of(config.output_dir))
+    if config.resume_from_checkpoint is not None or not found:
+        return None
+    return (
+        f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
+        "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."
+    )
+
+
 def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:
     """Where only the number of processes changed, cut the same global batch another way.
 
