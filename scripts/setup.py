@@ -1,4 +1,7 @@
-"""What ``make setup`` does once the packages are there: DeepSpeed's ops and the embedded model. Idempotent."""
+"""What ``make setup`` does once the packages are there: DeepSpeed's ops and the embedded model. Idempotent.
+
+usage: setup.py [OP ...]    only those ops; all that this machine can use where none is named
+"""
 
 import sys
 
@@ -7,8 +10,9 @@ from zerobook.data import embedded
 
 
 def main() -> int:
-    print("[2/3] DeepSpeed's C++ ops (about 4 minutes the first time, seconds afterwards)", flush=True)
-    results = ops.compile_ops()
+    wanted = sys.argv[1:] or list(ops.OPS)
+    print(f"[2/3] DeepSpeed's C++ ops: {', '.join(wanted)} (minutes the first time, seconds afterwards)", flush=True)
+    results = ops.compile_ops(wanted)
     print("[3/3] the embedded model, SmolLM2-135M-Instruct (about 30 s the first time)", flush=True)
     print(f"  {embedded.smollm2()}", flush=True)
     failed = [f"{op}: {what}" for op, what in results if what.startswith("FAILED")]

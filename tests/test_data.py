@@ -87,6 +87,9 @@ def test_sources(tmp_path):
     again = load(train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=10)
     assert [r["text"] for r in again[1]] == [r["text"] for r in held_out]
     assert not {r["text"] for r in train} & {r["text"] for r in held_out}
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(20)))
+    head, tail = load(train_file=str(tmp_path / "book.txt"), validation_split_percentage=10)
+    assert tail == [{"text": "line 18\nline 19\n"}] and head[0]["text"].endswith("line 17\n")
     folder = tmp_path / "texts"
     folder.mkdir()
     for name in ("x.txt", "y.py"):

@@ -457,6 +457,9 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
 
     _hush(plan)
+    if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
+        os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
+        os.environ.setdefault("WANDB_DIR", config.output_dir)
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -502,3 +505,14 @@ def _hush(plan: LaunchPlan) -> None:
     transformers_logging.disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
+
+
+def _wandb_key() -> bool:
+    from netrc import NetrcParseError, netrc
+
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc().hosts)
+    except (OSError, NetrcParseError):
+        return False

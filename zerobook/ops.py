@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 OPS = {
@@ -52,8 +53,8 @@ def clear_stale_locks() -> list[Path]:
     return stale
 
 
-def compile_ops() -> list[tuple[str, str]]:
-    """Compile what this machine can use. Returns (op, what happened); prints a line before each.
+def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
+    """Compile those of the ``wanted`` ops that this machine can use. Returns (op, what happened); prints a line before each.
 
     On a machine without a GPU the CPU variants are built. Already compiled ones load in a second.
     """
@@ -67,8 +68,8 @@ def compile_ops() -> list[tuple[str, str]]:
 
     accelerator = get_accelerator()
     results = []
-    for op, builder_name in OPS.items():
-        builder = accelerator.create_op_builder(builder_name)
+    for op in wanted:
+        builder = accelerator.create_op_builder(OPS[op])
         if builder is None or (op == "shm_comm" and accelerator.device_name() != "cpu"):
             continue
         if op == "fused_adam" and (accelerator.device_name() == "cpu" or shutil.which("nvcc") is None):
@@ -77,7 +78,7 @@ def compile_ops() -> list[tuple[str, str]]:
             need = "install libaio-dev" if op == "async_io" else "not supported here"
             results.append((op, f"skipped: {need}"))
             continue
-        print(f"compiling {op} (up to 2 minutes the first time) ...", flush=True)
+        print(f"compiling {op} (up to 3 minutes the first time) ...", flush=True)
         start = time.monotonic()
         try:
             builder.load(verbose=False)

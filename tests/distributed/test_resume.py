@@ -70,6 +70,21 @@ def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed, strategy, pro
 
 
 @pytest.mark.launch
+def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
+    """Weights and moments that live on disk are read from it, and come back onto it."""
+    nvme = flags(tiny) | {"model_name_or_path": tiny / "wide", "max_train_steps": 8, "learning_rate": 1e-3}
+    whole = launch("zero3_nvme", 2, "causal_lm", tmp_path / "whole", **nvme)
+    swapped = {f.name: f.stat().st_size for f in (tmp_path / "whole" / "nvme_offload").rglob("*.swp")}
+    assert sum(swapped.values()) > 2 * 4 * 128 * 8192, "the wide tensors must really be on disk"
+    checkpoint = whole.output / "checkpoints" / "step-000004"
+    for strategy in ("zero3_nvme", "zero2"):
+        run = launch(strategy, 2, "causal_lm", tmp_path / strategy, resume_from_checkpoint=checkpoint, **nvme)
+        assert [s["step"] for s in run.steps] == [5, 6, 7, 8]
+        assert largest_difference(run.losses, whole.losses[4:]) < 1e-5
+        assert largest_difference(run.norms, whole.norms[4:]) < 1e-5
+
+
+@pytest.mark.launch
 def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     output = tmp_path / "run"
     shutil.copytree(killed.output, output)

@@ -19,7 +19,7 @@ def load(config: RecipeConfig) -> tuple[Rows, Rows]:
     """Raw (training, held-out) samples, as the config names and splits them.
 
     Where the data has no validation split, the last ``validation_split_percentage`` of a
-    seeded shuffle is held out, at least one sample unless the share is 0.
+    seeded shuffle is held out, at least one sample unless the share is 0. Of a single text the last lines are.
 
     Raises:
         DataError: a file or dataset that cannot be read, or that is empty.
@@ -111,6 +111,11 @@ def _read_text(path: Path) -> str:
 def _split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
     import numpy as np
 
+    if len(rows) == 1 and "text" in rows[0]:
+        lines = rows[0]["text"].splitlines(keepends=True)
+        cut = len(lines) - round(len(lines) * share)
+        head, tail = "".join(lines[:cut]), "".join(lines[cut:])
+        return [{"text": head}], [{"text": tail}] if tail else []
     held = 0 if share == 0 else min(max(1, round(len(rows) * share)), len(rows) - 1)
     if held == 0:
         return rows, _pick(rows, [])
