@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Launches:
         self.folder = folder
         self.tiny = tiny
         self._done: dict = {}
+        self._number = itertools.count()
 
     def __call__(self, strategy, processes, micro, accumulation, recipe="causal_lm", model="llama", **flags):
         """Ten steps of 4 samples (or as ``flags`` say) on chats of uneven lengths; cached by all arguments."""
@@ -47,7 +49,7 @@ class Launches:
                 )  # fmt: skip
             else:
                 defaults |= dict(train_file=self.tiny / "chats.jsonl", block_size=64, learning_rate=3e-3)
-            output = self.folder / f"run{len(self._done)}"
+            output = self.folder / f"run{next(self._number)}"
             self._done[key] = launch(strategy, processes, recipe, output, **(defaults | flags))
         return self._done[key]
 

@@ -109,7 +109,7 @@ def launch(
         text, _ = process.communicate()
         raise AssertionError(f"hung for {LIMIT_S} s: {' '.join(line)}\n{text[-3000:]}") from None
     if expect is not None:
-        assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-4000:]}"
+        assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-9000:]}"
     return Run(output, process.returncode, text).read()
 
 

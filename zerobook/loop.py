@@ -178,8 +178,8 @@ class TrainingLoop:
         if self.log:
             rate = None if strategy.owns_schedule else self.rate(progress.step)
             self.log.event("run_end", progress=progress.to_json(), learning_rate_after=rate, eval=final)
-        if config.report_to:
-            strategy.accelerator.end_training()
+        for tracker in strategy.accelerator.trackers:  # end_training would end the process group too
+            tracker.finish()
         return progress
 
     def _step(self, plan: Any, micro_batches: Any) -> None:

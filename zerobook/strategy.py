@@ -393,7 +393,8 @@ class ZeroStrategy(Strategy):
                 group["lr"] = 0.0
             for index in range(len(zero.fp16_groups)):
                 zero._prepare_sub_group(index, set())
-                zero.fp32_partitioned_groups_flat[index].grad.zero_()
+                master = zero.fp32_partitioned_groups_flat[index]
+                master.grad = torch.zeros_like(master)
                 zero._optimizer_step(index)
                 zero._reassign_or_swap_out_partitioned_parameters(index)
                 zero._release_sub_group(index, set())
