@@ -1,0 +1,79 @@
+"""A user's mistake is one named error, never a traceback from inside a library, and leaves no half of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness import ROOT
+
+
+def run(recipe: str, output, **flags) -> subprocess.CompletedProcess:
+    line = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--output_dir", str(output)]
+    for key, value in flags.items():
+        line += [f"--{key}", str(value)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """Files that are wrong in one way each."""
+    from transformers import AutoTokenizer
+
+    target = tmp_path_factory.mktemp("bad")
+    (target / "empty.jsonl").touch()
+    (target / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
+    (target / "short.txt").write_text("a few words")
+    (target / "questions.csv").write_text("question,answer\na,b\n")
+    for name, token in (("no_template", None), ("no_pad", "<|endoftext|>")):
+        tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
+        tokenizer.pad_token = None
+        if token is None:
+            tokenizer.chat_template = None
+        tokenizer.save_pretrained(target / name)
+    (target / "half_a_model").mkdir()
+    (target / "half_a_model" / "config.json").write_text(json.dumps({"model_type": "llama"})[:-3])
+    return target
+
+
+CASES = {
+    "an empty dataset": ({"train_file": "empty.jsonl"}, "DataError", "the dataset is empty"),
+    "nothing supervised": ({"train_file": "mute.jsonl"}, "DataError", "none has a supervised token"),
+    "too little text": ({"train_file": "short.txt"}, "DataError", "fewer than one block of 512. Lower --block_size"),
+    "unknown columns": ({"train_file": "questions.csv"}, "DataError", "columns answer, question; expected one of"),
+    "no such dataset": ({"dataset_name": "nobody/nothing"}, "DataError", "there is no such file or folder here"),
+    "no such model": ({"model_name_or_path": "nobody/nothing"}, "ConfigError", "nobody/nothing is no folder here"),
+    "a broken model": ({"model_name_or_path": "half_a_model"}, "ConfigError", "half_a_model is a folder here, but"),
+    "no chat template": ({"tokenizer_name": "no_template"}, "DataError", "the tokenizer has no chat template"),
+    "no such flag": ({"learning_rat": 1}, "ConfigError", "Did you mean --learning_rate?"),
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("case", CASES)
+def test_mistake_is_named(tiny, folder, tmp_path, case):
+    given, kind, message = CASES[case]
+    flags = {"model_name_or_path": tiny / "llama", "block_size": 512, "max_train_steps": 2}
+    if "dataset_name" not in given:
+        flags["train_file"] = tiny / "chats.jsonl"
+    for key, value in given.items():
+        flags[key] = folder / value if (folder / str(value)).exists() else value
+    result = run("causal_lm", tmp_path / "run", **flags)
+    text = result.stdout + result.stderr
+    assert result.returncode == 2, text[-3000:]
+    assert f"{kind}: " in result.stderr and message in result.stderr
+    assert "Traceback" not in text
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.launch
+def test_a_tokenizer_without_a_pad_token_is_a_stated_fallback(tiny, folder, tmp_path):
+    flags = {"model_name_or_path": tiny / "llama", "tokenizer_name": folder / "no_pad", "train_file": tiny / "chats.jsonl"}
+    result = run("causal_lm", tmp_path / "run", block_size=64, max_train_steps=2, max_eval_samples=4, **flags)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "the tokenizer has no pad token; its end-of-text token '<|im_end|>' pads, masked everywhere" in result.stdout
