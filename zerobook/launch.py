@@ -390,8 +390,6 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
             f"load_in_4bit: {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
             "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or drop load_in_4bit."
         )
-    if quantised and plan.zero_stage == 3 and plan.offload_param == "none":
-        plan.notes.append("4-bit base weights under ZeRO-3: each rank holds its own whole copy")
     if plan.precision == "bf16" and not on_cpu and not hardware.bf16:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
 

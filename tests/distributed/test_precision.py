@@ -62,10 +62,14 @@ def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_p
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", pytest.param("zero3", marks=pytest.mark.full)])
 def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
     whole = launches(strategy, 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
     assert whole.losses[-1] < 0.85 * whole.losses[0]
+    held = [rank["parameters"] for rank in whole.event("memory")["per_rank_bytes"]]
+    if strategy in ("fsdp", "zero3"):  # the packed 4-bit base is sharded with the rest
+        replicated = launches("ddp", 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
+        assert max(held) < 0.6 * replicated.event("memory")["per_rank_bytes"][0]["parameters"]
     adapter = whole.output / "adapter"
     from safetensors.torch import load_file
 
