@@ -1,7 +1,7 @@
 """``zerobook doctor``: where a strategy file leads on this machine, before anything is started.
 
 Takes what would follow ``accelerate launch``: its flags, and optionally a recipe with its own flags.
-Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, as in a real run.
+Accelerate's own code reads the file; `zerobook.resolve` does the rest, as in a real run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from zerobook import ops
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
-from zerobook.launch import Hardware, LaunchPlan, resolve
+from zerobook.resolve import Hardware, LaunchPlan, resolve
 
 USAGE = """zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
 

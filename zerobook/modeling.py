@@ -12,7 +12,7 @@ from torch import nn
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch import Hardware
+from zerobook.resolve import Hardware
 from zerobook.strategy import Strategy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -110,27 +110,22 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
     from accelerate.utils import set_seed
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
     folder = Path(config.output_dir) / "initial_model"
     error: Exception | None = None
     if strategy.is_main and not (folder / "config.json").exists():
-        plugin = strategy.accelerator.state.deepspeed_plugin if strategy.plan.kind == "deepspeed" else None
         try:
-            unset_hf_deepspeed_config()  # whole weights here, not ZeRO-3's pieces
             source = locate(config_name, strategy) if config_name.startswith(embedded.PREFIX) else config_name
             model_config = _from_pretrained(AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code})
             set_seed(config.seed)
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            with strategy.initialising_whole():
+                model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
             staging = folder.with_name("initial_model.partial")
             shutil.rmtree(staging, ignore_errors=True)
             model.save_pretrained(staging)
             staging.rename(folder)
         except Exception as caught:
             error = caught
-        finally:
-            if plugin is not None:
-                set_hf_deepspeed_config(plugin.dschf)
     error = strategy.from_main(error)
     if error is not None:
         raise error

@@ -12,7 +12,7 @@ from typing import Any
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Layout
 from zerobook.errors import ZerobookError
-from zerobook.launch import LaunchPlan
+from zerobook.resolve import LaunchPlan
 from zerobook.strategy import Strategy
 
 

@@ -10,7 +10,7 @@ from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch
-from zerobook.launch import Hardware, LaunchPlan, resolve
+from zerobook.resolve import Hardware, LaunchPlan, resolve
 
 CPU = Hardware()
 A100 = Hardware(gpus=8, gpu_name="A100", flash_attention=True)

@@ -14,7 +14,7 @@ checkpoint independent of the strategy that wrote it. These calls are collective
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from zerobook.config import RecipeConfig
-    from zerobook.launch import LaunchPlan
+    from zerobook.resolve import LaunchPlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -142,7 +142,7 @@ class Strategy:
         """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.accelerator.unscale_gradients()
-        return _whole(torch.nn.utils.get_total_norm(grads))
+        return whole(torch.nn.utils.get_total_norm(grads))
 
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:
         """Clip, step, and drop the gradients.
@@ -192,10 +192,14 @@ class Strategy:
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         return self._torch_optimizer().state[parameter]
 
+    def initialising_whole(self) -> AbstractContextManager[None]:
+        """Models made inside hold whole weights on this process, whatever sharding would do to them."""
+        return nullcontext()
+
     def materialise_optimizer(self) -> None:
         """Create the moments that AdamW otherwise creates at its first step, as zeros."""
         for _, parameter in self.trainable():
-            _zero_state(self._torch_optimizer(), parameter)
+            zero_state(self._torch_optimizer(), parameter)
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """The whole fp32 weight (``key`` None) or moment (``exp_avg``, ``exp_avg_sq``). Collective.
@@ -203,7 +207,7 @@ class Strategy:
         Peak memory is one whole tensor per rank.
         """
         source = parameter if key is None else self._state_of(parameter)[key]
-        return _whole(source.detach()).float()
+        return whole(source.detach()).float()
 
     def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Write the whole tensor ``value``, held by every rank, into the weight or moment. Collective."""
@@ -249,7 +253,7 @@ class Strategy:
         ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
         and moments). On every device together.
         """
-        return {name: _bytes(tensors) for name, tensors in self._held().items()}
+        return {name: bytes(tensors) for name, tensors in self._held().items()}
 
     def _held(self) -> dict[str, list[torch.Tensor]]:
         parameters = list(self.model.parameters())
@@ -273,227 +277,7 @@ class ReplicatedStrategy(Strategy):
         return self.accelerator.no_sync(self.model)
 
 
-class FullyShardedStrategy(Strategy):
-    """FSDP2, full or hybrid: parameters, gradients and moments are DTensors.
-
-    Gradients are reduce-scattered at every micro-batch, so they stay sharded while accumulating.
-    """
-
-    shards_parameters = True
-    generation_in_step = True
-
-    def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
-        super().__init__(accelerator, plan)
-        if not accelerator.is_fsdp2:
-            raise RuntimeError(
-                f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
-            )
-
-    def apply(self, learning_rate: float | None) -> torch.Tensor | float:
-        return _whole(super().apply(learning_rate))
-
-    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        from torch.distributed.fsdp import FSDPModule
-
-        # A forward without a backward (evaluation) leaves the last group gathered, as plain parameters that
-        # are not the optimizer's.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        yield from super().trainable()
-
-    def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        target = parameter if key is None else self._state_of(parameter)[key]
-        with torch.no_grad():
-            if isinstance(target, DTensor):
-                # every rank holds the value, so each cuts its own piece and nothing is sent
-                mesh = target.device_mesh
-                whole = value.to(mesh.device_type)
-                piece = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(piece.to_local())
-            else:
-                target.copy_(value)
-
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        return {name: [_local(t) for t in tensors] for name, tensors in super()._held().items()}
-
-
-class ZeroStrategy(Strategy):
-    """DeepSpeed ZeRO-0 to 3, with CPU or NVMe offload."""
-
-    def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
-        super().__init__(accelerator, plan)
-        self.shards_parameters = plan.zero_stage == 3
-        self.generation_in_step = plan.zero_stage == 3
-        self.owns_schedule = bool((plan.deepspeed_config or {}).get("scheduler"))
-        self.deepspeed_optimizer: Any = None
-
-    def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
-        self.max_grad_norm = config.max_grad_norm  # clipping itself was written into the DeepSpeed config
-        objects: list[Any] = [model]
-        if "optimizer" in (self.plan.deepspeed_config or {}):
-            from accelerate.utils import DummyOptim
-
-            groups = self._groups(model, config.weight_decay)
-            objects.append(DummyOptim(groups, lr=config.learning_rate, weight_decay=config.weight_decay))
-        else:
-            objects.append(self._adamw(model, config))
-        if self.owns_schedule:
-            objects.append(self._schedule(objects[1], config, total_steps))
-        self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
-        self.deepspeed_optimizer = self.model.optimizer
-        stage = self.model.zero_optimization_stage()
-        if stage != self.plan.zero_stage:
-            raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
-
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        # accelerate's own wrapper steps inside backward; the engine itself does not, and that opens the seam
-        engine = self.model
-        engine.set_gradient_accumulation_boundary(is_boundary=last)
-        engine.backward(loss * self.world_size, scale_wrt_gas=False)
-
-    def gradient_norm(self) -> torch.Tensor:
-        from deepspeed.runtime.zero.utils import combine_grad_norm_groups
-
-        zero = self.deepspeed_optimizer
-        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.plan.zero_stage == 3 else zero.scaled_global_norm()
-        return norm / zero.loss_scale
-
-    def apply(self, learning_rate: float | None) -> torch.Tensor | float:
-        if learning_rate is not None:
-            for group in self.deepspeed_optimizer.param_groups:
-                group["lr"] = learning_rate
-        self.model.step()
-        return self.model.get_global_grad_norm()
-
-    def learning_rate(self) -> float:
-        return float(self.deepspeed_optimizer.param_groups[0]["lr"])
-
-    def shape(self, parameter: nn.Parameter) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)
-
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        return self.deepspeed_optimizer.optimizer
-
-    def _masters(self) -> list[torch.Tensor]:
-        """This rank's flat fp32 partitions, which the torch optimizer really steps."""
-        zero = self.deepspeed_optimizer
-        return zero.fp32_partitioned_groups_flat if self.plan.zero_stage == 3 else zero.single_partition_of_fp32_groups
-
-    def materialise_optimizer(self) -> None:
-        zero = self.deepspeed_optimizer
-        if any(state for state in self._states()):
-            return
-        if self.plan.zero_stage == 3 and zero.swap_optimizer:
-            # Swapped-out state exists only once the optimizer has run: one step at rate 0 on zero gradients.
-            rates = [group["lr"] for group in zero.optimizer.param_groups]
-            for group in zero.optimizer.param_groups:
-                group["lr"] = 0.0
-            for index in range(len(zero.fp16_groups)):
-                zero._prepare_sub_group(index, set())
-                master = zero.fp32_partitioned_groups_flat[index]
-                master.grad = torch.zeros_like(master)
-                zero._optimizer_step(index)
-                zero._reassign_or_swap_out_partitioned_parameters(index)
-                zero._release_sub_group(index, set())
-            for group, rate in zip(zero.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            return
-        for master in self._masters():
-            _zero_state(zero.optimizer, master)
-        if self.plan.zero_stage != 3:
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        if key is None:
-            return safe_get_full_fp32_param(parameter).detach()
-        return safe_get_full_optimizer_state(parameter, key).detach()
-
-    def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        if self.plan.zero_stage == 3:
-            # ZeRO-3 cuts equal pieces, the last one padded; the setter narrows without asking
-            size = parameter.ds_tensor.numel() * self.world_size
-            padded = torch.zeros(size, dtype=value.dtype, device=value.device)
-            padded[: value.numel()].copy_(value.flatten())
-        if key is not None:
-            if self.plan.zero_stage == 3:
-                self._set_partition(parameter, padded, key)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-            return
-        # The setters reach the fp32 master only; the copy that the next forward reads is written beside it.
-        if self.plan.zero_stage == 3:
-            self._set_partition(parameter, padded, None)
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if self.rank == 0:
-                    parameter.data.copy_(value.view(parameter.ds_shape))
-        else:
-            safe_set_full_fp32_param(parameter, value)
-            with torch.no_grad():
-                parameter.data.copy_(value)
-
-    def _set_partition(self, parameter: nn.Parameter, padded: torch.Tensor, key: str | None) -> None:
-        piece = parameter.ds_tensor.numel()
-        rank = dist.get_rank(group=parameter.ds_process_group) if parameter.ds_process_group is not None else self.rank
-        self.deepspeed_optimizer.set_local_hp_param(padded.narrow(0, piece * rank, piece), parameter, key)
-
-    def scaler_state(self) -> dict[str, Any] | None:
-        scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if self.plan.precision != "fp16" or scaler is None:
-            return None
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
-
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if state and scaler is not None:
-            for key, value in state.items():
-                setattr(scaler, key, value)
-
-    def _schedule(self, optimizer: Any, config: RecipeConfig, total_steps: int) -> Any:
-        from accelerate.utils import DummyScheduler
-
-        params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})
-        warmup = max(1, config.num_warmup_steps)  # DeepSpeed refuses 0
-        # accelerate would divide the total by the number of processes; a step is a step on any number
-        for key, value in (("warmup_min_lr", 0.0), ("warmup_max_lr", config.learning_rate),
-                           ("warmup_num_steps", warmup), ("total_num_steps", max(total_steps, warmup + 1))):  # fmt: skip
-            if params.get(key) == "auto":
-                params[key] = value
-        return DummyScheduler(optimizer, total_num_steps=total_steps, warmup_num_steps=warmup)
-
-    def set_schedule_step(self, step: int) -> None:
-        if self.model.lr_scheduler is not None and step > 0:
-            self.model.lr_scheduler.step(step - 1)
-
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        held = super()._held()
-        zero = self.deepspeed_optimizer
-        masters = self._masters()
-        for p in self.model.parameters():
-            if hasattr(p, "ds_tensor"):
-                held["parameters"].append(p.ds_tensor.data)
-        for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
-            held["gradients"] += [t for t in tensors or [] if t is not None]
-        held["gradients"] += [m.grad for m in masters if m.grad is not None]
-        held["optimizer"] += [m.data for m in masters]
-        return held
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {
-            "zero_stage": int(self.model.zero_optimization_stage()),
-            "master_dtype": str(self._masters()[0].dtype).removeprefix("torch."),
-            "optimizer_class": type(self._torch_optimizer()).__name__,
-        }
-
-
-def _zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     state = optimizer.state[parameter]
     if state:
         return
@@ -507,15 +291,15 @@ def _zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> No
         state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def _whole(tensor: Any) -> Any:
+def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``; views of one buffer count once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
