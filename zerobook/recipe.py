@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -18,8 +19,6 @@ from zerobook.strategy import Strategy
 
 def run_recipe(main: Callable[[], Any]) -> None:
     """Call ``main``; print a user's error without a traceback, once, and exit with 2."""
-    import torch.distributed as dist
-
     try:
         main()
     except ZerobookError as error:
@@ -31,8 +30,25 @@ def run_recipe(main: Callable[[], Any]) -> None:
         where = f" (rank {rank})" if rank else ""
         print(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr, flush=True)
         os._exit(2)  # without destructors, which would wait for other ranks
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
+
+
+def leave(code: int = 0) -> None:
+    """End a launched process with ``code`` after all that was registered for its end; one process alone just returns.
+
+    gloo's threads drop their last tensors some time after a collective has returned. Where that falls into the
+    interpreter's own shutdown, the process aborts ("terminate called without an active exception") and the launcher
+    reports a finished run as failed, so a launched process ends without that shutdown.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def announce(plan: LaunchPlan) -> None:
