@@ -45,7 +45,7 @@ def main() -> None:
     from zerobook.data.collate import CausalCollator
     from zerobook.data.prepare import prepare
     from zerobook.loop import TrainingLoop
-    from zerobook.loss import causal_lm_loss
+    from zerobook.loss import CAUSAL
     from zerobook.modeling import load_causal_lm, load_tokenizer
 
     strategy = build(config, plan)
@@ -56,7 +56,7 @@ def main() -> None:
     collate = CausalCollator(tokenizer.pad_token_id, pad_to_multiple_of=8 if strategy.device.type == "cuda" else 1)
 
     model = load_causal_lm(config, strategy)
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, loss=causal_lm_loss)
+    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL)
     loop.run()
     save_model(strategy, tokenizer, config)
 

@@ -46,7 +46,7 @@ def main() -> None:
     from zerobook.data.collate import CausalCollator
     from zerobook.data.prepare import prepare
     from zerobook.loop import TrainingLoop
-    from zerobook.loss import causal_lm_loss
+    from zerobook.loss import CAUSAL
     from zerobook.modeling import load_causal_lm, load_tokenizer
 
     strategy = build(config, plan)
@@ -66,7 +66,7 @@ def main() -> None:
         targets=config.lora_target_modules,
         seed=config.seed,
     )
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, loss=causal_lm_loss)
+    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL)
     loop.run()
     save_model(strategy, tokenizer, config, name="adapter")
 

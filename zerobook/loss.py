@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -21,3 +24,18 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     vocabulary = logits.size(-1)
     predicted = logits[:, :-1].reshape(-1, vocabulary).float()
     return cross_entropy(predicted, labels[:, 1:].reshape(-1), ignore_index=IGNORE, reduction="sum")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learnt: the loss, and which labels it counts.
+
+    ``loss`` is (logits, labels) -> summed loss over supervised tokens, a scalar. ``shifted``: position i is predicted
+    from those before it, so a row's first label counts nothing.
+    """
+
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    shifted: bool
+
+
+CAUSAL = Objective(causal_lm_loss, shifted=True)

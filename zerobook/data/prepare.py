@@ -30,10 +30,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """``held_out`` is None where nothing is held out. ``report`` says what became of the samples."""
+    """``held_out`` by dataset; empty where nothing is held out. ``report`` says what became of the samples."""
 
     train: Part
-    held_out: Part | None
+    held_out: dict[str, Part]
     report: dict[str, dict[str, int]]
 
 
@@ -63,7 +63,7 @@ def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, length:
         raise error
     return PreparedData(
         train=_open(folder / "train"),
-        held_out=_open(folder / "held_out") if (folder / "held_out").exists() else None,
+        held_out={"held_out": _open(folder / "held_out")} if (folder / "held_out").exists() else {},
         report=report,
     )
 
