@@ -42,8 +42,9 @@ def main() -> None:
         return print_dry_run(config, sources, plan)
     announce(plan)
 
-    from zerobook.data.collate import CausalCollator
+    from zerobook.data.collate import causal_collator
     from zerobook.data.prepare import prepare
+    from zerobook.data.templates import CausalEncoder
     from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
     from zerobook.modeling import load_causal_lm, load_tokenizer
@@ -52,10 +53,11 @@ def main() -> None:
     tokenizer = load_tokenizer(config, strategy)
 
     # Text becomes blocks of block_size tokens; chats keep their lengths.
-    data = prepare(config, tokenizer, strategy, length=config.block_size)
-    collate = CausalCollator(tokenizer.pad_token_id, pad_to_multiple_of=8 if strategy.device.type == "cuda" else 1)
+    encoder = CausalEncoder(tokenizer, length=config.block_size, chat_template=config.chat_template)
+    data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
 
     model = load_causal_lm(config, strategy)
+    collate = causal_collator(tokenizer, model, packed=config.packing)
     loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL)
     loop.run()
     save_model(strategy, tokenizer, config)

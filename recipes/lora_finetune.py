@@ -43,8 +43,9 @@ def main() -> None:
     announce(plan)
 
     from zerobook.adapters import add_lora, nf4
-    from zerobook.data.collate import CausalCollator
+    from zerobook.data.collate import causal_collator
     from zerobook.data.prepare import prepare
+    from zerobook.data.templates import CausalEncoder
     from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
     from zerobook.modeling import load_causal_lm, load_tokenizer
@@ -53,8 +54,8 @@ def main() -> None:
     tokenizer = load_tokenizer(config, strategy)
 
     # Only what the assistant says, and its end of turn, is supervised.
-    data = prepare(config, tokenizer, strategy, length=config.max_seq_length)
-    collate = CausalCollator(tokenizer.pad_token_id, pad_to_multiple_of=8 if strategy.device.type == "cuda" else 1)
+    encoder = CausalEncoder(tokenizer, length=config.max_seq_length, chat_template=config.chat_template)
+    data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
 
     # The base is frozen (in 4 bits for QLoRA); small matrices beside every linear layer are trained.
     model = load_causal_lm(config, strategy, quantization=nf4(plan.precision) if config.load_in_4bit else None)
@@ -66,6 +67,7 @@ def main() -> None:
         targets=config.lora_target_modules,
         seed=config.seed,
     )
+    collate = causal_collator(tokenizer, model, packed=config.packing)
     loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL)
     loop.run()
     save_model(strategy, tokenizer, config, name="adapter")

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 
 from zerobook.data.collate import CausalCollator
 from zerobook.data.feed import FILLER, IGNORE, Feed, Layout
-from zerobook.data.sampler import Permutation, SampleOrder
+from zerobook.data.sampler import Mixture, Permutation, SampleOrder
+
+
+class Rows(list):
+    """Rows with one supervised token each."""
+
+    @property
+    def supervised(self):
+        return np.ones(len(self), np.int64)
+
+    @property
+    def lengths(self):
+        return np.array([len(row["input_ids"]) for row in self])
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32), st.integers(0, 100))
@@ -43,22 +55,59 @@ def test_seek_far_reads_one_element():
     assert 0 <= order(np.array([10**9]))[0] < 2_000_000_000
 
 
-@given(
-    st.integers(1, 60), st.integers(0, 5), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=3), st.data()
-)
-def test_take_resumes_anywhere_and_never_gives_a_skipped_sample(size, seed, ranges, data):
-    skip = [(min(r), max(r)) for r in ranges]
+@given(st.integers(1, 60), st.integers(0, 5), st.sets(st.integers(0, 59)), st.booleans(), st.booleans(), st.data())
+def test_take_resumes_anywhere_and_never_gives_a_dropped_row(size, seed, drop, weighted, grouped, data):
+    dropped = np.isin(np.arange(size), list(drop))
+    sizes = [size] if size < 2 else [size // 2, size - size // 2]
+    options = dict(seed=seed, dropped=dropped, weights=[1.0, 3.0][: len(sizes)] if weighted else None,
+                   lengths=np.arange(size) % 7 if grouped else None)  # fmt: skip
     end = size * 3
-    order = SampleOrder(size, seed=seed, skip=skip)
-    whole, cursor = order.take(0, 10**6, end)
+    whole, cursor = SampleOrder(sizes, **options).take(0, 10**6, end)
     assert cursor == end
-    assert not any(a <= i < b for i in whole for a, b in skip)
-    assert order.remaining(0, end) == len(whole)
+    assert not dropped[whole].any()
+    assert SampleOrder(sizes, **options).remaining(0, end) == len(whole)
     cursor, pieces = 0, []
     while cursor < end:
-        ids, cursor = SampleOrder(size, seed=seed, skip=skip).take(cursor, data.draw(st.integers(1, 9)), end)
+        ids, cursor = SampleOrder(sizes, **options).take(cursor, data.draw(st.integers(1, 9)), end)
         pieces += ids.tolist()
     assert pieces == whole.tolist()
+    if not weighted or len(sizes) == 1:
+        for epoch in range(3):
+            ids = SampleOrder(sizes, **options).ids(epoch * size, (epoch + 1) * size)
+            assert sorted(ids.tolist()) == list(range(size))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(50, 500), st.floats(0.01, 100)), min_size=2, max_size=5), st.integers(0, 10**6))
+def test_a_mixture_keeps_its_weights_everywhere_and_passes_through_each_dataset(parts, start):
+    sizes, weights = zip(*parts, strict=True)
+    order = SampleOrder(sizes, seed=3, weights=weights)
+    count = 3000
+    ids = order.ids(start, start + count)
+    owner = np.searchsorted(np.cumsum(sizes), ids, side="right")
+    for index, weight in enumerate(weights):
+        share = weight / sum(weights)
+        # spread evenly: any stretch holds its share, give or take one and what a share is rounded by
+        assert abs((owner == index).sum() - share * count) <= 2 + count * len(sizes) / Mixture.PERIOD
+    first = SampleOrder(sizes, seed=3, weights=weights).ids(0, 5000)
+    owner = np.searchsorted(np.cumsum(sizes), first, side="right")
+    for index, size in enumerate(sizes):
+        own = first[owner == index] - sum(sizes[:index])
+        for done in range(len(own) // size):
+            assert sorted(own[done * size : (done + 1) * size].tolist()) == list(range(size))
+
+
+def test_rows_of_like_length_come_together_and_not_in_order_of_length():
+    lengths = np.random.default_rng(0).lognormal(4, 1, 10_000).astype(int)
+    plain, grouped = (SampleOrder([10_000], seed=1, lengths=given) for given in (None, lengths))
+
+    def padding(order):
+        batches = lengths[order.ids(0, 9984)].reshape(-1, 16)
+        return 1 - batches.sum() / (batches.max(axis=1).sum() * 16)
+
+    assert padding(grouped) < 0.1 < 0.5 < padding(plain)
+    means = lengths[grouped.ids(0, 9984)].reshape(-1, 32).mean(axis=1)
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
 
 
 @settings(max_examples=50)
@@ -68,15 +117,14 @@ def test_take_resumes_anywhere_and_never_gives_a_skipped_sample(size, seed, rang
     st.integers(0, 30),
 )
 def test_every_cut_gives_the_same_rows_in_the_same_order(size, split, start):
-    rows = [{"input_ids": [i, i], "labels": [IGNORE, i]} for i in range(size)]
-    supervised = np.ones(size, dtype=np.int64)
+    part = Rows([{"input_ids": [i, i], "labels": [IGNORE, i]} for i in range(size)])
     world, micro, accumulation = split
     end = 2 * size
     start = min(start, end)
     per_rank = []
     for rank in range(world):
         layout = Layout(world_size=world, rank=rank, micro=micro, accumulation=accumulation)
-        feed = Feed(rows, supervised, SampleOrder(size, seed=1), layout, CausalCollator(0), cursor=start, end=end)
+        feed = Feed(part, SampleOrder([size], seed=1), layout, CausalCollator(0), cursor=start, end=end)
         expected_steps = feed.steps()
         steps = [(plan, [b["labels"][:, 1].tolist() for b in batches]) for plan, batches in feed]
         assert len(steps) == expected_steps
@@ -89,15 +137,15 @@ def test_every_cut_gives_the_same_rows_in_the_same_order(size, split, start):
             for rank in range(world):
                 seen += [label for label in step[rank][1][index] if label != IGNORE]
         assert plans[0].tokens == plans[0].samples == int((plans[0].ids != FILLER).sum())
-    assert seen == SampleOrder(size, seed=1).ids(start, end).tolist()
+    assert seen == SampleOrder([size], seed=1).ids(start, end).tolist()
 
 
 def test_workers_do_not_change_the_plan():
-    rows = [{"input_ids": [i, i], "labels": [i, i]} for i in range(30)]
+    part = Rows([{"input_ids": [i, i], "labels": [i, i]} for i in range(30)])
     layout = Layout(world_size=1, rank=0, micro=2, accumulation=2)
     found = []
     for workers in (0, 2):
-        feed = Feed(rows, np.ones(30, int), SampleOrder(30, seed=0), layout, CausalCollator(0), end=45, workers=workers)
+        feed = Feed(part, SampleOrder([30], seed=0), layout, CausalCollator(0), end=45, workers=workers)
         found.append([(p.cursor, p.ids.tolist(), [b["input_ids"].tolist() for b in bs]) for p, bs in feed])
     assert found[0] == found[1] and len(found[0]) == 12
 

@@ -27,6 +27,30 @@ ALIASES = {
 }
 
 Precision = Literal["no", "bf16", "fp16"]
+Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
+
+
+VALIDATION = "validation"
+"""Name of the dataset that ``validation_file`` is."""
+
+
+class DatasetSpec(BaseModel):
+    """One dataset of a mixture, an entry under ``datasets:`` in the YAML."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="hub name, local file or folder, embedded:NAME")
+    name: str = Field("", description="what logs call it; the path's last part if unset")
+    config_name: str | None = Field(None, description="the hub dataset's configuration")
+    split: str | None = Field(None, description="take this split only, and hold out from it")
+    format: Format | None = Field(None, description="see the recipe's format")
+    weight: float | None = Field(None, gt=0, description="share of the rows; unset on all mixes all rows alike")
+    limit: int | None = Field(None, ge=1, description="read only so many samples")
+    text_column: str | None = Field(None, description="see the recipe's text_column")
+    summary_column: str | None = Field(None, description="see the recipe's summary_column")
+
+    def model_post_init(self, context: Any) -> None:
+        self.name = self.name or Path(self.path.removeprefix("embedded:")).name.split(".")[0]
 
 
 class RecipeConfig(BaseModel):
@@ -44,7 +68,7 @@ class RecipeConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
         "float32", description="dtype the weights are loaded in (masters of trained weights stay fp32)"
     )
-    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = Field(
+    attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = Field(
         "auto", description="attention kernel; auto takes the best this device has"
     )
     device_map: str | None = Field(None, description="transformers' device map; one process only")
@@ -53,6 +77,7 @@ class RecipeConfig(BaseModel):
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
     dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
+    datasets: list[DatasetSpec] | None = Field(None, description="a mixture, in YAML: path, format, weight, split, limit each")
     train_file: str | None = Field(None, description="training data, where it is a file of its own")
     validation_file: str | None = Field(None, description="held-out data, where it is a file of its own")
     validation_split_percentage: float = Field(
@@ -60,6 +85,14 @@ class RecipeConfig(BaseModel):
     )
     max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples (blocks, for text)")
     max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples (blocks, for text)")
+    format: Format | None = Field(None, description="shape of the samples; unset reads it off the columns")
+    text_column: str | None = Field(None, description="column of the text or source, where its name is an unusual one")
+    summary_column: str | None = Field(None, description="column of the target, where its name is an unusual one")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's")
+    on_bad_sample: Literal["error", "skip"] = Field("error", description="what to do about a sample that cannot be used")
+    packing: bool = Field(False, description="several samples a row, isolated from each other, so that little is padded")
+    group_by_length: bool = Field(False, description="rows of like length together, so that less is padded")
+    cache_dir: str | None = Field(None, description="where prepared data is kept; unset: ~/.cache/zerobook")
     preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
     dataloader_num_workers: int = Field(0, ge=0, description="processes that collate, per rank")
 
@@ -94,16 +127,33 @@ class RecipeConfig(BaseModel):
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 
+    def dataset_specs(self) -> list[DatasetSpec]:
+        """The training datasets, and the validation file as one more, called ``validation``."""
+        shape = {key: getattr(self, key) for key in ("format", "text_column", "summary_column")}
+        specs = list(self.datasets or [])
+        if not specs:
+            path = self.dataset_name or self.train_file
+            assert path is not None
+            specs = [DatasetSpec(path=path, config_name=self.dataset_config_name, **shape)]
+        if self.validation_file:
+            specs.append(DatasetSpec(path=self.validation_file, name=VALIDATION, **shape))
+        return specs
+
     def problems(self) -> list[str]:
         """Disagreements between keys, and files that are not there. Subclasses add their own."""
         found = []
-        if self.dataset_name is None and self.train_file is None:
-            found.append("dataset_name: no training data is named. Give --dataset_name or --train_file.")
-        if self.dataset_name and self.train_file:
-            found.append(
-                f"dataset_name: both dataset_name={self.dataset_name!r} and train_file={self.train_file!r} are set. Keep one."
-            )
-        for key in ("train_file", "validation_file"):
+        named = {key: getattr(self, key) for key in ("dataset_name", "train_file", "datasets") if getattr(self, key)}
+        if not named:
+            found.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
+        if len(named) > 1:
+            said = " and ".join(f"{key}={value!r}" for key, value in named.items())
+            found.append(f"dataset_name: {said} are set together. Keep one.")
+        names = [spec.name for spec in self.datasets or []]
+        for name in sorted({n for n in names if names.count(n) > 1}):
+            found.append(f"datasets: {names.count(name)} of them are called {name!r}. Give each a name of its own.")
+        if self.packing and self.group_by_length:
+            found.append("group_by_length: packed rows are all about full, so there is nothing to group. Drop it or packing.")
+        for key in ("train_file", "validation_file", "chat_template"):
             value = getattr(self, key)
             if value and not Path(value).expanduser().exists():
                 found.append(f"{key}: no such file or folder: {value}")
@@ -193,6 +243,8 @@ def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
     for alias, name in ALIASES.items():
         reverse.setdefault(name, []).append(f"--{alias}")
     for name, field in config_class.model_fields.items():
+        if name == "datasets":
+            continue  # a list of mappings is written in YAML
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": _kind(field.annotation)}
         if field.annotation is bool:
             options |= {"nargs": "?", "const": "true"}
@@ -238,5 +290,9 @@ def _nearest(name: str, names: set[str], prefix: str = "") -> str:
 def _explain(error: Any, sources: Resolved) -> str:
     path = ".".join(str(part) for part in error["loc"])
     source = sources.get(str(error["loc"][0]), "default")
+    if error["type"] == "extra_forbidden":
+        return f"{source}: {path}: no such key.{_nearest(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
+    if error["type"] == "missing":
+        return f"{source}: {path}: the key is missing."
     message = error["msg"].removeprefix("Input should be ").rstrip(".")
     return f"{path}: got {error['input']!r} (from {source}), expected {message}."

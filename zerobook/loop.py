@@ -20,6 +20,7 @@ from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import SampleOrder
 from zerobook.errors import CheckpointError, DivergenceError
+from zerobook.isolation import check_isolation
 from zerobook.loss import Objective
 from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog
@@ -74,8 +75,7 @@ class TrainingLoop:
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
         self.feed = self._training_feed()
-        planned = self.progress.step + self.feed.steps()
-        self.total_steps = min(planned, config.max_train_steps or planned)
+        self.total_steps = config.max_train_steps or self.progress.step + self.feed.steps()
         self.rate = learning_rate_schedule(
             config.lr_scheduler_type,
             peak=config.learning_rate,
@@ -83,6 +83,8 @@ class TrainingLoop:
             total=self.total_steps,
         )
         strategy.prepare(model, config, self.total_steps)
+        if data.train.isolated:
+            check_isolation(strategy, collate)
         self.evaluation_seconds = 0.0
         self._pending: list[dict[str, Any]] = []
         self._start(sources)
@@ -104,14 +106,16 @@ class TrainingLoop:
         progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
 
     def _training_feed(self) -> Feed:
-        config, train = self.config, self.data.train
-        end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(train))
-        skip = [(a, b) for a, b in self.progress.skip_ranges]
-        order = SampleOrder(len(train), seed=self.progress.seed, skip=skip)
+        config, progress = self.config, self.progress
+        part = self.data.train.skipping(progress.skip_ranges)
+        end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(part))
+        order = SampleOrder(
+            part.sizes, seed=progress.seed, weights=self.data.weights, dropped=part.dropped,
+            lengths=part.lengths if config.group_by_length else None,
+        )  # fmt: skip
         return Feed(
-            train.rows, train.supervised, order, self.layout, self.collate,
-            cursor=self.progress.cursor, end=end, workers=config.dataloader_num_workers,
-            pin_memory=self.strategy.device.type == "cuda",
+            part, order, self.layout, self.collate, cursor=progress.cursor, end=end,
+            workers=config.dataloader_num_workers, pin_memory=self.strategy.device.type == "cuda",
         )  # fmt: skip
 
     def _start(self, sources: Resolved) -> None:
@@ -135,7 +139,8 @@ class TrainingLoop:
         tqdm.write(f"live engine: {describe_line(strategy.describe())}")
         tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {len(self.data.train)} samples")
         for part, report in self.data.report.items():
-            tqdm.write(f"{part}: " + ", ".join(f"{number} {what}" for what, number in report.items() if number))
+            tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
+        tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
 
     def _resume(self, checkpoint: Any) -> None:
         state.load(self.strategy, checkpoint)
@@ -311,7 +316,7 @@ class TrainingLoop:
         strategy, parts = self.strategy, self.data.held_out
         layout = Layout(world_size=strategy.world_size, rank=strategy.rank, micro=self.config.per_device_eval_batch_size)
         feeds = [
-            Feed(part.rows, part.supervised, SampleOrder(len(part), seed=0, shuffle=False), layout, self.collate, end=len(part))
+            Feed(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, self.collate, end=len(part))
             for part in parts.values()
         ]
         bar = tqdm(total=sum(f.steps() for f in feeds), desc="evaluating", leave=False, disable=not strategy.is_main)

@@ -52,12 +52,18 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
     return tokenizer
 
 
-def choose_attention(asked: str, hardware: Hardware, dtype: torch.dtype | str, precision: str) -> str:
-    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, else SDPA."""
+def choose_attention(asked: str, hardware: Hardware, dtype: torch.dtype | str, precision: str, packing: bool = False) -> str:
+    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, else SDPA.
+
+    Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
+    would compute it and throw it away.
+    """
     if asked != "auto":
         return asked
     half = dtype in (torch.bfloat16, torch.float16) or precision != "no"
-    return "flash_attention_2" if hardware.gpus and hardware.flash_attention and half else "sdpa"
+    if hardware.gpus and hardware.flash_attention and half:
+        return "flash_attention_2"
+    return "flex_attention" if hardware.gpus and packing else "sdpa"
 
 
 def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
@@ -81,7 +87,7 @@ def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any =
         name = locate(name, strategy)
         options["revision"] = config.model_revision
     model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
-    attention = choose_attention(config.attn_implementation, hardware, dtype, strategy.plan.precision)
+    attention = choose_attention(config.attn_implementation, hardware, dtype, strategy.plan.precision, config.packing)
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {attention}")
     options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}

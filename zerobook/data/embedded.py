@@ -33,6 +33,13 @@ def rows(name: str) -> list[dict[str, Any]]:
     return readers[name]()
 
 
+def digest(name: str, found: list[dict[str, Any]]) -> str:
+    """Of the samples `rows` gave for ``name``."""
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(f"{name} {found}".encode(errors="replace"))
+
+
 def _package(module: str, install: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zerobook.data.sampler import SampleOrder
+
+if TYPE_CHECKING:
+    from zerobook.data.views import Part
 
 FILLER = -1
 """Id of a row that fills up the last batch: real tokens, no supervised one, so its loss weighs nothing."""
@@ -52,8 +55,9 @@ class StepPlan:
 
 
 class _Rows(Dataset):
-    def __init__(self, rows: Sequence[dict[str, Any]]):
+    def __init__(self, rows: Part, filler: int):
         self.rows = rows
+        self.filler = filler
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,17 +65,16 @@ class _Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index != FILLER:
             return self.rows[index]
-        row = dict(self.rows[0])
-        return row | {"labels": [IGNORE] * len(row["labels"])}
+        row = self.rows[self.filler]
+        return row | {"labels": np.full_like(row["labels"], IGNORE)}
 
 
 class Feed:
     """Iterates over (`StepPlan`, this process's micro-batches of that step).
 
     Args:
-        rows: the tokenized samples; each a dict with ``input_ids`` and ``labels``.
-        supervised: int [len(rows)], supervised tokens per sample as the loss counts them.
-        order: the samples' order.
+        part: the tokenized rows, see `zerobook.data.views.Part`.
+        order: the rows' order.
         layout: this process's cut of each global batch.
         collate: list of rows -> dict of tensors.
         cursor: position to start from.
@@ -81,8 +84,7 @@ class Feed:
 
     def __init__(
         self,
-        rows: Sequence[dict[str, Any]],
-        supervised: np.ndarray,
+        part: Part,
         order: SampleOrder,
         layout: Layout,
         collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
@@ -92,19 +94,28 @@ class Feed:
         workers: int = 0,
         pin_memory: bool = False,
     ):
-        self.supervised = supervised
+        self.supervised = part.supervised
+        self.lengths = part.lengths
         self.order = order
         self.layout = layout
         self.cursor = cursor
         self.end = end
         self._planned: deque[StepPlan] = deque()
         self._loader = DataLoader(
-            _Rows(rows), batch_sampler=self._batches(), collate_fn=collate, num_workers=workers, pin_memory=pin_memory
+            _Rows(part, int(np.argmax(self.supervised > 0))), batch_sampler=self._batches(), collate_fn=collate, num_workers=workers, pin_memory=pin_memory
         )
 
     def steps(self) -> int:
         """Optimizer steps left from the cursor on."""
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
+
+    def padding(self, rows: int = 100_000) -> float:
+        """Share of the tokens in micro-batches that are padding, over the next ``rows`` rows at most."""
+        ids, _ = self.order.take(self.cursor, rows, self.end)
+        micro = min(self.layout.micro, len(ids))
+        ids = ids[: len(ids) // micro * micro]
+        lengths = self.lengths[ids].reshape(-1, micro)
+        return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
         batches = iter(self._loader)

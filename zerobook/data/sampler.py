@@ -7,7 +7,7 @@ and a run continued on another number of processes takes the same samples in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,13 +25,13 @@ class Permutation:
     True
     """
 
-    def __init__(self, size: int, *, seed: int, epoch: int):
+    def __init__(self, size: int, *, seed: int, epoch: int, owner: int | None = None):
         if size < 1:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+        self._keys = np.random.SeedSequence([seed, epoch] if owner is None else [seed, epoch, owner]).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Elements at ``positions`` (int array [n], each in ``range(size)``), as int64 [n]."""
@@ -54,37 +54,128 @@ class Permutation:
         return (left << self._half) | right
 
 
-class SampleOrder:
-    """The endless sequence of sample ids of a run, epoch after epoch.
+class Mixture:
+    """Which dataset stands at which position, by weight, evenly spread and computable anywhere.
+
+    One period of `PERIOD` positions is laid out once: dataset i gets its share of them, at even distances. So the number of
+    samples that a dataset has given before any position is known without walking there.
 
     Args:
-        size: samples in the dataset.
-        seed: of the order; epochs differ by themselves.
-        shuffle: False keeps the dataset's own order (evaluation).
-        skip: ranges ``(start, end)`` of sample ids that are left out of every epoch. They use
-            up their positions, so lifting a range later moves no other sample.
+        sizes: rows per dataset.
+        weights: share of the positions per dataset, in any unit.
     """
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool = True, skip: Iterable[tuple[int, int]] = ()):
-        self.size = size
+    PERIOD = 10_000
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float]):
+        self.sizes = list(sizes)
+        exact = np.asarray(weights, float) / sum(weights) * self.PERIOD
+        shares = np.maximum(1, np.floor(exact)).astype(np.int64)
+        for index in np.argsort(shares - exact, kind="stable")[: max(0, self.PERIOD - shares.sum())]:
+            shares[index] += 1
+        shares[np.argmax(shares)] -= shares.sum() - self.PERIOD  # many tiny weights were rounded up to one
+        self.shares = shares
+        places = np.concatenate([(np.arange(n) + 0.5) / n for n in shares])
+        owners = np.repeat(np.arange(len(shares)), shares)
+        self._owner = owners[np.lexsort((owners, places))]
+        self._before = np.stack([np.cumsum(self._owner == i) - (self._owner == i) for i in range(len(shares))])
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(dataset, samples that it has given before), int64 [n] each."""
+        period, place = np.divmod(positions, self.PERIOD)
+        owner = self._owner[place]
+        return owner, period * self.shares[owner] + self._before[owner, place]
+
+
+class SampleOrder:
+    """The endless sequence of row numbers of a run, epoch after epoch.
+
+    An epoch is as many positions as there are rows. Without weights each row comes once in it; with weights
+    the datasets come by weight, and each is passed through in a permuted order again and again.
+
+    Args:
+        sizes: rows per dataset; rows are numbered through.
+        seed: of the order; epochs differ by themselves.
+        shuffle: False keeps the rows' own order (evaluation).
+        weights: one per dataset, see `Mixture`; None mixes all rows alike.
+        dropped: bool [rows], rows left out of every epoch. They use up their positions, so lifting one later moves no
+            other row.
+        lengths: int [rows]; given, rows of like length come together (see `GROUP`), so that less is padded.
+    """
+
+    GROUP = 32
+    """Rows of like length that stay together; such groups come in random order."""
+    SORTED = 64 * GROUP
+    """Positions that are sorted by length at a time."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        weights: Sequence[float] | None = None,
+        dropped: np.ndarray | None = None,
+        lengths: np.ndarray | None = None,
+    ):
+        self.sizes = list(sizes)
+        self.size = sum(sizes)
         self.seed = seed
         self.shuffle = shuffle
-        self.skip = sorted((int(a), int(b)) for a, b in skip)
-        self._permutation: tuple[int, Permutation] | None = None
+        self.mixture = Mixture(sizes, weights) if weights is not None and len(sizes) > 1 else None
+        self.dropped = dropped
+        self.lengths = lengths
+        self._permutations: dict[tuple[int, ...], Permutation] = {}
+        self._sorted: tuple[int, np.ndarray] | None = None
 
     def ids(self, start: int, end: int) -> np.ndarray:
-        """Sample ids at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
+        """Row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
+        if self.lengths is None or not self.shuffle:
+            return self._unsorted(start, end)
+        parts = []
+        while start < end:
+            first, last = self._stretch(start)
+            parts.append(self._by_length(first, last)[start - first : end - first])
+            start = last
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _unsorted(self, start: int, end: int) -> np.ndarray:
+        if self.mixture is not None and self.shuffle:
+            owners, given = self.mixture.locate(np.arange(start, end))
+            found = np.empty(end - start, np.int64)
+            for owner, size in enumerate(self.sizes):
+                passes, offsets = np.divmod(given, size)
+                for number in np.unique(passes[owners == owner]):
+                    here = (owners == owner) & (passes == number)
+                    found[here] = self._permuted(size, int(number), owner)(offsets[here]) + sum(self.sizes[:owner])
+            return found
         parts = []
         while start < end:
             epoch, offset = divmod(start, self.size)
             count = min(end - start, self.size - offset)
             positions = np.arange(offset, offset + count)
-            parts.append(self._epoch(epoch)(positions) if self.shuffle else positions)
+            parts.append(self._permuted(self.size, epoch)(positions) if self.shuffle else positions)
             start += count
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    def _stretch(self, position: int) -> tuple[int, int]:
+        """The positions that are sorted together with ``position``, never over the end of an epoch."""
+        epoch, offset = divmod(position, self.size)
+        first = epoch * self.size + offset // self.SORTED * self.SORTED
+        return first, min(first + self.SORTED, (epoch + 1) * self.size)
+
+    def _by_length(self, first: int, last: int) -> np.ndarray:
+        if self._sorted is None or self._sorted[0] != first:
+            assert self.lengths is not None
+            ids = self._unsorted(first, last)
+            ids = ids[np.argsort(self.lengths[ids], kind="stable")]
+            groups = np.array_split(ids, range(self.GROUP, len(ids), self.GROUP))
+            order = np.random.default_rng([self.seed, first]).permutation(len(groups))
+            self._sorted = (first, np.concatenate([groups[i] for i in order]))
+        return self._sorted[1]
+
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
-        """The next ``count`` ids from ``cursor`` on that are not skipped, and the cursor behind them.
+        """The next ``count`` ids from ``cursor`` on that are not dropped, and the cursor behind them.
 
         Fewer come back only where position ``end`` is reached.
         """
@@ -93,38 +184,34 @@ class SampleOrder:
         while missing and cursor < end:
             stop = min(cursor + missing, end)
             ids = self.ids(cursor, stop)
-            kept = ids[~self._skipped(ids)]
+            kept = ids if self.dropped is None else ids[~self.dropped[ids]]
             taken.append(kept)
             missing -= len(kept)
             cursor = stop
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
 
     def remaining(self, cursor: int, end: int) -> int:
-        """Samples that `take` will still give between ``cursor`` and ``end``."""
-        if not self.skip:
+        """Rows that `take` will still give between ``cursor`` and ``end``."""
+        if self.dropped is None or not self.dropped.any():
             return max(0, end - cursor)
-        whole, total = 0, 0
-        per_epoch = self.size - int(self._skipped(np.arange(self.size)).sum())
+        total = 0
+        per_epoch = self.size - int(self.dropped.sum())
         while cursor < end:
             offset = cursor % self.size
-            if offset == 0 and end - cursor >= self.size:
+            if offset == 0 and end - cursor >= self.size and self.mixture is None:
                 whole = (end - cursor) // self.size
                 total += whole * per_epoch
                 cursor += whole * self.size
                 continue
             stop = min(end, cursor - offset + self.size)
-            ids = self.ids(cursor, stop)
-            total += int((~self._skipped(ids)).sum())
+            total += int((~self.dropped[self.ids(cursor, stop)]).sum())
             cursor = stop
         return total
 
-    def _epoch(self, epoch: int) -> Permutation:
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = (epoch, Permutation(self.size, seed=self.seed, epoch=epoch))
-        return self._permutation[1]
-
-    def _skipped(self, ids: np.ndarray) -> np.ndarray:
-        mask = np.zeros(len(ids), dtype=bool)
-        for start, end in self.skip:
-            mask |= (ids >= start) & (ids < end)
-        return mask
+    def _permuted(self, *key: int) -> Permutation:
+        if key not in self._permutations:
+            if len(self._permutations) > 2 * len(self.sizes):
+                self._permutations.clear()
+            size, epoch, *owner = key
+            self._permutations[key] = Permutation(size, seed=self.seed, epoch=epoch, owner=owner[0] if owner else None)
+        return self._permutations[key]

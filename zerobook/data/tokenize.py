@@ -1,145 +1,186 @@
-"""Raw samples to token ids and labels, by the shape of the sample.
-
-``text``                    documents, joined by the end-of-text token and cut into blocks
-``messages``                chats; only the assistant's turns are supervised
-``input_ids`` (``labels``)  already tokenized, taken as they are
-"""
+"""Raw samples to token ids, chunk by chunk, on as many processes as asked for, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import multiprocessing
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from zerobook.data import formats
 from zerobook.data.feed import IGNORE
-from zerobook.data.sources import Rows
+from zerobook.data.sources import Item, Malformed
+from zerobook.data.templates import Encoded
 from zerobook.errors import DataError
+
+CHUNK_BYTES = 1 << 20
+CHUNK_SAMPLES = 1000
+TEXT_PIECE = 1 << 20
+"""Characters. Longer texts are tokenized in pieces, cut at line ends, since a tokenizer needs some 100 bytes a token."""
+SAMPLE_LIMIT = 16 << 20
+"""Bytes of a JSON line that is not running text."""
+
+Chunk = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the samples of a source become token ids; travels to worker processes."""
+
+    format: str
+    columns: dict[str, str | None]
+    encoder: Any
 
 
 @dataclass
-class Tokenized:
-    """Token rows and what was done to get them. ``report`` counts samples by what happened."""
+class EncodedChunk:
+    """``documents`` are (ids, labels); ``bad`` are (where, reason); ``counts`` say what was done."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    report: dict[str, int] = field(default_factory=dict)
-
-    def count(self, what: str, number: int = 1) -> None:
-        self.report[what] = self.report.get(what, 0) + number
+    documents: list[tuple[np.ndarray, np.ndarray]]
+    bad: list[tuple[str, str]]
+    counts: Counter
 
 
-def supervised_tokens(rows: list[dict[str, Any]]) -> np.ndarray:
-    """Tokens per row that a causal loss counts, int64 [rows]: position i is predicted from those before it."""
-    return np.array([sum(label != IGNORE for label in row["labels"][1:]) for row in rows], dtype=np.int64)
+def chunks(items: Iterable[Item], bar: Any) -> Iterator[Chunk]:
+    """Items in chunks of about a megabyte; moves ``bar`` by what was read."""
+    chunk: Chunk = []
+    size = 0
+    for where, row, cost in items:
+        chunk.append((where, row))
+        size += len(row) if isinstance(row, bytes) else 1000
+        bar.update(cost)
+        if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
-def tokenize(rows: Rows, tokenizer: Any, *, length: int, limit: int | None = None, progress: bool = False) -> Tokenized:
-    """Tokenize ``rows``, whatever known shape they have.
+def detect(chunk: Chunk, columns: dict[str, str | None]) -> str:
+    """The format of the first readable sample. Raises `DataError` where there is none."""
+    for _, raw in chunk:
+        row = _parsed(raw)
+        if isinstance(row, dict):
+            return formats.detect(row, **columns)
+    if chunk:
+        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(_parsed(chunk[0][1]))}.")
+    raise DataError("the dataset is empty, there is nothing to train on.")
 
-    Args:
-        rows: samples of one shape.
-        tokenizer: a transformers tokenizer.
-        length: tokens per block of text, and the most a chat may have (longer ones are cut).
-        limit: make at most so many samples (blocks, for text), from the front; the rest is not read.
-        progress: show a bar.
 
-    Raises:
-        DataError: an unknown shape, or nothing left that is supervised.
-    """
-    columns = set(rows[0])
-    read = next((_SHAPES[column] for column in _SHAPES if column in columns), None)
-    if read is None:
-        raise DataError(f"the samples have the columns {', '.join(sorted(columns))}; expected one of {', '.join(_SHAPES)}.")
-    result = Tokenized()
-    bar = tqdm(rows, desc="tokenizing", unit=" samples", disable=not progress, leave=False)
-    for sample in read(bar, tokenizer, length, result):
-        result.rows.append(sample)
-        if len(result.rows) == limit:
-            break
-    bar.close()
-    kept = supervised_tokens(result.rows) > 0
-    result.count("dropped, nothing supervised", int((~kept).sum()))
-    result.rows = [row for row, keep in zip(result.rows, kept, strict=True) if keep]
-    result.count("samples", len(result.rows))
-    if not result.rows:
-        raise DataError(f"of {len(rows)} samples none has a supervised token within {length} tokens: {result.report}.")
+def encode_all(reading: Reading, parts: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
+    """Encoded chunks in their order. Memory holds about two chunks a worker."""
+    if workers == 1:
+        yield from (_encode(reading, chunk) for chunk in parts)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    with _one_thread_each(), ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reading,)) as pool:
+        waiting: deque[Future] = deque()
+        for chunk in parts:
+            waiting.append(pool.submit(_work, chunk))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    wanted = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    before = {key: os.environ.get(key) for key in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+_READING: list[Reading] = []  # of this worker process
+
+
+def _start(reading: Reading) -> None:
+    _READING[:] = [reading]
+
+
+def _work(chunk: Chunk) -> EncodedChunk:
+    return _encode(_READING[0], chunk)
+
+
+def _parsed(row: Any) -> Any:
+    if not isinstance(row, bytes):
+        return row
+    import orjson
+
+    try:
+        return orjson.loads(row)
+    except orjson.JSONDecodeError as error:
+        return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
+
+
+def _reason(row: Any) -> str:
+    return row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
+
+
+def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
+    """Parse and tokenize one chunk. Bad samples come back with where they stand and why."""
+    result = EncodedChunk([], [], Counter())
+    samples, places = [], []
+    for where, raw in chunk:
+        row = _parsed(raw)
+        try:
+            if isinstance(row, Malformed):
+                raise formats.BadSample(row.reason)
+            if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
+                raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is a mistake")
+            sample = formats.parse(reading.format, row, **reading.columns)
+        except formats.BadSample as error:
+            result.bad.append((where, str(error)))
+            continue
+        samples.append(sample)
+        places.append(where)
+    pieces = [_pieces(sample) for sample in samples]
+    encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
+    for where, parts in zip(places, pieces, strict=True):
+        found = [next(encoded) for _ in parts]
+        bad = next((f for f in found if isinstance(f, formats.BadSample)), None)
+        if bad is not None:
+            result.bad.append((where, str(bad)))
+            continue
+        document = found[0] if len(found) == 1 else _join(found)
+        result.counts["cut to the maximum length"] += document.cut
+        if isinstance(samples[0], formats.Text):
+            result.documents.append((document.input_ids, document.input_ids))
+        elif np.any(document.labels[1:] != IGNORE):
+            result.documents.append((document.input_ids, document.labels))
+        else:
+            result.counts["dropped, nothing supervised"] += 1
     return result
 
 
-def _text(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
-    stream: list[int] = []
-    blocks = 0
-    for row in rows:
-        stream += tokenizer(row["text"] or "", add_special_tokens=False, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            stream.append(tokenizer.eos_token_id)
-        whole = len(stream) // length * length
-        for start in range(0, whole, length):
-            block = stream[start : start + length]
-            blocks += 1
-            yield {"input_ids": block, "labels": list(block)}
-        stream = stream[whole:]
-    if not blocks:
-        raise DataError(f"the text has {len(stream)} tokens, fewer than one block of {length}. Lower --block_size.")
-    result.count("tokens dropped at the end", len(stream))
+def _pieces(sample: Any) -> list[Any]:
+    """A long text in pieces that a tokenizer takes at a time; any other sample whole."""
+    if not isinstance(sample, formats.Text) or len(sample.text) <= TEXT_PIECE:
+        return [sample]
+    pieces, start = [], 0
+    while start < len(sample.text):
+        stop = min(start + TEXT_PIECE, len(sample.text))
+        line_end = sample.text.rfind("\n", start, stop) + 1
+        if stop < len(sample.text) and line_end > start:
+            stop = line_end
+        pieces.append(formats.Text(sample.text[start:stop]))
+        start = stop
+    return pieces
 
 
-def _messages(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError("the samples are chats, but the tokenizer has no chat template. Use an instruct model's tokenizer.")
-    for index, row in enumerate(rows):
-        sample = encode_chat(row["messages"], tokenizer, where=f"sample {index}")
-        if len(sample["input_ids"]) > length:
-            result.count("cut to the maximum length")
-            sample = {key: ids[:length] for key, ids in sample.items()}
-        yield sample
-
-
-def encode_chat(messages: list[dict[str, str]], tokenizer: Any, where: str = "the chat") -> dict[str, list[int]]:
-    """Token ids of a chat, with labels on the assistant's turns and their end-of-turn tokens only.
-
-    What belongs to a turn is read off the template itself: rendered up to the turn with the
-    generation prompt, and rendered with the turn; the difference is what the model must say.
-
-    Raises:
-        DataError: a template that does not extend its own prefix, or a malformed message.
-    """
-
-    def render(upto: int, prompt: bool) -> list[int]:
-        try:
-            text = tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:
-            raise DataError(f"{where}: the chat template refuses it: {error}") from error
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    ids = render(len(messages), False)
-    labels = [IGNORE] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, after = render(turn, True), render(turn + 1, False)
-        if ids[: len(before)] != before or ids[: len(after)] != after:
-            raise DataError(f"{where}: the chat template renders turn {turn} differently once the chat goes on.")
-        labels[len(before) : len(after)] = ids[len(before) : len(after)]
-    return {"input_ids": ids, "labels": labels}
-
-
-def _ready(rows: Any, tokenizer: Any, length: int, result: Tokenized) -> Iterator[dict[str, list[int]]]:
-    for index, row in enumerate(rows):
-        ids, labels = list(row["input_ids"]), list(row.get("labels") or row["input_ids"])
-        if len(ids) != len(labels):
-            raise DataError(f"sample {index}: {len(ids)} input_ids but {len(labels)} labels. They must match.")
-        if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
-            raise DataError(f"sample {index}: token id {max(ids)} is outside the tokenizer's {len(tokenizer)} ids.")
-        if len(ids) > length:
-            result.count("cut to the maximum length")
-        yield {"input_ids": ids[:length], "labels": labels[:length]}
-
-
-_SHAPES: dict[str, Callable[[Any, Any, int, Tokenized], Iterator[dict[str, list[int]]]]] = {
-    "input_ids": _ready,
-    "messages": _messages,
-    "text": _text,
-}
+def _join(pieces: list[Encoded]) -> Encoded:
+    """One document: an end-of-text token stands behind the last piece only."""
+    ends = pieces[-1].input_ids[-1]
+    ids = [p.input_ids[:-1] if p.input_ids[-1] == ends else p.input_ids for p in pieces[:-1]]
+    joined = np.concatenate([*ids, pieces[-1].input_ids])
+    return Encoded(input_ids=joined, labels=joined, cut=False)

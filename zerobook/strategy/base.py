@@ -13,8 +13,9 @@ checkpoint independent of the strategy that wrote it. These calls are collective
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ class Strategy:
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: Any = None
         self.max_grad_norm = 0.0
+        self._waits = 0
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
                 f"accelerate formed {accelerator.num_processes} process(es) where the launcher started "
@@ -87,6 +89,34 @@ class Strategy:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def once_per_node(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on one process of each node while the others wait, however long that takes. Collective.
+
+        Raises:
+            The first error that any node met, on every process.
+        """
+        error: Exception | None = None
+        if self.accelerator.is_local_main_process:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
+        store = dist.distributed_c10d._get_default_store()
+        self._waits += 1
+        keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "done")
+        store.wait(keys, timedelta(days=7))
+        errors: list[Any] = [None] * self.world_size
+        dist.all_gather_object(errors, error)
+        for met in errors:
+            if met is not None:
+                raise met
 
     # --- training
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:

@@ -1,0 +1,126 @@
+"""Token ids on disk: documents one behind the other in flat files, mapped into memory by whoever reads them.
+
+``input_ids.bin``, ``labels.bin``        int32, all documents joined; no labels file where labels equal the ids
+``*.offsets.npy``                        int64 [documents + 1], where each begins; one for both where they are of one length
+``supervised.npy``                       int32 [documents], labels that the loss counts
+``meta.json``                            counts and settings, written last
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerobook.data.feed import IGNORE
+
+META = "meta.json"
+
+
+class TokenWriter:
+    """Appends documents to a folder that does not exist yet. Memory does not grow with what is written but by 20 bytes
+    a document."""
+
+    def __init__(self, folder: Path, *, shifted: bool):
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.shifted = shifted
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in ("input_ids", "labels")}
+        self._lengths: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
+        self._supervised: list[np.ndarray] = []
+        self._alike = True  # labels have equalled the ids so far
+
+    @property
+    def tokens(self) -> int:
+        return self._files["input_ids"].tell() // 4
+
+    @property
+    def documents(self) -> int:
+        return sum(map(len, self._supervised))
+
+    def append(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Add documents of (ids, labels), int32 each."""
+        for which, name in enumerate(("input_ids", "labels")):
+            parts = [d[which] for d in documents]
+            self._lengths[name].append(np.fromiter(map(len, parts), np.int64, len(parts)))
+            for part in parts:
+                self._files[name].write(np.ascontiguousarray(part, np.int32).tobytes())
+        first = 1 if self.shifted else 0
+        counts = (np.count_nonzero(labels[first:] != IGNORE) for _, labels in documents)
+        self._supervised.append(np.fromiter(counts, np.int32, len(documents)))
+        self._alike = self._alike and all(ids is labels for ids, labels in documents)
+
+    def close(self, meta: dict[str, Any]) -> None:
+        """Write the rest; ``meta`` is JSON and gets the content's digest and counts."""
+        for file in self._files.values():
+            file.close()
+        lengths = {name: np.concatenate([np.zeros(1, np.int64), *parts]) for name, parts in self._lengths.items()}
+        offsets = {name: np.cumsum(parts) for name, parts in lengths.items()}
+        if self._alike:
+            (self.folder / "labels.bin").unlink()
+        if not np.array_equal(offsets["input_ids"], offsets["labels"]):
+            np.save(self.folder / "labels.offsets.npy", offsets["labels"])
+        np.save(self.folder / "input_ids.offsets.npy", offsets["input_ids"])
+        supervised = np.concatenate([np.zeros(0, np.int32), *self._supervised])
+        np.save(self.folder / "supervised.npy", supervised)
+        counts = {"documents": len(supervised), "tokens": int(offsets["input_ids"][-1]), "supervised": int(supervised.sum())}
+        text = json.dumps(meta | counts | {"digest": self._digest()}, indent=1)
+        (self.folder / META).write_text(text)
+
+    def _digest(self) -> str:
+        import xxhash
+
+        digest = xxhash.xxh3_128()
+        for file in sorted(self.folder.iterdir()):
+            digest.update(file.name.encode())
+            with file.open("rb") as handle:
+                while block := handle.read(1 << 22):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+class TokenStore:
+    """A folder that `TokenWriter` closed. Maps its files when first read, so it travels to worker processes as a path."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.meta: dict[str, Any] = json.loads((folder / META).read_text())
+
+    def __len__(self) -> int:
+        return int(self.meta["documents"])
+
+    def __reduce__(self) -> Any:
+        return TokenStore, (self.folder,)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """int32 [tokens]"""
+        return self._map("input_ids")
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """int32, the labels of all documents"""
+        return self._map("labels") if (self.folder / "labels.bin").exists() else self.ids
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [documents + 1]"""
+        return np.load(self.folder / "input_ids.offsets.npy", mmap_mode="r")
+
+    @cached_property
+    def label_offsets(self) -> np.ndarray:
+        """int64 [documents + 1]"""
+        own = self.folder / "labels.offsets.npy"
+        return np.load(own, mmap_mode="r") if own.exists() else self.offsets
+
+    @cached_property
+    def supervised(self) -> np.ndarray:
+        """int32 [documents], labels that the loss counts"""
+        return np.load(self.folder / "supervised.npy", mmap_mode="r")
+
+    def _map(self, name: str) -> np.ndarray:
+        file = self.folder / f"{name}.bin"
+        return np.memmap(file, np.int32, "r") if file.stat().st_size else np.empty(0, np.int32)

@@ -1,0 +1,251 @@
+"""What a sample is: a document, a block of running text, or a pack of several documents.
+
+Each view of a `TokenStore` is a sequence of rows (dicts of int64 arrays), with the tokens and the supervised tokens of
+every row known beforehand. Nothing is copied on disk: another length, split or packing is another view of the same files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from zerobook.data.feed import IGNORE
+from zerobook.data.pack import Packing, best_fit_decreasing
+from zerobook.data.store import TokenStore
+
+Row = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """One row a document. ``chosen`` is int64 [rows], document numbers."""
+
+    store: TokenStore
+    chosen: np.ndarray
+
+    isolated = False
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows], tokens"""
+        return np.diff(self.store.offsets)[self.chosen]
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """int64 [rows], supervised tokens"""
+        return self.store.supervised[self.chosen].astype(np.int64)
+
+    def __getitem__(self, row: int) -> Row:
+        store, document = self.store, self.chosen[row]
+        ids = store.ids[store.offsets[document] : store.offsets[document + 1]]
+        labels = store.labels[store.label_offsets[document] : store.label_offsets[document + 1]]
+        return {"input_ids": ids.astype(np.int64), "labels": labels.astype(np.int64)}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Running text, cut every ``length`` tokens; what is left at the end is dropped. All is supervised.
+
+    ``starts`` and ``stops`` are int64: the stretches of the store's tokens that are joined.
+    """
+
+    store: TokenStore
+    starts: np.ndarray
+    stops: np.ndarray
+    length: int
+
+    isolated = False
+
+    def __len__(self) -> int:
+        return int((self.stops - self.starts).sum()) // self.length
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.full(len(self), self.length, np.int64)
+
+    @property
+    def supervised(self) -> np.ndarray:
+        return self.lengths - 1
+
+    def __getitem__(self, row: int) -> Row:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        ends = np.cumsum(self.stops - self.starts)
+        wanted, parts = self.length, []
+        stretch = int(np.searchsorted(ends, row * self.length, side="right"))
+        position = int(self.stops[stretch] - (ends[stretch] - row * self.length))
+        while wanted:
+            parts.append(self.store.ids[position : min(position + wanted, self.stops[stretch])])
+            wanted -= len(parts[-1])
+            stretch += 1
+            position = int(self.starts[stretch]) if wanted else 0
+        ids = np.concatenate(parts).astype(np.int64)
+        return {"input_ids": ids, "labels": ids}
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Several samples a row, isolated from each other by ``position_ids`` that begin anew with each.
+
+    ``starts`` and ``stops`` are int64 [samples]: stretches of the store's tokens; ``counts`` int64 [samples], their
+    supervised tokens; ``packing`` says which of them share a row.
+    """
+
+    store: TokenStore
+    starts: np.ndarray
+    stops: np.ndarray
+    counts: np.ndarray
+    packing: Packing
+
+    isolated = True
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._per_row(self.stops - self.starts)
+
+    @property
+    def supervised(self) -> np.ndarray:
+        return self._per_row(self.counts)
+
+    def _per_row(self, values: np.ndarray) -> np.ndarray:
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.packing.members])])
+        return sums[self.packing.offsets[1:]] - sums[self.packing.offsets[:-1]]
+
+    def __getitem__(self, row: int) -> Row:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        ids, labels, positions = [], [], []
+        for sample in self.samples(row):
+            start, stop = self.starts[sample], self.stops[sample]
+            ids.append(self.store.ids[start:stop])
+            own = np.array(self.store.labels[start:stop])
+            own[0] = IGNORE  # nothing before it belongs to it
+            labels.append(own)
+            positions.append(np.arange(stop - start))
+        joined = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {name: np.concatenate(parts).astype(np.int64) for name, parts in joined.items()}
+
+    def samples(self, row: int) -> np.ndarray:
+        """int64, the numbers of the samples in ``row``"""
+        return self.packing.members[self.packing.offsets[row] : self.packing.offsets[row + 1]]
+
+    def without(self, skipped: np.ndarray) -> Packs:
+        """The same rows less the samples that ``skipped``, bool [samples], marks; a row may be left empty."""
+        kept = ~skipped[self.packing.members]
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+        return replace(self, packing=Packing(before[self.packing.offsets], self.packing.members[kept]))
+
+
+View = Documents | Blocks | Packs
+
+
+def pack(store: TokenStore, chosen: np.ndarray, length: int) -> Packs:
+    """Pack the documents ``chosen``, int64, into rows of ``length``; longer ones are cut into several samples first."""
+    offsets = np.asarray(store.offsets)
+    lengths = np.diff(offsets)[chosen]
+    pieces = -(-lengths // length)
+    of = np.repeat(np.arange(len(chosen)), pieces)  # piece -> document
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = offsets[chosen][of] + nth * length
+    stops = np.minimum(starts + length, offsets[chosen + 1][of])
+    if store.labels is store.ids:
+        counts = stops - starts - 1
+    else:  # samples with labels of their own were cut to the length when they were made
+        counts = store.supervised[chosen].astype(np.int64)
+    keep = stops - starts > 1  # one token alone predicts nothing
+    starts, stops, counts = starts[keep], stops[keep], counts[keep]
+    return Packs(store, starts, stops, counts, best_fit_decreasing(stops - starts, length))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one or several datasets, numbered through, and the samples they are made of, numbered through as well.
+
+    ``fingerprint`` changes with the content, the split and the cutting, so a run that goes on can tell whether it is
+    still the same data.
+    """
+
+    views: tuple[View, ...]
+    fingerprint: str
+    dropped: np.ndarray | None = None
+    """bool [rows]: rows that are skipped; None where none is"""
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """rows per dataset"""
+        return [len(view) for view in self.views]
+
+    @property
+    def isolated(self) -> bool:
+        """Rows hold several samples that must not see each other."""
+        return any(view.isolated for view in self.views)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.concatenate([view.lengths for view in self.views])
+
+    @property
+    def supervised(self) -> np.ndarray:
+        return np.concatenate([view.supervised for view in self.views])
+
+    def __getitem__(self, row: int) -> Row:
+        for view in self.views:
+            if row < len(view):
+                return view[int(row)]
+            row -= len(view)
+        raise IndexError(row)
+
+    def samples_of(self, row: int) -> list[int]:
+        """The samples in a row: what skip ranges name. A row that is no pack is one sample."""
+        first = 0
+        for view in self.views:
+            if row < len(view):
+                numbers = view.samples(row) if isinstance(view, Packs) else np.array([row])
+                return (numbers + first).tolist()
+            row -= len(view)
+            first += _sample_count(view)
+        raise IndexError(row)
+
+    def skipping(self, ranges: Iterable[Iterable[int]]) -> Part:
+        """This part without the samples in ``ranges``, [start, end) each: they leave their packs, and rows with none left
+        are dropped. Row numbers stay what they are."""
+        marked = np.zeros(sum(map(_sample_count, self.views)), bool)
+        for start, end in ranges:
+            marked[int(start) : int(end)] = True
+        if not marked.any():
+            return self
+        views: list[View] = []
+        dropped = []
+        for view in self.views:
+            mine, marked = marked[: _sample_count(view)], marked[_sample_count(view) :]
+            if isinstance(view, Packs):
+                view = view.without(mine)
+                mine = np.diff(view.packing.offsets) == 0
+            views.append(view)
+            dropped.append(mine)
+        return replace(self, views=tuple(views), dropped=np.concatenate(dropped))
+
+
+def _sample_count(view: View) -> int:
+    return len(view.starts) if isinstance(view, Packs) else len(view)
+
+
+def report(view: View, length: int) -> dict[str, Any]:
+    """Counts for people: rows, tokens, and how full packs are."""
+    lengths = view.lengths
+    facts: dict[str, Any] = {"rows": len(view), "tokens": int(lengths.sum())}
+    if isinstance(view, Packs):
+        facts |= {"samples": len(view.starts), "packing efficiency": round(facts["tokens"] / (len(view) * length), 4)}
+    return facts
