@@ -1,0 +1,326 @@
+"""Rows of every format to canonical samples, end to end to ids, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerobook.data.feed import IGNORE
+from zerobook.data.formats import FORMATS, PAIR_COLUMNS, BadSample, Chat, Pair, Text, Tokens, detect, parse
+from zerobook.data.templates import CausalEncoder
+from zerobook.errors import DataError
+
+FIXTURES = Path(__file__).parent / "fixtures" / "formats"
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines()]
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    made = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *made] if system else made
+
+
+# file -> format, the samples, and what of each the causal model learns to say (None: every token, and the end)
+EXPECTED = {
+    "text": (
+        "text",
+        [
+            Text("Bread needs flour, water, salt and time.\nMost of it is time."),
+            Text("A café in Zürich, naïve façade: ünïcödé counts as text."),
+        ],
+        [
+            "Bread needs flour, water, salt and time.\nMost of it is time.<|im_end|>",
+            "A café in Zürich, naïve façade: ünïcödé counts as text.<|im_end|>",
+        ],
+    ),
+    "content": (
+        "text",
+        [Text("def double(x):\n    return 2 * x\n"), Text("# A list\n\n- one\n- two\n")],
+        ["def double(x):\n    return 2 * x\n<|im_end|>", "# A list\n\n- one\n- two\n<|im_end|>"],
+    ),
+    "instruction": (
+        "instruction",
+        [
+            Chat(turns("Name a colour.", "Blue.")),
+            Chat(turns("Translate into French.\n\nGood morning", "Bonjour")),
+            Chat(turns("Count to three.", "One, two, three.", system="Be brief.")),
+        ],
+        ["Blue.<|im_end|>", "Bonjour<|im_end|>", "One, two, three.<|im_end|>"],
+    ),
+    "dolly": (
+        "instruction",
+        [
+            Chat(turns("When did it open?\n\nThe station opened in 1884.", "In 1884.")),
+            Chat(turns("Why is the sky blue?", "Air scatters blue light more than red.")),
+        ],
+        ["In 1884.<|im_end|>", "Air scatters blue light more than red.<|im_end|>"],
+    ),
+    "sharegpt": (
+        "sharegpt",
+        [
+            Chat(turns("Hello?", "Hi there.")),
+            Chat(
+                [
+                    {"role": "system", "content": "You keep the weather."},
+                    {"role": "user", "content": "Rain today?"},
+                    {"role": "assistant", "content": "<ask>rain</ask>"},
+                    {"role": "tool", "content": '{"rain": 0.8}'},
+                    {"role": "assistant", "content": "Most likely."},
+                    {"role": "user", "content": "Thank you."},
+                ]
+            ),
+        ],
+        ["Hi there.<|im_end|>", "<ask>rain</ask><|im_end|>Most likely.<|im_end|>"],
+    ),
+    "messages": (
+        "messages",
+        [
+            Chat(turns("Two and two?", "Four.", system="Answer in one word.")),
+            Chat(turns("Who are you?", "A book.", "Of what?", "Recipes.")),
+        ],
+        ["Four.<|im_end|>", "A book.<|im_end|>Recipes.<|im_end|>"],
+    ),
+    "prompt_completion": (
+        "prompt_completion",
+        [Pair("The capital of France is", " Paris."), Chat(turns("The capital of Italy?", "Rome."))],
+        [" Paris.<|im_end|>", "Rome.<|im_end|>"],
+    ),
+    "pairs": (
+        "pairs",
+        [
+            Pair(
+                "The town council met on Monday. It voted to plant forty trees along the river.", "Council plants forty trees."
+            ),
+            Pair("The library stays open until nine on Thursdays, starting next month.", "Library opens longer."),
+        ],
+        ["Council plants forty trees.<|im_end|>", "Library opens longer.<|im_end|>"],
+    ),
+    "dialogues": (
+        "pairs",
+        [
+            Pair("My printer does not print.", "Is it switched on?"),
+            Pair("I forgot my password.", "Use the link below the login form."),
+        ],
+        ["Is it switched on?<|im_end|>", "Use the link below the login form.<|im_end|>"],
+    ),
+    "tokenized": (
+        "tokenized",
+        [
+            Tokens([3, 40, 5, 60, 2], [3, 40, 5, 60, 2]),
+            Tokens([7, 8, 9], [IGNORE, 8, 9]),
+            Tokens([7, 8, 9], [7, 8, 9]),
+        ],
+        [[3, 40, 5, 60, 2], [8, 9], [7, 8, 9]],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+def test_every_fixture_and_every_format_is_looked_at():
+    assert {file.stem for file in FIXTURES.glob("*")} == set(EXPECTED)
+    assert {format for format, _, _ in EXPECTED.values()} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_of_each_format_end_to_end(name, tokenizer):
+    format, samples, said = EXPECTED[name]
+    rows = read(name)
+    assert {detect(row) for row in rows} == {format}
+    parsed = [parse(format, row) for row in rows]
+    assert parsed == samples
+    for encoded, expected in zip(CausalEncoder(tokenizer, length=128).encode(parsed), said, strict=True):
+        supervised = encoded.labels[encoded.labels != IGNORE]
+        assert (supervised == encoded.input_ids[encoded.labels != IGNORE]).all()
+        assert (tokenizer.decode(supervised) if isinstance(expected, str) else supervised.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    "columns, format",
+    [
+        (["text", "input_ids", "attention_mask"], "tokenized"),
+        (["prompt", "prompt_id", "messages"], "messages"),
+        (["conversations", "text"], "sharegpt"),
+        (["prompt", "completion", "text"], "prompt_completion"),
+        (["instruction", "input", "output", "text"], "instruction"),
+        (["instruction", "context", "response", "category"], "instruction"),
+        (["text", "summary", "title"], "pairs"),
+        (["text", "source", "id"], "text"),
+        (["content", "path"], "text"),
+        *((list(pair), "pairs") for pair in PAIR_COLUMNS),
+    ],
+)
+def test_the_format_follows_from_the_columns(columns, format):
+    assert detect(columns) == detect(columns[::-1]) == format
+
+
+def test_columns_that_fit_nothing_are_named_with_the_way_out():
+    with pytest.raises(DataError) as caught:
+        detect(["headline", "body"])
+    message = str(caught.value)
+    assert "the columns body, headline" in message and "--format" in message and "messages: messages" in message
+    with pytest.raises(DataError, match="--format alpaca: no such format. There are: tokenized, messages"):
+        parse("alpaca", {"text": "a"})
+
+
+def test_a_pair_named_by_hand_comes_first():
+    row = {"text": "a", "headline": "b", "body": "c"}
+    named = {"text_column": "body", "summary_column": "headline"}
+    assert detect(row, **named) == "pairs"
+    assert parse("pairs", row, **named) == Pair("c", "b")
+    assert parse("text", row, **named) == Text("a"), "only pairs look at them"
+    with pytest.raises(DataError, match="--summary_column head: the samples have the columns body, headline, text"):
+        detect(row, text_column="body", summary_column="head")
+    for function, first in ((detect, ()), (parse, ("pairs",))):
+        with pytest.raises(DataError, match="Give both, or neither"):
+            function(*first, row, text_column="body")
+    with pytest.raises(BadSample, match=r"expected body \+ headline, it has body"):
+        parse("pairs", {"body": "c"}, **named)
+
+
+ASK, SAY, SYSTEM, TOOL = (
+    {"role": role, "content": "x"} for role in ("user", "assistant", "system", "tool")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("good", [[ASK, SAY], [SYSTEM, ASK, SAY, TOOL, TOOL, SAY, ASK], [ASK, SAY, TOOL]])
+def test_orders_of_turns_that_are_allowed(good):
+    assert parse("messages", {"messages": good}) == Chat(good)
+
+
+@pytest.mark.parametrize(
+    "chat, reason",
+    [
+        ([SYSTEM, SYSTEM, ASK, SAY], "turn 2 is system after system: a chat may have one system turn, as its first"),
+        ([ASK, SAY, SYSTEM], "turn 3 is system after assistant: a chat may have one system turn"),
+        ([SAY], "turn 1 is assistant at the start: user and assistant must alternate, and the user begins"),
+        ([ASK, SAY, SAY], "turn 3 is assistant after assistant: user and assistant must alternate"),
+        ([ASK, ASK, SAY], "turn 2 is user after user"),
+        ([ASK, TOOL, SAY], "turn 2 is tool after user: tool turns stand between two assistant turns"),
+        ([ASK, SAY, TOOL, ASK], "turn 4 is user after tool: tool turns stand between"),
+        ([SYSTEM, ASK], "none of the 2 turns is the assistant's"),
+        ([], "none of the 0 turns"),
+        ([ASK, {"role": "robot", "content": "x"}], "turn 2 of messages has the role 'robot', expected one of system, user"),
+        ([ASK, {"role": 3, "content": "x"}], "turn 2 of messages has the role a number"),
+        ([ASK, {"role": "assistant"}], "turn 2 of messages has role, expected role and content"),
+        ([ASK, {"role": "assistant", "content": " \n"}], "the content of turn 2 of messages is empty"),
+        ([ASK, {"role": "assistant", "content": None}], "the content of turn 2 of messages is null, expected a string"),
+        ([ASK, {**SAY, "tool_calls": [{"name": "f"}]}], "turn 2 of messages has tool_calls, which would be lost"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}, SAY], "a part that is of type 'image_url'"),
+        ([{"role": "user", "content": ["x"]}, SAY], "a part that is a string; only parts of type 'text'"),
+        (["x"], "turn 1 of messages is a string, expected an object"),
+        ("x", "messages is a string, expected a list of turns"),
+    ],
+)
+def test_chats_that_cannot_be_used(chat, reason):
+    with pytest.raises(BadSample) as caught:
+        parse("messages", {"messages": chat})
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "format, row, reason",
+    [
+        ("text", ["x"], "it is a list, expected an object with text or content"),
+        ("text", 3, "it is a number, expected"),
+        ("text", {"title": "x", "body": "y"}, "expected text or content, it has body, title"),
+        ("text", {}, "it has nothing"),
+        ("text", {"text": None}, "text is null, expected a string"),
+        ("text", {"text": ""}, "text is empty"),
+        ("text", {"text": "ab\0c"}, "text has a NUL character at position 2"),
+        ("text", {"text": "ab\ud800c"}, "text has half a surrogate pair at position 2"),
+        ("instruction", {"instruction": "x"}, "it has instruction"),
+        ("instruction", {"instruction": "x", "input": 3, "output": "y"}, "input is a number"),
+        ("instruction", {"instruction": "x", "output": "y", "system": ["z"]}, "system is a list"),
+        ("prompt_completion", {"prompt": "x", "completion": [SAY]}, "prompt is a string and completion is a list"),
+        ("prompt_completion", {"prompt": "x", "completion": True}, "completion is a boolean"),
+        ("prompt_completion", {"prompt": [ASK], "completion": [ASK]}, "turn 2 is user after user"),
+        ("pairs", {"source": "x", "target": " "}, "target is empty"),
+        ("tokenized", {"input_ids": []}, "input_ids is empty"),
+        ("tokenized", {"input_ids": [1, -1]}, "input_ids has the negative id -1"),
+        ("tokenized", {"input_ids": [1, True]}, "input_ids has a boolean in it"),
+        ("tokenized", {"input_ids": [[1]]}, "input_ids has a list in it"),
+        ("tokenized", {"input_ids": "12"}, "input_ids is a string, expected a list of integers"),
+        ("tokenized", {"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
+        ("tokenized", {"input_ids": [1, 2], "labels": [1, -1]}, "labels has -1; negative labels other than -100"),
+    ],
+)
+def test_rows_that_cannot_be_used(format, row, reason):
+    with pytest.raises(BadSample) as caught:
+        parse(format, row)
+    assert reason in str(caught.value)
+
+
+def test_arrays_of_ids_are_as_good_as_lists():
+    import numpy as np
+
+    assert parse("tokenized", {"input_ids": np.array([1, 2])}) == Tokens([1, 2], [1, 2])
+
+
+strings = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(["x", "user", "gpt", "assistant", "text"])
+numbers = st.integers() | st.integers(-101, 9) | st.floats()
+scalars = st.none() | st.booleans() | numbers | strings
+turn_like = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | scalars,
+        "content": strings | scalars | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": scalars}), max_size=2),
+        "from": strings,
+        "value": scalars,
+    },
+)
+json_like = st.recursive(
+    scalars | turn_like, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(strings, inner, max_size=3), max_leaves=8
+)
+values = json_like | st.lists(turn_like, max_size=5) | st.lists(st.integers(-101, 9), max_size=4)
+names = sorted({column for entry in FORMATS.values() for needed in entry.columns for column in needed})
+rows_like = st.dictionaries(st.sampled_from([*names, "labels", "system", "context"]) | strings, values, max_size=4)
+
+
+@given(st.sampled_from(list(FORMATS)), st.data())
+def test_any_row_is_a_valid_sample_or_a_bad_one(format, data):
+    needed = data.draw(st.sampled_from(FORMATS[format].columns))
+    row = data.draw(json_like | rows_like | st.fixed_dictionaries({name: values for name in needed}))
+    try:
+        sample = parse(format, row)
+    except BadSample as error:
+        assert str(error)
+        return
+    match sample:
+        case Text(text):
+            said = [text]
+        case Pair(source, target):
+            said = [source, target]
+        case Chat(messages):
+            said = [message["content"] for message in messages]
+            roles = [message["role"] for message in messages]
+            assert "assistant" in roles and set(roles) <= {"system", "user", "assistant", "tool"}
+            assert "system" not in roles[1:] and all(set(message) == {"role", "content"} for message in messages)
+            spoken = [role for role in roles if role in ("user", "assistant")]
+            assert spoken[0] == "user" and ("user", "user") not in zip(spoken, spoken[1:], strict=False)
+        case Tokens(ids, labels):
+            said = ["x"]
+            assert len(ids) == len(labels) > 0
+            assert min(ids) >= 0 and all(label >= 0 or label == IGNORE for label in labels)
+    assert said and all(text.strip() and "\0" not in text and text.encode() for text in said)
+
+
+@given(st.lists(st.sampled_from(names) | strings, max_size=4))
+def test_any_columns_have_a_format_that_can_read_them_or_an_error(columns):
+    try:
+        format = detect(columns)
+    except DataError as error:
+        assert "--format" in str(error)
+    else:
+        assert any(set(needed) <= set(columns) for needed in FORMATS[format].columns)
