@@ -53,7 +53,7 @@ def main() -> None:
     tokenizer = load_tokenizer(config, strategy)
 
     # Text becomes blocks of block_size tokens; chats keep their lengths.
-    encoder = CausalEncoder(tokenizer, length=config.block_size, chat_template=config.chat_template)
+    encoder = CausalEncoder(tokenizer, length=config.block_size)
     data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
 
     model = load_causal_lm(config, strategy)

@@ -54,7 +54,7 @@ def main() -> None:
     tokenizer = load_tokenizer(config, strategy)
 
     # Only what the assistant says, and its end of turn, is supervised.
-    encoder = CausalEncoder(tokenizer, length=config.max_seq_length, chat_template=config.chat_template)
+    encoder = CausalEncoder(tokenizer, length=config.max_seq_length)
     data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
 
     # The base is frozen (in 4 bits for QLoRA); small matrices beside every linear layer are trained.

@@ -34,6 +34,7 @@ class Launches:
         if key not in self._done:
             defaults = dict(
                 model_name_or_path=self.tiny / model,
+                cache_dir=self.folder / "cache",
                 validation_split_percentage=0,
                 per_device_train_batch_size=micro,
                 gradient_accumulation_steps=accumulation,

@@ -94,12 +94,13 @@ def _train(model, tokenizer) -> None:
     import torch
 
     from zerobook.data.collate import CausalCollator
-    from zerobook.data.tokenize import encode_chat
+    from zerobook.data.formats import Chat
+    from zerobook.data.templates import CausalEncoder
     from zerobook.loss import causal_lm_loss
 
     torch.set_num_threads(1)
-    rows = [encode_chat(chat, tokenizer) for chat in _chats()[400:1200]]
-    rows = [{key: ids[:64] for key, ids in row.items()} for row in rows]
+    chats = [Chat(messages) for messages in _chats()[400:1200]]
+    rows = [{"input_ids": e.input_ids, "labels": e.labels} for e in CausalEncoder(tokenizer, length=64).encode(chats)]
     collate = CausalCollator(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for start in range(0, len(rows), 8):

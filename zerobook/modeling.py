@@ -31,7 +31,7 @@ def locate(name: str, strategy: Strategy) -> str:
 
 
 def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
-    """The tokenizer, with a pad token.
+    """The tokenizer, with a pad token, and with ``config.chat_template`` where that is given.
 
     Where it has none, the end-of-text token pads: padding is masked from attention and loss by
     position, not by id, so this teaches the model nothing.
@@ -43,6 +43,8 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
     options = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     tokenizer = _from_pretrained(AutoTokenizer, locate(name, strategy), "tokenizer_name", options)
+    if config.chat_template:
+        tokenizer.chat_template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ConfigError(f"tokenizer_name: {name} has neither a pad nor an end-of-text token. Add one to it.")

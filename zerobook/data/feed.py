@@ -102,7 +102,11 @@ class Feed:
         self.end = end
         self._planned: deque[StepPlan] = deque()
         self._loader = DataLoader(
-            _Rows(part, int(np.argmax(self.supervised > 0))), batch_sampler=self._batches(), collate_fn=collate, num_workers=workers, pin_memory=pin_memory
+            _Rows(part, int(np.argmax(self.supervised > 0))),
+            batch_sampler=self._batches(),
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=pin_memory,
         )
 
     def steps(self) -> int:

@@ -11,7 +11,6 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -157,7 +156,7 @@ class Library:
             "limit": [spec.limit, rows and [rows, self.config.packing]],
             "on_bad_sample": self.config.on_bad_sample,
             "tokenizer": self.tokenizer_digest,
-            "encoder": [type(self.encoder).__name__, self.encoder.settings()],
+            "encoder": [type(self.encoder).__name__, {k: v for k, v in vars(self.encoder).items() if isinstance(v, int | str)}],
             "shifted": self.objective.shifted,
         }
         folder = self.root / _fingerprint(settings)
@@ -259,7 +258,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 def _fingerprint(value: Any) -> str:
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str))
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[Any, Any]:

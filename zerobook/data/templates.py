@@ -197,6 +197,11 @@ class Seq2SeqEncoder:
         self.max_target_length = max_target_length
         self.prefix = prefix
 
+    @property
+    def length(self) -> int:
+        """Tokens that ``input_ids`` may have."""
+        return self.max_source_length
+
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """One result for each sample, in order. ``labels`` have their own length and are all supervised."""
         refuse = {

@@ -154,7 +154,8 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             continue
         document = found[0] if len(found) == 1 else _join(found)
         result.counts["cut to the maximum length"] += document.cut
-        if isinstance(samples[0], formats.Text):
+        result.counts["turns given an end-of-text token"] += document.added_eos
+        if reading.format == "text":
             result.documents.append((document.input_ids, document.input_ids))
         elif np.any(document.labels[1:] != IGNORE):
             result.documents.append((document.input_ids, document.labels))
