@@ -16,7 +16,7 @@ from zerobook.evaluation.load import Loaded, load_result
 
 
 def chat(argv: list[str]) -> int:
-    """Read lines, print answers. Returns 0 at the end of the input, 130 when interrupted while loading."""
+    """Read lines, print answers. Returns 0 at the end of the input, or when told to leave."""
     parser = argparse.ArgumentParser("zerobook chat", description="Talk to a trained model: /reset forgets, /quit leaves.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument("--max_new_tokens", type=_positive, default=256, help="tokens in an answer at most (default: 256)")
@@ -25,11 +25,8 @@ def chat(argv: list[str]) -> int:
     parser.add_argument("--source_prefix", metavar="TEXT", default="", help="what a seq2seq model was trained to see first")
     parser.add_argument("--trust_remote_code", action="store_true", help="run modelling code that comes with the model")
     asked = parser.parse_args(argv)
-    try:
-        loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
-        _talk(Conversation(loaded, asked.system, asked.source_prefix, asked.max_new_tokens, asked.temperature))
-    except KeyboardInterrupt:  # between the places that know what to do with one
-        return 130
+    loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
+    _talk(Conversation(loaded, asked.system, asked.source_prefix, asked.max_new_tokens, asked.temperature))
     return 0
 
 

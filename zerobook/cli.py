@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback."""
+    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="store_true", help="print the version")
@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     except ZerobookError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

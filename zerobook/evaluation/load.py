@@ -85,7 +85,8 @@ def _locate(name: str) -> str:
         return _embedded()
     folder = Path(name).expanduser()
     if not folder.exists():
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or beside_others:
             raise ConfigError(
                 f"{name}: there is no such folder. Give a run's output_dir, or the model or adapter folder in it."
             )
