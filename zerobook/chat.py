@@ -137,18 +137,17 @@ class Conversation:
 
         None where the last message alone does not fit.
         """
-        dropped = 0
-        ids = self._prompt()
-        while self.room and ids.shape[1] > self.room and len(self.turns) > 1:
-            del self.turns[:2]  # a question and its answer: templates insist on pairs
-            dropped += 2
+        turns = self.turns
+        for start in range(0, len(turns), 2):  # a question and its answer go together: templates insist on it
+            self.turns = turns[start:]
             ids = self._prompt()
-        if dropped:
-            _say(f"the {dropped} oldest turns no longer fit into the model's context and were dropped")
-        if self.room and ids.shape[1] > self.room:
-            _say(f"this message takes {ids.shape[1]} tokens and {self.room} fit; shorten it")
-            return None
-        return ids
+            if self.room is None or ids.shape[1] <= self.room:
+                if start:
+                    _say(f"the {start} oldest turns no longer fit into the model's context and were dropped")
+                return ids
+        self.turns = turns
+        _say(f"this message takes {ids.shape[1]} tokens and {self.room} fit; shorten it")
+        return None
 
     def _prompt(self) -> torch.Tensor:
         if self.templated:

@@ -172,4 +172,5 @@ def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigErr
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a heading says nothing without what follows

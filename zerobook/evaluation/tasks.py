@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,21 +103,21 @@ def _question(line: str) -> Question:
         raise ValueError(f"no {' and no '.join(missing)}; it has {', '.join(row) or 'nothing'}")
     question, choices, answer, subject = row["question"], row["choices"], row["answer"], row.get("subject")
     if not _is_text(question):
-        raise ValueError(f"question is {question!r}, not text")
+        raise ValueError(f"question is {short(question)}, not text")
     if not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError(f"choices is {choices!r}, not a list of two or more")
+        raise ValueError(f"choices is {short(choices)}, not a list of two or more")
     for index, choice in enumerate(choices):
         if not _is_text(choice):
-            raise ValueError(f"choices[{index}] is {choice!r}, not text")
+            raise ValueError(f"choices[{index}] is {short(choice)}, not text")
     letters = [chr(ord("A") + index) for index in range(min(len(choices), 26))]
     if isinstance(answer, str) and answer in letters:
         answer = letters.index(answer)
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise ValueError(
-            f"answer is {answer!r}; expected an index from 0 to {len(choices) - 1} or a letter from A to {letters[-1]}"
+            f"answer is {short(answer)}; expected an index from 0 to {len(choices) - 1} or a letter from A to {letters[-1]}"
         )
     if subject is not None and not _is_text(subject):
-        raise ValueError(f"subject is {subject!r}, not text")
+        raise ValueError(f"subject is {short(subject)}, not text")
     return Question(question, tuple(choices), answer, subject)
 
 
