@@ -75,8 +75,19 @@ def test_a_model_folder_a_run_and_an_adapter(tiny, run, tmp_path):
     adapted = load_result(run)
     assert adapted.kind == "causal" and adapted.tokenizer.chat_template and not adapted.model.training
     assert (logits(adapted.model) - logits(plain.model)).abs().max() > 0.1, "the adapter's weights are in"
-    assert adapted.model.config.use_cache and adapted.model.generation_config.use_cache
     assert torch.equal(logits(load_result(run / "adapter").model), logits(adapted.model))
+
+
+def test_the_cache_that_training_switched_off_is_on(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    trained.config.use_cache = trained.generation_config.use_cache = False
+    trained.save_pretrained(tmp_path)
+    shutil.copy(tiny / "llama" / "tokenizer.json", tmp_path)
+    shutil.copy(tiny / "llama" / "tokenizer_config.json", tmp_path)
+    model = load_result(tmp_path).model
+    assert model.config.use_cache and model.generation_config.use_cache
 
 
 def test_an_adapter_without_a_tokenizer_speaks_its_bases(run, tmp_path):
@@ -85,7 +96,7 @@ def test_an_adapter_without_a_tokenizer_speaks_its_bases(run, tmp_path):
     assert load_result(folder).tokenizer.chat_template == load_result(run).tokenizer.chat_template
 
 
-def test_the_embedded_base_is_found_under_another_home(tiny, run, tmp_path, monkeypatch):
+def test_the_embedded_base_is_found_under_another_home(tiny, run, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "adapter"
     shutil.copytree(run / "adapter", folder)
     file = folder / "adapter_config.json"
@@ -95,6 +106,7 @@ def test_the_embedded_base_is_found_under_another_home(tiny, run, tmp_path, monk
     monkeypatch.setattr(embedded, "smollm2", lambda: print("converting") or tiny / "llama")
     assert torch.equal(logits(load_result(folder).model), logits(load_result(run).model))
     assert load._locate("embedded:smollm2") == str(tiny / "llama")
+    assert capsys.readouterr() == ("", "converting\n" * 2), "stdout is for answers"
 
 
 def test_seq2seq(seq2seq):
@@ -110,7 +122,7 @@ def edit(folder: Path, **values: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def test_what_cannot_be_loaded_is_named(tiny, run, tmp_path):
+def test_what_cannot_be_loaded_is_named(tiny, run, tmp_path, monkeypatch):
     def refused(path, *parts):
         with pytest.raises(ConfigError) as caught:
             load_result(path)
@@ -118,6 +130,8 @@ def test_what_cannot_be_loaded_is_named(tiny, run, tmp_path):
             assert part in str(caught.value)
 
     refused(tmp_path / "none", "there is no such folder")
+    monkeypatch.chdir(tmp_path.parent)  # "a/b" could be a hub's name, but not where the folder a is
+    refused(f"{tmp_path.name}/none", "there is no such folder. Give")
     refused(tmp_path, "neither config.json (a model) nor adapter_config.json (an adapter)")
     refused(tiny / "text.txt", "this is a file")
     refused("embedded:gpt5", "the only embedded model is embedded:smollm2")
@@ -251,8 +265,9 @@ def test_a_history_that_is_too_long_loses_its_oldest_turns(tiny, talk, seq2seq, 
     assert left.startswith("<|im_start|>system\nBe kind.") and left.count("word") % 9 == 0 and "last" in left
 
     kept.room = 15
-    before = list(kept.turns)
-    assert kept.answer("x " * 50) == "" and kept.turns == before, "a message that cannot be sent costs no history"
+    before = kept.turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert kept.answer("x " * 50) == ""
+    assert kept.turns == before and len(before) == 2, "a message that cannot be sent costs no history"
     assert "(this message takes" in (said := capsys.readouterr().err) and "and 15 fit; shorten it)" in said
 
 

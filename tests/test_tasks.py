@@ -261,17 +261,18 @@ def test_accuracies_by_hand(llama):
             Question("b", (long, rare, short), 0, "second"),
             Question("c", (rare, long, short), 2, "second"),
             Question("d", (rare, rare), 0),  # equal choices: the first is picked
+            Question("e", (rare, short), 0),  # letters of two bytes: more bytes a token, but fewer letters
         ),
     )
     uniform.train()
     metrics, table = TaskScorer([task], tokenizer, 4, "causal")(None, uniform, step=7)
     assert uniform.training, "training goes on as it was"
-    assert metrics == {"task/uniform/acc": 3 / 4, "task/uniform/acc_norm": 2 / 4}
+    assert metrics == {"task/uniform/acc": 3 / 5, "task/uniform/acc_norm": 3 / 5}
     assert [(row["subject"], row["questions"], row["acc"], row["acc_norm"]) for row in table] == [
-        (None, 4, 0.75, 0.5), ("first", 1, 1.0, 0.0), ("second", 2, 0.5, 0.5)
+        (None, 5, 0.6, 0.6), ("first", 1, 1.0, 0.0), ("second", 2, 0.5, 0.5)
     ]  # fmt: skip
-    assert table[0]["acc_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
-    assert table[0]["chance"] == pytest.approx((3 * 1 / 3 + 1 / 2) / 4)
+    assert table[0]["acc_stderr"] == pytest.approx(math.sqrt(0.6 * 0.4 / 5))
+    assert table[0]["chance"] == pytest.approx((3 * 1 / 3 + 2 * 1 / 2) / 5)
     assert {row["step"] for row in table} == {7} and {row["task"] for row in table} == {"uniform"}
 
 
