@@ -321,13 +321,16 @@ def test_ranks_share_the_work_and_find_the_same(llama, tasks, world_size):
 def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path):
     """ZeRO-3 on two processes: every forward gathers weights from both, so an odd one out would hang."""
     model, tokenizer = llama
-    expected = TaskScorer(tasks, tokenizer, 32, "causal")(None, model, step=3)  # 3 batches
+    scorer = TaskScorer(tasks, tokenizer, 32, "causal")  # 3 batches
+    expected = scorer(None, model, step=3)
+    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=32, device="cpu")
     flags = dict(model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl")
     launch("zero3", 2, str(Path(__file__).with_suffix("")), tmp_path, **flags)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["forwards"] == 2 and found["training"] is True
         assert found["table"] == expected[1] and found["metrics"] == expected[0]
+        assert found["scores"] == pytest.approx(scores, abs=1e-5)
 
 
 def score_in_a_launch() -> None:
@@ -341,11 +344,14 @@ def score_in_a_launch() -> None:
     tokenizer = load_tokenizer(config, strategy)
     strategy.prepare(load_causal_lm(config, strategy), config, total_steps=1)
     assert strategy.shards_parameters
-    forwards = []
+    forwards, scores = [], []
     strategy.model.register_forward_hook(lambda *_: forwards.append(1))
+    real = strategy.sum_over_ranks
+    strategy.sum_over_ranks = lambda values: scores.append(real(values).tolist()) or values
     strategy.model.train()
     metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32, "causal")(strategy, strategy.model, 3)
     result = {"metrics": metrics, "table": table, "forwards": len(forwards), "training": strategy.model.training}
+    result["scores"] = scores[-1]
     (Path(config.output_dir) / f"rank{strategy.rank}.json").write_text(json.dumps(result))
     strategy.barrier()
 

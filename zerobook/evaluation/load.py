@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +59,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
         ConfigError: no such folder, a folder with neither a model nor an adapter in it, an adapter whose base
             is not there, or weights that cannot be read.
     """
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _hush()
     name = _locate(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
@@ -75,6 +74,16 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Loaded(model.to(device).eval(), tokenizer, kind)
+
+
+def _hush() -> None:
+    """Keep what libraries say about themselves away from the conversation."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that peft still uses
 
 
 def _locate(name: str) -> str:
