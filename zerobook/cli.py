@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 
 HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
   doctor    where a strategy file leads on this machine, and everything that disagrees
+  chat      talk to a trained model in the terminal
+  eval      its accuracy on multiple-choice task files
 
 Recipes are started with accelerate:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
 """
 
+COMMANDS = {
+    "doctor": ("zerobook.doctor", "doctor"),
+    "chat": ("zerobook.chat", "chat"),
+    "eval": ("zerobook.evaluation.tasks", "evaluate"),
+}
+"""command -> (module, its function of the remaining arguments, which returns the exit code)"""
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback."""
+    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_argument("command", nargs="?", choices=["doctor"], help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
     known = parser.parse_args(arguments[:1])
     if known.version:
         from zerobook import __version__
@@ -33,12 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     from zerobook.errors import ZerobookError
 
     try:
-        from zerobook.doctor import doctor
-
-        return doctor(arguments[1:])
+        module, function = COMMANDS[known.command]
+        return getattr(import_module(module), function)(arguments[1:])
     except ZerobookError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
