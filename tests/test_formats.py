@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def test_columns_that_fit_nothing_are_named_with_the_way_out():
         detect(["headline", "body"])
     message = str(caught.value)
     assert "the columns body, headline" in message and "--format" in message and "messages: messages" in message
-    with pytest.raises(DataError, match="--format alpaca: no such format. There are: tokenized, messages"):
+    with pytest.raises(DataError, match=r"--format alpaca: no such format\. There are: tokenized, messages"):
         parse("alpaca", {"text": "a"})
 
 
@@ -308,7 +309,7 @@ def test_any_row_is_a_valid_sample_or_a_bad_one(format, data):
             assert "assistant" in roles and set(roles) <= {"system", "user", "assistant", "tool"}
             assert "system" not in roles[1:] and all(set(message) == {"role", "content"} for message in messages)
             spoken = [role for role in roles if role in ("user", "assistant")]
-            assert spoken[0] == "user" and ("user", "user") not in zip(spoken, spoken[1:], strict=False)
+            assert spoken[0] == "user" and ("user", "user") not in itertools.pairwise(spoken)
         case Tokens(ids, labels):
             said = ["x"]
             assert len(ids) == len(labels) > 0

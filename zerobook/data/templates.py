@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -249,10 +249,9 @@ class ChatTemplate:
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._special = _any(token.content for token in added if token.special)
         # some models end turns with a token that is added, but not marked as special
-        self._ends = tuple(token.content for token in added if token.special or token.content in source)
+        self._end = _any(token.content for token in added)
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
 
     def render(self, messages: list[dict[str, str]]) -> Rendered:
@@ -346,25 +345,25 @@ class ChatTemplate:
         return _Skeleton(parts, text[at:])
 
     def _closed(self, messages: list[dict[str, str]], text: str, turns: list[Span]) -> Rendered:
-        pieces, closed, added, at, shift = [], [], 0, 0, 0
+        pieces, closed, at, shift = [], [], 0, 0
         for (start, stop), i in zip(turns, _assistant_turns(messages), strict=True):
-            spoken = text[start:stop]
-            end = start + len(spoken.rstrip())
-            if not text.endswith(self._ends, start, end):
-                if self.eos is None:
-                    raise ConfigError(
-                        "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
-                        "end-of-text token to put there: the model would never learn to stop. "
-                        "Give another template with --chat_template FILE, or an instruct model's tokenizer."
-                    )
-                content = messages[i]["content"]
-                end = max(end, start + spoken.rfind(content) + len(content)) if content in spoken else end
-                pieces += [text[at:end], self.eos]
-                at, added = end, added + 1
-                closed.append((start + shift, end + shift + len(self.eos)))
-                shift += len(self.eos)
-            else:
+            content, spoken = messages[i]["content"], text[start:stop]
+            ends = list(self._end.finditer(spoken, _behind(spoken, content.strip())))
+            if ends:
+                end = start + ends[-1].end()
                 closed.append((start + shift, end + shift))
+                continue
+            if self.eos is None:
+                raise ConfigError(
+                    "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
+                    "end-of-text token to put there: the model would never learn to stop. "
+                    "Give another template with --chat_template FILE, or an instruct model's tokenizer."
+                )
+            end = start + max(len(spoken.rstrip()), _behind(spoken, content))
+            pieces += [text[at:end], self.eos]
+            closed.append((start + shift, end + shift + len(self.eos)))
+            at, shift = end, shift + len(self.eos)
+        added = len(pieces) // 2
         return Rendered("".join([*pieces, text[at:]]), closed, added)
 
 
@@ -425,6 +424,16 @@ def _last_turn(chat: Chat) -> Pair:
 
 def _assistant_turns(messages: list[dict[str, str]]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _any(tokens: Iterable[str]) -> re.Pattern:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _behind(text: str, part: str) -> int:
+    """The position behind ``part``; 0 where a template changed it beyond recognition."""
+    return text.find(part) + len(part) if part in text else 0
 
 
 def _end(encoding: Any, token: int) -> int:

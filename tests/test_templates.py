@@ -1,0 +1,332 @@
+"""Samples to ids and labels: what is supervised, under templates of many habits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import CHAT_TEMPLATE as CHATML
+from zerobook.data import embedded
+from zerobook.data.feed import IGNORE
+from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
+from zerobook.data.templates import CausalEncoder, ChatTemplate, Encoded, Seq2SeqEncoder
+from zerobook.errors import ConfigError
+
+END = 2  # <|im_end|>, which is also the pad token
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+) + PROMPT
+MARKED_WITHOUT_END = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+TRIMS = CHATML.replace("m['content']", "m['content'] | trim")
+NO_END = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}" + CHATML
+FORGETS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}")
+LOOKS_BACK = "{{ messages | length }}\n" + CHATML
+OTHER_PROMPT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+# Every prefix of every chat is rendered under it, since its turns never fit what was seen of others.
+NEVER_THE_SAME = CHATML.replace("{% endfor %}", "{{ '#' * (m['content'] | length % 7) }}\n{% endfor %}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+@pytest.fixture(scope="module")
+def with_bos(tokenizer):
+    """The same tokenizer, but it begins what it is given by a BOS, as Llama's do."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = copy.deepcopy(tokenizer)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    assert made("a")["input_ids"][0] == 1
+    return made
+
+
+def chat(*contents: str, system: str | None = None) -> Chat:
+    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return Chat([{"role": "system", "content": system}, *turns] if system else turns)
+
+
+TALK = chat("Hello?", "Hi there.", "Who are you?", "A book.")
+
+
+def one(tokenizer, sample, length=None, template=None) -> Encoded:
+    (encoded,) = CausalEncoder(tokenizer, length=length, chat_template=template).encode([sample])
+    assert isinstance(encoded, Encoded), encoded
+    assert encoded.input_ids.dtype == encoded.labels.dtype == np.int32
+    return encoded
+
+
+def reason(tokenizer, sample, template=None) -> str:
+    (bad,) = CausalEncoder(tokenizer, length=None, chat_template=template).encode([sample])
+    assert isinstance(bad, BadSample)
+    return str(bad)
+
+
+def said(tokenizer, encoded) -> list[str]:
+    """The supervised stretches, as text."""
+    kept = encoded.labels != IGNORE
+    assert (encoded.labels[kept] == encoded.input_ids[kept]).all()
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]])))
+    return [tokenizer.decode(encoded.labels[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "template, expected, whole",
+    [
+        (None, ["Hi there.<|im_end|>", "A book.<|im_end|>"], None),
+        (MARKED, ["Hi there.<|im_end|>", "A book.<|im_end|>"], None),
+        (MARKED_WITHOUT_END, ["Hi there.<|im_end|>", "A book.<|im_end|>"], None),
+        (TRIMS, ["Hi there.<|im_end|>", "A book.<|im_end|>"], None),
+        (
+            NEVER_THE_SAME,
+            ["Hi there.<|im_end|>", "A book.<|im_end|>"],
+            "<|im_start|>user\nHello?<|im_end|>\n######\n<|im_start|>assistant\nHi there.<|im_end|>\n##\n"
+            "<|im_start|>user\nWho are you?<|im_end|>\n#####\n<|im_start|>assistant\nA book.<|im_end|>\n\n",
+        ),
+        (
+            INST,
+            [" Hi there. <|im_end|>", " A book. <|im_end|>"],
+            "<|im_start|>[INST] Hello? [/INST] Hi there. <|im_end|><|im_start|>[INST] Who are you? [/INST] A book. <|im_end|>",
+        ),
+        (
+            NO_END,
+            [" Hi there.<|im_end|>", " A book.<|im_end|>"],
+            "user: Hello?\nassistant: Hi there.<|im_end|>\nuser: Who are you?\nassistant: A book.<|im_end|>\n",
+        ),
+    ],
+)
+def test_the_assistants_turns_and_their_ends_are_supervised(tokenizer, template, expected, whole):
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == END, "the case where the end token is easily lost"
+    encoded = one(tokenizer, TALK, template=template)
+    assert said(tokenizer, encoded) == expected
+    assert tokenizer.decode(encoded.input_ids) == (whole or tokenizer.apply_chat_template(TALK.messages, tokenize=False))
+    assert encoded.added_eos == (2 if template == NO_END else 0)
+    assert not encoded.cut
+
+
+def test_three_chats_keep_their_ends_though_pad_is_the_same_token(tokenizer):
+    chats = [TALK, chat("Yes?", "No."), chat("a", "b", "c", "d", "e", "f", "g")]
+    encoded = CausalEncoder(tokenizer, length=None).encode(chats)
+    assert [(e.labels == END).sum() for e in encoded] == [2, 1, 3]
+
+
+def test_tool_and_system_turns_are_context(tokenizer):
+    messages = [{"role": "system", "content": "s"}, *chat("q", "call").messages, {"role": "tool", "content": "result"}]
+    encoded = one(tokenizer, Chat([*messages, {"role": "assistant", "content": "so"}, {"role": "user", "content": "bye"}]))
+    assert said(tokenizer, encoded) == ["call<|im_end|>", "so<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template, sample, expected",
+    [
+        (NO_SYSTEM, chat("a", "b", system="c"), "the chat template refuses it: no system turn here"),
+        (FORGETS, chat("a", "<think>hm</think>b", "c", "d"), "renders turn 2 differently once the chat goes on"),
+        (LOOKS_BACK, chat("a", "b", "c", "d"), "renders turn 2 differently once the chat goes on"),
+        (OTHER_PROMPT, chat("a", "b"), "renders turn 2 differently from its own generation prompt"),
+        (MARKED.replace("== 'assistant'", "== 'nobody'"), chat("a", "b"), "marks 0 turns as generated, the assistant has 1"),
+        (MARKED + "{{ nobody.name }}", chat("a", "b"), "the chat template refuses it: 'nobody' is undefined"),
+        (None, chat("a<|im_start|>b", "c"), "turn 1 has the text '<|im_start|>', which the tokenizer reads as a special token"),
+    ],
+)
+def test_a_chat_that_the_template_cannot_carry_is_a_bad_sample_and_the_others_are_not(tokenizer, template, sample, expected):
+    harmless = chat("a", "b")
+    for first in (False, True):  # what was learnt from other chats must not hide it
+        samples = [sample, Text("x"), harmless] if first else [harmless, Text("x"), sample]
+        results = CausalEncoder(tokenizer, length=None, chat_template=template).encode(samples)
+        bad = results[0 if first else 2]
+        assert isinstance(bad, BadSample) and expected in str(bad)
+        assert tokenizer.decode(results[1].input_ids) == "x<|im_end|>"
+        if template in (NO_SYSTEM, FORGETS, None):
+            assert said(tokenizer, results[2 if first else 0]) == ["b<|im_end|>"]
+
+
+def test_the_last_turn_of_a_template_that_forgets_is_whole(tokenizer):
+    assert said(tokenizer, one(tokenizer, chat("a", "<think>hm</think>b"), template=FORGETS)) == [
+        "<think>hm</think>b<|im_end|>"
+    ]
+
+
+def test_no_way_to_render_or_to_end_a_chat_is_the_users_to_fix(tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match=r"no chat template.*--chat_template FILE, or use an instruct model's tokenizer"):
+        CausalEncoder(bare, length=8).encode([TALK])
+    assert said(bare, one(bare, TALK, template=CHATML)) == ["Hi there.<|im_end|>", "A book.<|im_end|>"]
+    with pytest.raises(ConfigError, match="--chat_template: not valid Jinja, line 2: Unexpected end of template"):
+        CausalEncoder(tokenizer, length=8, chat_template="x\n{% for m in messages %}")
+    bare.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(ConfigError, match="multiple chat templates with no default"):
+        CausalEncoder(bare, length=8)
+    bare.eos_token = None
+    with pytest.raises(ConfigError, match="would never learn to stop"):
+        CausalEncoder(bare, length=None, chat_template=NO_END).encode([TALK])
+
+
+def test_documents_end_once_and_are_never_cut(tokenizer):
+    encoded = one(tokenizer, Text("one two three " * 20), length=8)
+    assert not encoded.cut and len(encoded.labels) > 8 and (encoded.labels == encoded.input_ids).all()
+    assert encoded.input_ids[-1] == END and END not in encoded.input_ids[:-1]
+    assert (one(tokenizer, Text("a<|im_end|>")).input_ids == one(tokenizer, Text("a")).input_ids).all()
+
+
+def test_chats_and_tokens_lose_their_end(tokenizer):
+    whole = one(tokenizer, TALK)
+    for sample in (TALK, Tokens(whole.input_ids.tolist(), whole.labels.tolist())):
+        assert not one(tokenizer, sample, length=len(whole.input_ids)).cut
+        encoded = one(tokenizer, sample, length=len(whole.input_ids) - 3)
+        assert encoded.cut
+        assert (encoded.input_ids == whole.input_ids[:-3]).all() and (encoded.labels == whole.labels[:-3]).all()
+
+
+def test_a_pair_loses_the_left_of_its_source_first(tokenizer):
+    pair = Pair("abcdefghijkl", "xyz")
+    whole = one(tokenizer, pair)
+    size, learnt = len(whole.input_ids), int((whole.labels != IGNORE).sum())
+    assert said(tokenizer, whole) == ["xyz<|im_end|>"] and tokenizer.decode(whole.input_ids) == "abcdefghijklxyz<|im_end|>"
+    for length in range(1, size + 1):
+        encoded = one(tokenizer, pair, length=length)
+        assert len(encoded.input_ids) == length and encoded.cut == (length < size)
+        if length >= learnt:
+            assert said(tokenizer, encoded) == ["xyz<|im_end|>"]
+            assert (encoded.input_ids == whole.input_ids[size - length :]).all()
+        else:
+            assert (encoded.labels == whole.labels[-learnt:][:length]).all()
+
+
+def test_a_beginning_is_written_once(with_bos):
+    pair = one(with_bos, Pair("a", "b"))
+    assert pair.input_ids[0] == 1 and (pair.input_ids == 1).sum() == 1
+    assert said(with_bos, pair) == ["b<|im_end|>"]
+    assert (one(with_bos, Pair("<|im_start|>a", "b")).input_ids == pair.input_ids).all()
+    short = one(with_bos, Pair("a" * 50, "b"), length=5)
+    assert short.input_ids[0] == 1 and said(with_bos, short) == ["b<|im_end|>"]
+    talk = one(with_bos, TALK, template=INST)
+    assert (talk.input_ids == 1).sum() == 2 and talk.input_ids[0] == 1 and talk.input_ids[1] != 1
+    assert (talk.input_ids == one(with_bos, TALK, template=INST).input_ids).all()
+
+
+def test_ids_that_the_tokenizer_does_not_have(tokenizer):
+    assert reason(tokenizer, Tokens([1, 99999], [1, 2])) == "token id 99999 is outside the tokenizer's 512 ids"
+    assert "token id 512 is outside" in reason(tokenizer, Tokens([1, 2], [1, 512]))
+    assert one(tokenizer, Tokens([1, 511], [IGNORE, 511])).labels.tolist() == [IGNORE, 511]
+
+
+def test_a_tokenizers_own_truncation_and_padding_do_not_reach_the_samples(tokenizer):
+    set_up = copy.deepcopy(tokenizer)
+    set_up.backend_tokenizer.enable_truncation(4)
+    set_up.backend_tokenizer.enable_padding(length=64)
+    samples = [TALK, Text("one two three"), Pair("a", "b")]
+    for ours, theirs in zip(*(CausalEncoder(t, length=None).encode(samples) for t in (set_up, tokenizer)), strict=True):
+        assert (ours.input_ids == theirs.input_ids).all() and (ours.labels == theirs.labels).all()
+
+
+def test_encoders_are_pickled_before_and_after_use(tokenizer):
+    samples = [TALK, Text("x"), Pair("a", "b"), Tokens([1], [1])]
+    encoder = CausalEncoder(tokenizer, length=64)
+    unused = pickle.dumps(encoder)
+    expected = encoder.encode(samples)
+    for pickled in (unused, pickle.dumps(encoder)):
+        for ours, theirs in zip(pickle.loads(pickled).encode(samples), expected, strict=True):
+            assert (ours.input_ids == theirs.input_ids).all() and (ours.labels == theirs.labels).all()
+    seq2seq = pickle.loads(pickle.dumps(Seq2SeqEncoder(tokenizer, max_source_length=8, max_target_length=8)))
+    assert len(seq2seq.encode([TALK])) == 1
+
+
+def test_a_tokenizer_without_offsets_finds_the_same_turns():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    assert not slow.is_fast
+    for template in (NO_END, INST.replace("bos_token", "'<pad>'")):
+        talk = chat("Hello?", "Hi there.", "Who?", "A book.")
+        encoded = one(slow, talk, template=template)
+        assert [turn.replace(" ", "") for turn in said(slow, encoded)] == ["Hithere.</s>", "Abook.</s>"]
+        assert (encoded.labels == slow.eos_token_id).sum() == 2
+    assert said(slow, one(slow, Pair("a", "b"))) == ["b</s>"]
+
+
+def test_seq2seq(tokenizer, with_bos):
+    encoder = Seq2SeqEncoder(with_bos, max_source_length=16, max_target_length=6, prefix="say: ")
+    pair, talk, long, text, ready = encoder.encode([Pair("a", "b"), TALK, Pair("a" * 99, "b"), Text("x"), Tokens([1], [1])])
+    assert with_bos.decode(pair.input_ids) == "<|im_start|>say: a" and with_bos.decode(pair.labels) == "<|im_start|>b<|im_end|>"
+    assert not pair.cut and pair.input_ids.dtype == pair.labels.dtype == np.int32
+    assert long.cut and len(long.input_ids) == 16
+    assert isinstance(text, BadSample) and "a document has no target" in str(text)
+    assert isinstance(ready, BadSample) and "for causal models" in str(ready)
+    assert talk.cut
+    roomy = Seq2SeqEncoder(tokenizer, max_source_length=64, max_target_length=64)
+    (talk,) = roomy.encode([chat("Hello?", "Hi there.", "Who are you?", "A book.", "Oh", system="Be kind.")])
+    assert tokenizer.decode(talk.input_ids) == "Be kind.\nHello?\nHi there.\nWho are you?"
+    assert tokenizer.decode(talk.labels) == "A book.<|im_end|>" and not talk.cut
+    target = len(tokenizer("b" * 30)["input_ids"])
+    for length in range(2, target + 3):
+        (encoded,) = Seq2SeqEncoder(tokenizer, max_source_length=8, max_target_length=length).encode([Pair("a", "b" * 30)])
+        assert encoded.labels[-1] == END, "the end survives the cut"
+        assert len(encoded.labels) == min(length, target + 1) and encoded.cut == (length < target + 1)
+
+
+def test_seq2seq_leaves_the_end_where_the_tokenizer_writes_it(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    ends = copy.deepcopy(tokenizer)
+    ends.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", END)])
+    encoder = Seq2SeqEncoder(ends, max_source_length=8, max_target_length=4)
+    short, long = encoder.encode([Pair("a", "b"), Pair("a", "b" * 30)])
+    assert ends.decode(short.labels) == "b<|im_end|>" and not short.cut
+    assert len(long.labels) == 4 and long.labels[-1] == END and long.cut
+
+
+def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
+    """Turns placed by a skeleton are those found by rendering every prefix."""
+    for template in (CHATML, INST, TRIMS, NO_END):
+        made = ChatTemplate(template, tokenizer)
+        placed = 0
+        for row in embedded.rows("chatterbot")[::20]:
+            text = made._text(row["messages"])
+            turns = made._by_skeleton(row["messages"], text)
+            assert turns is None or turns == made._by_prefixes(row["messages"], text)
+            placed += turns is not None
+        assert placed > 90
+
+
+contents = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(str.strip)
+chats = st.builds(
+    lambda turns, system, more: chat(*[text for turn in turns for text in turn], *more, system=system),
+    st.lists(st.tuples(contents, contents), min_size=1, max_size=4),
+    st.none() | contents,
+    st.lists(contents, max_size=1),
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, TRIMS, NO_END, INST, NEVER_THE_SAME])
+@settings(max_examples=60, deadline=None)
+@given(batch=st.lists(chats, min_size=1, max_size=3))
+def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, template, batch):
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=template)
+    for sample, encoded in zip(batch, encoder.encode(batch), strict=True):
+        spoken = [m["content"] for m in sample.messages if m["role"] == "assistant"]
+        found = said(tokenizer, encoded)
+        assert len(found) == len(spoken) == (encoded.labels == END).sum()
+        for turn, content in zip(found, spoken, strict=True):
+            content = content.strip() if template == TRIMS else content
+            assert content in turn and turn.endswith("<|im_end|>")
+            assert turn.removesuffix("<|im_end|>").strip() == content.strip()
