@@ -55,7 +55,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
     [
         (["--dataset_name", "d"], "model_name_or_path: it is None and config_name is None"),
         (["--model_name_or_path", "m"], "no training data is named"),
-        ([*BASE, "--train_file", "x.jsonl"], "both dataset_name='d' and train_file='x.jsonl'"),
+        ([*BASE, "--train_file", "x.jsonl"], "dataset_name='d' and train_file='x.jsonl' are set together"),
         (["--model_name_or_path", "m", "--train_file", "nowhere.jsonl"], "train_file: no such file or folder: nowhere.jsonl"),
         ([*BASE, "--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: no such folder: nowhere"),
         ([*BASE, "--max_train_steps", "5", "--num_warmup_steps", "9"], "9 warm-up steps do not fit into max_train_steps=5"),

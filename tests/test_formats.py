@@ -237,7 +237,7 @@ def test_chats_that_cannot_be_used(chat, reason):
         ("text", 3, "it is a number, expected"),
         ("text", {"title": "x", "body": "y"}, "expected text or content, it has body, title"),
         ("text", {}, "it has nothing"),
-        ("text", {"text": None}, "text is null, expected a string"),
+        ("text", {"text": None}, "text is empty"),
         ("text", {"text": ""}, "text is empty"),
         ("text", {"text": "ab\0c"}, "text has a NUL character at position 2"),
         ("text", {"text": "ab\ud800c"}, "text has half a surrogate pair at position 2"),

@@ -65,6 +65,10 @@ class BadSample(Exception):
     """One sample that cannot be used. The message is the reason alone; who reads the file adds file and line."""
 
 
+class EmptyText(BadSample):
+    """A document without text. Corpora that keep lines as rows are full of them; leaving them out loses nothing."""
+
+
 def parse(format: str, row: Any, *, text_column: str | None = None, summary_column: str | None = None) -> Sample:
     """One row to a sample.
 
@@ -178,7 +182,10 @@ def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
 
 
 def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
-    return Text(_string(row[columns[0]], columns[0]))
+    text = row[columns[0]]
+    if text is None or (isinstance(text, str) and not text.strip()):
+        raise EmptyText(f"{columns[0]} is empty")
+    return Text(_string(text, columns[0]))
 
 
 PAIR_COLUMNS = (

@@ -201,7 +201,7 @@ class Library:
             used = sum(f.stat().st_size for f in staging.iterdir())
             raise DataError(
                 f"{source.name}: the disk of {self.root} is full after {used / 1e6:.1f} MB of token ids, with "
-                f"{shutil.disk_usage(self.root).free / 1e6:.1f} MB free. Give --cache_dir on a larger disk (about 8 bytes a token)."
+                f"{shutil.disk_usage(self.root).free / 1e6:.1f} MB free. Give --cache_dir on a larger disk."
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)

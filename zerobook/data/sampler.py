@@ -31,9 +31,8 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._keys = np.random.SeedSequence([seed, epoch] if owner is None else [seed, epoch, owner]).generate_state(
-            _ROUNDS, np.uint64
-        )
+        entropy = [seed, epoch] if owner is None else [seed, epoch, owner]
+        self._keys = np.random.SeedSequence(entropy).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Elements at ``positions`` (int array [n], each in ``range(size)``), as int64 [n]."""

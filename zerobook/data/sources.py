@@ -227,7 +227,7 @@ def _is_array(file: Path) -> bool:
 def _read_array(file: Path) -> Iterator[Item]:
     import orjson
 
-    content, raw = _open(file)
+    content, _ = _open(file)
     with content, _readable(file):
         try:
             rows = orjson.loads(content.read())

@@ -139,6 +139,9 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
                 raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is a mistake")
             sample = formats.parse(reading.format, row, **reading.columns)
+        except formats.EmptyText:
+            result.counts["empty texts left out"] += 1
+            continue
         except formats.BadSample as error:
             result.bad.append((where, str(error)))
             continue
