@@ -12,7 +12,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,13 +125,7 @@ class CausalEncoder:
         results: list[Encoded | BadSample] = []
         encodings = self._backend().encode_batch([chat.text for chat in chats], add_special_tokens=False)
         for chat, encoding in zip(chats, encodings, strict=True):
-            end_of = partial(_end, encoding)
-            # A token that holds the end of the prompt and the start of the turn belongs to the turn. Looked up by its
-            # end: the offsets of many tokenizers leave out white space, so its characters belong to no token.
-            turns = [
-                (bisect_right(range(len(encoding)), start, key=end_of), encoding.char_to_token(stop - 1) + 1)
-                for start, stop in chat.turns
-            ]
+            turns = [(_token_at(encoding, start), encoding.char_to_token(stop - 1) + 1) for start, stop in chat.turns]
             results.append(self._chat(np.array(encoding.ids, np.int32), turns, chat.added_eos))
         return results
 
@@ -267,11 +260,14 @@ class ChatTemplate:
             if found:
                 raise BadSample(f"turn {number} has the text {found[0]!r}, which the tokenizer reads as a special token")
         if self.marked:
-            text, turns = self._by_marks(messages)
+            text, spans = self._by_marks(messages)
+            turns = self._ends(messages, text, spans)
         else:
             text = self._text(messages)
-            turns = self._by_skeleton(messages, text) or self._by_prefixes(messages, text)
-        return self._closed(messages, text, turns)
+            turns = self._by_skeleton(messages, text) or self._ends(messages, text, self._by_prefixes(messages, text))
+        if all(turn.ends for turn in turns):
+            return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0)
+        return self._with_eos(text, turns)
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
         # the compiled template is cached there; it cannot be pickled, so it is not kept here
@@ -307,7 +303,7 @@ class ChatTemplate:
             turns.append((len(before), len(after)))
         return turns
 
-    def _by_skeleton(self, messages: list[dict[str, str]], text: str) -> list[Span] | None:
+    def _by_skeleton(self, messages: list[dict[str, str]], text: str) -> list[_Turn] | None:
         """Turns as in another chat with the same roles, where this one is the same text around its contents.
 
         Rendering every prefix of every chat takes a fifth of the time that tokenizing it does, and more
@@ -325,7 +321,7 @@ class ChatTemplate:
         messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
         try:
             text = self._text(messages)
-            turns = iter(self._by_prefixes(messages, text))
+            turns = iter(self._ends(messages, text, self._by_prefixes(messages, text)))
         except BadSample:
             return None
         parts, at = [], 0
@@ -338,48 +334,58 @@ class ChatTemplate:
                 start, stop = start - 1, stop + 1
             around = None
             if role == "assistant":
-                first, end = next(turns)
-                around = (start - first, end - stop)
+                turn = next(turns)
+                around = _Turn(turn.start - start, turn.stop - stop, turn.ends)
             parts.append(_Part(text[at:start], trims, around))
             at = stop
         return _Skeleton(parts, text[at:])
 
-    def _closed(self, messages: list[dict[str, str]], text: str, turns: list[Span]) -> Rendered:
-        pieces, closed, at, shift = [], [], 0, 0
-        for (start, stop), i in zip(turns, _assistant_turns(messages), strict=True):
+    def _ends(self, messages: list[dict[str, str]], text: str, spans: list[Span]) -> list[_Turn]:
+        """Turns up to the last added token behind their content, or else to their last character."""
+        turns = []
+        for (start, stop), i in zip(spans, _assistant_turns(messages), strict=True):
             content, spoken = messages[i]["content"], text[start:stop]
             ends = list(self._end.finditer(spoken, _behind(spoken, content.strip())))
-            if ends:
-                end = start + ends[-1].end()
-                closed.append((start + shift, end + shift))
-                continue
-            if self.eos is None:
-                raise ConfigError(
-                    "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
-                    "end-of-text token to put there: the model would never learn to stop. "
-                    "Give another template with --chat_template FILE, or an instruct model's tokenizer."
-                )
-            end = start + max(len(spoken.rstrip()), _behind(spoken, content))
-            pieces += [text[at:end], self.eos]
-            closed.append((start + shift, end + shift + len(self.eos)))
-            at, shift = end, shift + len(self.eos)
-        added = len(pieces) // 2
-        return Rendered("".join([*pieces, text[at:]]), closed, added)
+            end = ends[-1].end() if ends else max(len(spoken.rstrip()), _behind(spoken, content))
+            turns.append(_Turn(start, start + end, bool(ends)))
+        return turns
+
+    def _with_eos(self, text: str, turns: list[_Turn]) -> Rendered:
+        if self.eos is None:
+            raise ConfigError(
+                "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
+                "end-of-text token to put there: the model would never learn to stop. "
+                "Give another template with --chat_template FILE, or an instruct model's tokenizer."
+            )
+        pieces, spans, at, size = [], [], 0, 0
+        for start, stop, ends in turns:
+            pieces += [text[at:stop], "" if ends else self.eos]
+            spans.append((size + start - at, size := size + len(pieces[-2]) + len(pieces[-1])))
+            at = stop
+        return Rendered("".join([*pieces, text[at:]]), spans, sum(not turn.ends for turn in turns))
+
+
+class _Turn(NamedTuple):
+    """Characters of an assistant's turn. ``ends``: the last of them are its end-of-turn token."""
+
+    start: int
+    stop: int
+    ends: bool
 
 
 class _Part(NamedTuple):
-    """A turn: the text before its content, and, of an assistant's, how many characters around the content are said, too."""
+    """A turn: the text before its content, and, of an assistant's, how far the turn reaches around its content."""
 
     lead: str
     trims: bool
-    around: Span | None
+    around: _Turn | None
 
 
 class _Skeleton(NamedTuple):
     parts: list[_Part]
     tail: str
 
-    def place(self, messages: list[dict[str, str]], text: str) -> list[Span] | None:
+    def place(self, messages: list[dict[str, str]], text: str) -> list[_Turn] | None:
         """The assistant's turns in ``text``; None where it is not exactly this skeleton with the contents put in."""
         at, turns = 0, []
         for (lead, trims, around), message in zip(self.parts, messages, strict=True):
@@ -389,7 +395,7 @@ class _Skeleton(NamedTuple):
                 return None
             at = start + len(content)
             if around:
-                turns.append((start - around[0], at + around[1]))
+                turns.append(_Turn(start + around.start, at + around.stop, around.ends))
         return turns if text[at:] == self.tail else None
 
 
@@ -436,9 +442,13 @@ def _behind(text: str, part: str) -> int:
     return text.find(part) + len(part) if part in text else 0
 
 
-def _end(encoding: Any, token: int) -> int:
-    """The character behind a token."""
-    return encoding.token_to_chars(token)[1]
+def _token_at(encoding: Any, position: int) -> int:
+    """The token that a turn begins with: the one that holds its first character, be it with the end of the prompt."""
+    token = encoding.char_to_token(position)
+    if token is None:
+        # the offsets of many tokenizers leave white space out, and then only the order of their ends tells
+        token = bisect_right(range(len(encoding)), position, key=lambda t: encoding.token_to_chars(t)[1])
+    return token
 
 
 def _common(ids: np.ndarray, prefix: np.ndarray) -> int:
