@@ -30,10 +30,6 @@ Precision = Literal["no", "bf16", "fp16"]
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
-VALIDATION = "validation"
-"""Name of the dataset that ``validation_file`` is."""
-
-
 class DatasetSpec(BaseModel):
     """One dataset of a mixture, an entry under ``datasets:`` in the YAML."""
 
@@ -128,16 +124,17 @@ class RecipeConfig(BaseModel):
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 
     def dataset_specs(self) -> list[DatasetSpec]:
-        """The training datasets, and the validation file as one more, called ``validation``."""
+        """The training datasets."""
+        path = self.dataset_name or self.train_file
+        return self.datasets or [self._spec(path=str(path), config_name=self.dataset_config_name)]
+
+    def validation_spec(self) -> DatasetSpec:
+        """The validation file as a dataset of its own, all of it held out."""
+        return self._spec(path=str(self.validation_file), name="validation")
+
+    def _spec(self, **given: Any) -> DatasetSpec:
         shape = {key: getattr(self, key) for key in ("format", "text_column", "summary_column")}
-        specs = list(self.datasets or [])
-        if not specs:
-            path = self.dataset_name or self.train_file
-            assert path is not None
-            specs = [DatasetSpec(path=path, config_name=self.dataset_config_name, **shape)]
-        if self.validation_file:
-            specs.append(DatasetSpec(path=self.validation_file, name=VALIDATION, **shape))
-        return specs
+        return DatasetSpec(**given, **shape)
 
     def problems(self) -> list[str]:
         """Disagreements between keys, and files that are not there. Subclasses add their own."""

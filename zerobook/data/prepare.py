@@ -11,6 +11,9 @@ import json
 import math
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -19,9 +22,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from zerobook.config import VALIDATION, DatasetSpec, RecipeConfig
+from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded
-from zerobook.data.sources import Source, open_source
+from zerobook.data.sources import Source, Splits, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report
@@ -45,6 +48,26 @@ class PreparedData:
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+class OnlyPrepared(Exception):
+    """Raised by `prepare` inside `only_preparing`, with what it made."""
+
+    def __init__(self, data: PreparedData, tokenizer: Any):
+        self.data, self.tokenizer = data, tokenizer
+
+
+_ONLY: ContextVar[int] = ContextVar("workers", default=0)
+
+
+@contextmanager
+def only_preparing(workers: int) -> Iterator[None]:
+    """A recipe that runs inside stops behind its call of `prepare`, which uses ``workers`` processes."""
+    token = _ONLY.set(workers)
+    try:
+        yield
+    finally:
+        _ONLY.reset(token)
+
+
 def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, encoder: Any, objective: Objective) -> PreparedData:
     """Tokenize what is not there yet, on one process a node, and open all of it on every process.
 
@@ -56,8 +79,20 @@ def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, encoder
         DataError: on every rank, where one met it.
     """
     library = Library(config, tokenizer, encoder, objective)
-    strategy.once_per_node(lambda: library.tokenize(workers=config.preprocessing_num_workers or 1))
-    return library.open()
+    workers = _ONLY.get() or config.preprocessing_num_workers or 1
+    data = library.open(strategy.once_per_node(lambda: library.tokenize(workers)))
+    if _ONLY.get():
+        raise OnlyPrepared(data, tokenizer)
+    return data
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    """A dataset's prepared folders; None where it has no such part."""
+
+    spec: DatasetSpec
+    train: Path | None
+    held_out: Path | None
 
 
 class Library:
@@ -70,70 +105,91 @@ class Library:
         self.tokenizer_digest = digest_of_tokenizer(tokenizer)
         self.length: int = encoder.length
         self.root = (Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()) / "data"
-        self._folders: dict[tuple[str, str], Path] = {}
 
-    def tokenize(self, *, workers: int) -> None:
-        """Make every folder that is missing."""
-        for spec in self._specs():
+    def tokenize(self, workers: int) -> list[_Shelf]:
+        """Make every folder that is missing; says where all are."""
+        shelves = []
+        for spec in self.config.dataset_specs():
             splits = open_source(spec.path, config_name=spec.config_name, split=spec.split)
-            self._folder(spec, splits.train, workers, held_out=spec.name == VALIDATION)
-            if splits.held_out is not None:
-                self._folder(spec, splits.held_out, workers, held_out=True)
+            train = self._folder(spec, splits.train, self._train_rows(splits), workers)
+            held_out = None
+            if splits.held_out is not None and not self.config.validation_file:
+                held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
+            shelves.append(_Shelf(spec, train, held_out))
+        if self.config.validation_file:
+            spec = self.config.validation_spec()
+            source = open_source(spec.path).train
+            shelves.append(_Shelf(spec, None, self._folder(spec, source, self.config.max_eval_samples, workers)))
+        return shelves
 
-    def open(self) -> PreparedData:
+    def _train_rows(self, splits: Splits) -> int | None:
+        """So many rows are enough where a limit asks for less than the source holds; None reads it all."""
+        config = self.config
+        if config.max_train_samples is None or config.datasets:
+            return None  # the parts of a mixture have limits of their own
+        kept = 1.0 if splits.held_out or config.validation_file else 1 - config.validation_split_percentage / 100
+        return math.ceil(1.1 * config.max_train_samples / kept) + 8  # some more, since documents do not split evenly
+
+    def open(self, shelves: list[_Shelf]) -> PreparedData:
         """Views of the prepared folders, as the config splits, cuts and packs them."""
         config = self.config
-        train, held_out, weights, facts = [], {}, [], {}
-        for spec in self._specs():
-            splits = open_source(spec.path, config_name=spec.config_name, split=spec.split)
-            store = TokenStore(self._folder(spec, splits.train, held_out=spec.name == VALIDATION))
-            own = TokenStore(self._folder(spec, splits.held_out, held_out=True)) if splits.held_out else None
-            if spec.name == VALIDATION:
-                mine, others = None, self._cut(store, None)
-            elif own is not None or config.validation_file:
-                mine, others = self._cut(store, None), self._cut(own, None) if own else None
-            else:
-                share = config.validation_split_percentage / 100
-                mine, others = (self._cut(store, half) for half in _halves(store, share, config.seed))
-            reports = store.meta["report"]
+        train: list[View] = []
+        held_out: dict[str, View] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        for shelf in shelves:
+            name = shelf.spec.name
+            mine, others = self._views(shelf)
             if mine is not None:
+                reports = mine.store.meta["report"]
                 if not len(mine):
-                    raise DataError(f"{spec.path}: nothing is left to train on: {reports or 'it is shorter than one row'}.")
-                train.append(_first(mine, config.max_train_samples if len(self._specs()) == 1 else None))
-                weights.append(spec.weight)
-                facts[spec.name] = reports | report(train[-1], self.length)
+                    self._nothing_left(shelf, mine)
+                train.append(mine if config.datasets else _first(mine, config.max_train_samples))
+                facts[name] = reports | report(train[-1], self.length)
             if others is not None and len(others):
-                held_out[spec.name] = _first(others, config.max_eval_samples)
-                facts[f"{spec.name}, held out"] = report(held_out[spec.name], self.length)
-        mixed = weights if any(w is not None for w in weights) else None
-        if mixed is not None:
-            mixed = [1.0 if w is None else w for w in mixed]
+                held_out[name] = _first(others, config.max_eval_samples)
+                facts[f"{name}, held out"] = report(held_out[name], self.length)
+        weights = [shelf.spec.weight for shelf in shelves if shelf.train]
         return PreparedData(
             train=self._part(train),
             held_out={name: self._part([view]) for name, view in held_out.items()},
-            weights=mixed,
+            weights=[1.0 if w is None else w for w in weights] if any(weights) else None,
             report=facts,
         )
 
-    def _specs(self) -> list[DatasetSpec]:
-        return self.config.dataset_specs()
+    def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
+        """(for training, held out) of one dataset."""
+        given = TokenStore(shelf.held_out) if shelf.held_out else None
+        held_out = self._cut(given, np.arange(len(given))) if given else None
+        if shelf.train is None:
+            return None, held_out
+        store = TokenStore(shelf.train)
+        if held_out is not None or self.config.validation_file:
+            return self._cut(store, np.arange(len(store))), held_out
+        mine, others = _halves(store, self.config.validation_split_percentage / 100, self.config.seed)
+        return self._cut(store, mine), self._cut(store, others)
+
+    def _nothing_left(self, shelf: _Shelf, view: View) -> None:
+        meta = view.store.meta
+        if meta["format"] == "text" and meta["tokens"]:
+            raise DataError(
+                f"{shelf.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
+                "once some is held out. Lower --block_size."
+            )
+        raise DataError(
+            f"{shelf.spec.path}: nothing is left to train on, of {meta['documents']} samples within {self.length} tokens "
+            f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'})."
+        )
 
     # --- views
-    def _cut(self, store: TokenStore, chosen: np.ndarray | slice | None) -> View:
-        """``chosen``: document numbers, a stretch of tokens of a lone text, or all."""
-        text = store.meta["format"] == "text"
+    def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
+        """``chosen``: document numbers, or a stretch of the tokens of a lone text."""
         if isinstance(chosen, slice):
-            starts, stops = np.array([chosen.start]), np.array([chosen.stop])
-            documents = None
-        else:
-            documents = np.arange(len(store)) if chosen is None else chosen
-            starts, stops = store.offsets[documents], store.offsets[documents + 1]
-        if text and not (self.config.packing and documents is not None):
-            return Blocks(store, np.asarray(starts), np.asarray(stops), self.length)
-        assert documents is not None
+            return Blocks(store, np.array([chosen.start]), np.array([chosen.stop]), self.length)
         if self.config.packing:
-            return pack(store, documents, self.length)
-        return Documents(store, documents)
+            return pack(store, chosen, self.length)
+        if store.meta["format"] == "text":
+            return Blocks(store, store.offsets[chosen], store.offsets[chosen + 1], self.length)
+        return Documents(store, chosen)
 
     def _part(self, views: list[View]) -> Part:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
@@ -142,12 +198,8 @@ class Library:
         return Part(tuple(views), _fingerprint(facts))
 
     # --- folders
-    def _folder(self, spec: DatasetSpec, source: Source, workers: int = 1, *, held_out: bool) -> Path:
+    def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
         """The source's folder; made where it is missing."""
-        key = (spec.model_dump_json(), source.name)
-        if key in self._folders:
-            return self._folders[key]
-        rows = self._rows_wanted(held_out)
         settings = {
             "version": VERSION,
             "source": source.digest(),
@@ -174,7 +226,6 @@ class Library:
                 if not (folder / META).exists():
                     self._say_if_changed(source, folder)
                     self._make(folder, spec, source, settings, rows, workers)
-        self._folders[key] = folder
         return folder
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
@@ -235,18 +286,6 @@ class Library:
         found = {what: number for what, number in counts.items() if number}
         return {"format": reading.format, "lone_text": source.lone_text, "report": found, "bad_samples": listed}
 
-    def _rows_wanted(self, held_out: bool) -> int | None:
-        """Where a limit asks for less than the source holds, so many rows are enough; None reads it all."""
-        config = self.config
-        if len(self._specs()) > 1:
-            return None  # their shares are set by weights; a limit of their own stands in ``datasets``
-        if held_out:
-            return config.max_eval_samples
-        if config.max_train_samples is None:
-            return None
-        # a tenth more, since documents do not split evenly
-        return math.ceil(1.1 * config.max_train_samples / (1 - config.validation_split_percentage / 100)) + 8
-
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """Of all that decides which ids a text becomes."""
@@ -263,13 +302,11 @@ def _fingerprint(value: Any) -> str:
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[Any, Any]:
     """(chosen for training, held out): a seeded share of the documents, or the end of a lone text."""
-    if share == 0:
-        return None, np.empty(0, np.int64)
     if store.meta["lone_text"]:
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
-    held = min(max(1, round(len(store) * share)), len(store) - 1)
+    held = min(max(1, round(len(store) * share)), len(store) - 1) if share else 0
     order = np.random.default_rng(seed).permutation(len(store))
     return np.sort(order[held:]), np.sort(order[:held])
 

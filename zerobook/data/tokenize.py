@@ -53,13 +53,20 @@ def chunks(items: Iterable[Item], bar: Any) -> Iterator[Chunk]:
     size = 0
     for where, row, cost in items:
         chunk.append((where, row))
-        size += len(row) if isinstance(row, bytes) else 1000
+        size += _size(row)
         bar.update(cost)
         if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
             yield chunk
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+def _size(row: Any) -> int:
+    """About how many bytes of text."""
+    if isinstance(row, dict):
+        return sum(len(value) if isinstance(value, str) else 200 for value in row.values())
+    return len(row) if isinstance(row, bytes) else 200
 
 
 def detect(chunk: Chunk, columns: dict[str, str | None]) -> str:

@@ -13,10 +13,11 @@ checkpoint independent of the strategy that wrote it. These calls are collective
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
+
+T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
@@ -90,33 +93,36 @@ class Strategy:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def once_per_node(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on one process of each node while the others wait, however long that takes. Collective.
+    def once_per_node(self, work: Callable[[], T]) -> T:
+        """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
+
+        Args:
+            work: its result must be picklable, and holds for all processes of a node.
 
         Raises:
             The first error that any node met, on every process.
         """
+        result: Any = None
         error: Exception | None = None
         if self.accelerator.is_local_main_process:
             try:
-                work()
+                result = work()
             except Exception as caught:
                 error = caught
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return
-        # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
-        store = dist.distributed_c10d._get_default_store()
-        self._waits += 1
-        keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], "done")
-        store.wait(keys, timedelta(days=7))
-        errors: list[Any] = [None] * self.world_size
-        dist.all_gather_object(errors, error)
-        for met in errors:
-            if met is not None:
-                raise met
+        if self.world_size > 1:
+            # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
+            store = dist.distributed_c10d._get_default_store()
+            self._waits += 1
+            keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
+            store.set(keys[self.rank], pickle.dumps(result))
+            store.wait(keys, timedelta(days=7))
+            result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
+            errors: list[Any] = [None] * self.world_size
+            dist.all_gather_object(errors, error)
+            error = next((met for met in errors if met is not None), None)
+        if error is not None:
+            raise error
+        return result
 
     # --- training
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:

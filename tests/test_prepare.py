@@ -1,0 +1,240 @@
+"""Prepared once, found again, never half made; every bad sample has its place and reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from zerobook.config import DatasetSpec, RecipeConfig
+from zerobook.data.feed import IGNORE
+from zerobook.data.prepare import Library
+from zerobook.data.templates import CausalEncoder
+from zerobook.data.views import Blocks, Documents, Packs
+from zerobook.errors import ConfigError, DataError
+from zerobook.loss import CAUSAL
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+@pytest.fixture
+def shelf(tmp_path, tokenizer):
+    def make(length=64, workers=1, **keys):
+        config = RecipeConfig(cache_dir=str(tmp_path / "cache"), **keys)
+        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), CAUSAL)
+        return library.open(library.tokenize(workers))
+
+    return make
+
+
+def chats(path, count, start=0):
+    lines = []
+    for i in range(start, start + count):
+        turns = [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"{i} is " + "word " * (i % 9)}]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_splits_limits_and_views(tmp_path, shelf):
+    file = chats(tmp_path / "a.jsonl", 40)
+    data = shelf(train_file=file, validation_split_percentage=10)
+    assert (len(data.train), {k: len(v) for k, v in data.held_out.items()}) == (36, {"a": 4})
+    train, held = data.train.views[0].chosen, data.held_out["a"].views[0].chosen
+    assert sorted([*train, *held]) == list(range(40))
+    assert shelf(train_file=file, validation_split_percentage=10).held_out["a"].views[0].chosen.tolist() == held.tolist()
+    assert len(shelf(train_file=file, validation_split_percentage=10, max_train_samples=7, max_eval_samples=2).train) == 7
+    packed = shelf(train_file=file, validation_split_percentage=10, packing=True)
+    assert isinstance(packed.train.views[0], Packs) and packed.train.isolated and not data.train.isolated
+    assert packed.train.supervised.sum() == data.train.supervised.sum()
+    assert {data.train.fingerprint} != {packed.train.fingerprint}
+    assert shelf(train_file=file, validation_file=chats(tmp_path / "v.jsonl", 3)).held_out["validation"].sizes == [3]
+
+
+def test_text_becomes_whole_blocks_and_the_end_is_held_out(tmp_path, shelf, tokenizer):
+    text = "".join(f"line {i}\n" for i in range(400))
+    (tmp_path / "book.txt").write_text(text)
+    data = shelf(length=16, train_file=str(tmp_path / "book.txt"), validation_split_percentage=10)
+    assert isinstance(data.train.views[0], Blocks) and set(data.train.lengths) == {16} and set(data.train.supervised) == {15}
+    decoded = tokenizer.decode(np.concatenate([data.train[i]["input_ids"] for i in range(len(data.train))]))
+    assert text.startswith(decoded)
+    held = data.held_out["book"]
+    tail = tokenizer.decode(np.concatenate([held[i]["input_ids"] for i in range(len(held))]))
+    assert tail in text and text.index(tail) >= len(decoded)
+    assert 0.08 < len(held) / (len(held) + len(data.train)) < 0.12
+
+
+def test_long_text_is_tokenized_in_pieces_that_leave_no_seam(tmp_path, shelf, tokenizer, monkeypatch):
+    import zerobook.data.tokenize as tokenize
+
+    text = "".join(f"line {i}\n" for i in range(200))
+    (tmp_path / "book.txt").write_text(text)
+    monkeypatch.setattr(tokenize, "TEXT_PIECE", 100)
+    store = shelf(length=16, train_file=str(tmp_path / "book.txt")).train.views[0].store
+    ids = np.asarray(store.ids).tolist()
+    assert tokenizer.decode(ids) == text + tokenizer.eos_token and ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_prepared_data_is_found_again_and_made_anew_when_anything_changed(tmp_path, shelf, capfd):
+    file = tmp_path / "a.jsonl"
+    chats(file, 20)
+    folders = tmp_path / "cache" / "data"
+    first = shelf(train_file=str(file))
+    (made,) = [f for f in folders.iterdir() if f.is_dir()]
+    stamp = made.stat().st_mtime_ns
+    assert shelf(train_file=str(file)).train.fingerprint == first.train.fingerprint
+    shelf(train_file=str(file), packing=True, validation_split_percentage=20)
+    assert [f for f in folders.iterdir() if f.is_dir()] == [made] and made.stat().st_mtime_ns == stamp, "only views differ"
+    chats(file, 21)
+    second = shelf(train_file=str(file))
+    assert second.train.fingerprint != first.train.fingerprint and len([f for f in folders.iterdir() if f.is_dir()]) == 2
+    assert "changed since it was prepared" in capfd.readouterr().out
+    shelf(train_file=str(file), length=8)
+    assert len([f for f in folders.iterdir() if f.is_dir()]) == 3, "chats are cut to the length"
+
+
+def test_workers_make_the_same_bytes(tmp_path, shelf, tokenizer, monkeypatch):
+    import zerobook.data.tokenize as tokenize
+
+    monkeypatch.setattr(tokenize, "CHUNK_SAMPLES", 50)
+    file = chats(tmp_path / "a.jsonl", 400)
+    digests = []
+    for workers in (1, 2):
+        config = RecipeConfig(cache_dir=str(tmp_path / f"cache{workers}"), train_file=file)
+        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), CAUSAL)
+        digests.append(library.open(library.tokenize(workers)).train.views[0].store.meta["digest"])
+    assert digests[0] == digests[1]
+
+
+BAD = {
+    2: "{not json",
+    3: '["a list"]',
+    4: '{"messages": [{"role": "pope", "content": "x"}]}',
+    5: '{"messages": [{"role": "user", "content": "x"}]}',
+    6: '{"messages": [{"role": "user", "content": "a\\u0000b"}, {"role": "assistant", "content": "y"}]}',
+    7: '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "y"}]}',
+    8: '{"other": 1}',
+}
+
+
+def bad_file(tmp_path):
+    good = chats(tmp_path / "a.jsonl", 30)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    for number, line in BAD.items():
+        lines.insert(number - 1, line)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    return good
+
+
+def test_a_bad_sample_stops_with_its_line_or_is_skipped_and_counted(tmp_path, shelf):
+    file = bad_file(tmp_path)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not valid JSON.*--on_bad_sample skip"):
+        shelf(train_file=file)
+    assert not [f for f in (tmp_path / "cache" / "data").iterdir() if f.is_dir()], "nothing half made is left"
+    data = shelf(train_file=file, on_bad_sample="skip", validation_split_percentage=0)
+    assert len(data.train) == 30 and data.report["a"]["bad samples skipped"] == len(BAD)
+    listed = data.train.views[0].store.meta["bad_samples"]
+    assert [entry.split(":")[0] for entry in listed] == [f"line {n}" for n in BAD]
+    for entry, reason in zip(listed, ("JSON", "list", "pope", "assistant", "NUL", "surrogate", "messages"), strict=True):
+        assert reason in entry, entry
+
+
+def test_a_line_of_50_mb_is_one_bad_sample(tmp_path, shelf):
+    file = tmp_path / "a.jsonl"
+    chats(file, 5)
+    with file.open("a") as handle:
+        handle.write(json.dumps({"messages": [{"role": "assistant", "content": "x" * 50_000_000}]}) + "\n")
+    with pytest.raises(DataError, match=r"line 6: .* bytes; a sample of more than"):
+        shelf(train_file=str(file))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "the dataset is empty, there is nothing to train on"),
+        ('{"text": "a few words"}\n', r"the text has \d+ tokens, fewer than one block of 64"),
+        ('{"headline": "a"}\n', "the samples have the columns headline, which fit no known format"),
+    ],
+)
+def test_nothing_to_train_on(tmp_path, shelf, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        shelf(train_file=str(tmp_path / "a.jsonl"))
+    assert "a.jsonl" in str(caught.value)
+
+
+def test_chats_need_a_template(tmp_path, shelf, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+        shelf(train_file=chats(tmp_path / "a.jsonl", 3))
+
+
+def test_a_mixture_numbers_its_datasets_through(tmp_path, shelf):
+    a, b = chats(tmp_path / "a.jsonl", 20), chats(tmp_path / "b.jsonl", 30, start=100)
+    specs = [DatasetSpec(path=a, weight=3), DatasetSpec(path=b, limit=10), DatasetSpec(path=b, name="rest", format="messages")]
+    data = shelf(datasets=specs, validation_split_percentage=10)
+    assert data.train.sizes == [18, 9, 27] and data.weights == [3.0, 1.0, 1.0]
+    assert {name: len(part) for name, part in data.held_out.items()} == {"a": 2, "b": 1, "rest": 3}
+    assert isinstance(data.train.views[1], Documents)
+    assert shelf(datasets=[DatasetSpec(path=a), DatasetSpec(path=b)]).weights is None
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch):
+    import errno
+
+    import zerobook.data.store as store
+
+    def full(self, documents):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.TokenWriter, "append", full)
+    with pytest.raises(DataError, match=r"the disk of .* is full .* --cache_dir"):
+        shelf(train_file=chats(tmp_path / "a.jsonl", 20))
+    assert [f.suffix for f in (tmp_path / "cache" / "data").iterdir()] == [".lock"]
+
+
+FLAT = """
+import resource, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from zerobook.config import RecipeConfig
+from zerobook.data.prepare import Library
+from zerobook.data.templates import CausalEncoder
+from zerobook.loss import CAUSAL
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for file in sys.argv[2:]:
+    config = RecipeConfig(cache_dir=str(Path(file).parent / "cache"), train_file=file)
+    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), CAUSAL)
+    library.tokenize(1)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path, tiny):
+    """Ten times the bytes, the same peak but for the lengths of the documents (20 bytes each)."""
+    files = []
+    for name, copies in (("small", 6), ("large", 60)):
+        file = tmp_path / f"{name}.jsonl"
+        line = json.dumps({"text": "one two three four " * 500})
+        file.write_text((line + "\n") * (100 * copies))
+        files.append(str(file))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    result = subprocess.run([sys.executable, "-c", FLAT, str(tiny / "llama"), *files], capture_output=True, text=True,
+                            env=environment, timeout=300, check=True)  # fmt: skip
+    small, large = map(int, result.stdout.split())
+    assert large < small + 60, f"peak {small} MB for {os.path.getsize(files[0])} bytes, {large} MB for ten times as many"
+
+
+def test_labels_survive_as_given(tmp_path, shelf):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}\n' * 4)
+    data = shelf(train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
+    assert data.train[0]["labels"].tolist() == [IGNORE, 4, 5] and data.train.supervised.tolist() == [2] * 4
