@@ -20,7 +20,7 @@ from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import SampleOrder
 from zerobook.errors import CheckpointError, DivergenceError
-from zerobook.isolation import check_isolation
+from zerobook.isolation import isolating
 from zerobook.loss import Objective
 from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog
@@ -84,7 +84,7 @@ class TrainingLoop:
         )
         strategy.prepare(model, config, self.total_steps)
         if data.train.isolated:
-            check_isolation(strategy, collate)
+            self.collate = self.feed.collate = isolating(strategy, collate)
         self.evaluation_seconds = 0.0
         self._pending: list[dict[str, Any]] = []
         self._start(sources)

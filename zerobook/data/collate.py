@@ -49,16 +49,19 @@ class CausalCollator:
 class PackedCollator:
     """Rows of several samples each, told apart by ``position_ids`` that begin anew with every sample.
 
-    There is no attention mask: transformers' masks, and its variable-length flash attention, take the samples' borders
-    from the positions. Padding on the right is a sample of its own that nothing supervises.
+    Without ``mask`` there is no attention mask: transformers' masks, and its variable-length flash attention, take the
+    samples' borders from the positions. Padding on the right is a sample of its own that nothing supervises.
 
     Args:
         pad_token_id: fills ``input_ids``.
         pad_to_multiple_of: round the length up to this.
         flatten: join all rows into one, without padding between; variable-length flash attention needs it so.
+        mask: for models that do not look at the positions, a block-diagonal causal mask: torch.bool (True attends) or a
+            floating dtype (0 attends, the lowest number does not).
 
     Returns (by calling):
-        ``input_ids``, ``position_ids``, ``labels``: int64 [rows, length], or [1, tokens] flattened.
+        ``input_ids``, ``position_ids``, ``labels``: int64 [rows, length], or [1, tokens] flattened; with ``mask`` also
+        ``attention_mask`` [rows, 1, length, length].
 
     >>> row = {"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]}
     >>> batch = PackedCollator(0, pad_to_multiple_of=4)([row])
@@ -66,10 +69,15 @@ class PackedCollator:
     ([[5, 6, 7, 0]], [[-100, 6, -100, -100]], [[0, 1, 0, 0]])
     """
 
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1, flatten: bool = False):
+    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1, flatten: bool = False, mask: torch.dtype | None = None):
         self.fill = {"input_ids": pad_token_id, "labels": IGNORE, "position_ids": 0}
         self.multiple = pad_to_multiple_of
         self.flatten = flatten
+        self.mask = mask
+
+    def masking(self, dtype: torch.dtype) -> PackedCollator:
+        """The same collator with an explicit mask."""
+        return PackedCollator(self.fill["input_ids"], self.multiple, self.flatten, dtype)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if self.flatten:
@@ -82,7 +90,17 @@ class PackedCollator:
             for key, tensor in batch.items():
                 tensor[i, :size] = torch.as_tensor(_with_positions(row)[key])
             batch["position_ids"][i, size:] = torch.arange(length - size)
+        if self.mask is not None:
+            batch["attention_mask"] = _block_diagonal(batch["position_ids"], self.mask)
         return batch
+
+
+def _block_diagonal(position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    sample = (position_ids == 0).cumsum(-1)
+    attends = (sample[:, None, :, None] == sample[:, None, None, :]).tril()
+    if dtype is torch.bool:
+        return attends
+    return torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)
 
 
 def _with_positions(row: dict[str, Any]) -> dict[str, Any]:

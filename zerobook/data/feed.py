@@ -100,14 +100,11 @@ class Feed:
         self.layout = layout
         self.cursor = cursor
         self.end = end
+        self.collate = collate
+        self.part = part
+        self.workers = workers
+        self.pin_memory = pin_memory
         self._planned: deque[StepPlan] = deque()
-        self._loader = DataLoader(
-            _Rows(part, int(np.argmax(self.supervised > 0))),
-            batch_sampler=self._batches(),
-            collate_fn=collate,
-            num_workers=workers,
-            pin_memory=pin_memory,
-        )
 
     def steps(self) -> int:
         """Optimizer steps left from the cursor on."""
@@ -122,7 +119,13 @@ class Feed:
         return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
-        batches = iter(self._loader)
+        rows = _Rows(self.part, filler=int(np.argmax(self.supervised > 0)))
+        batches = iter(
+            DataLoader(
+                rows, batch_sampler=self._batches(), collate_fn=self.collate, num_workers=self.workers,
+                pin_memory=self.pin_memory,
+            )
+        )  # fmt: skip
         for first in batches:
             # the loader plans ahead of us; the oldest plan belongs to the batch just received
             plan = self._planned.popleft()
