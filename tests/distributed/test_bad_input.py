@@ -29,7 +29,7 @@ def folder(tiny, tmp_path_factory):
     (target / "empty.jsonl").touch()
     (target / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     (target / "short.txt").write_text("a few words")
-    (target / "questions.csv").write_text("question,answer\na,b\n")
+    (target / "questions.csv").write_text("headline,body\na,b\n")
     for name, token in (("no_template", None), ("no_pad", "<|endoftext|>")):
         tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
         tokenizer.pad_token = None
@@ -43,13 +43,14 @@ def folder(tiny, tmp_path_factory):
 
 CASES = {
     "an empty dataset": ({"train_file": "empty.jsonl"}, "DataError", "the dataset is empty"),
-    "nothing supervised": ({"train_file": "mute.jsonl"}, "DataError", "none has a supervised token"),
-    "too little text": ({"train_file": "short.txt"}, "DataError", "fewer than one block of 512. Lower --block_size"),
-    "unknown columns": ({"train_file": "questions.csv"}, "DataError", "columns answer, question; expected one of"),
+    "no assistant": ({"train_file": "mute.jsonl"}, "DataError", "mute.jsonl, line 1: "),
+    "nothing left": ({"train_file": "mute.jsonl", "on_bad_sample": "skip"}, "DataError", "nothing is left to train on"),
+    "too little text": ({"train_file": "short.txt"}, "DataError", "fewer than one block of 512"),
+    "unknown columns": ({"train_file": "questions.csv"}, "DataError", "columns body, headline, which fit no known format"),
     "no such dataset": ({"dataset_name": "nobody/nothing"}, "DataError", "there is no such file or folder here"),
     "no such model": ({"model_name_or_path": "nobody/nothing"}, "ConfigError", "nobody/nothing is no folder here"),
     "a broken model": ({"model_name_or_path": "half_a_model"}, "ConfigError", "half_a_model is a folder here, but"),
-    "no chat template": ({"tokenizer_name": "no_template"}, "DataError", "the tokenizer has no chat template"),
+    "no chat template": ({"tokenizer_name": "no_template"}, "ConfigError", "the tokenizer has no chat template"),
     "no such flag": ({"learning_rat": 1}, "ConfigError", "Did you mean --learning_rate?"),
 }
 
@@ -58,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_mistake_is_named(tiny, folder, tmp_path, case):
     given, kind, message = CASES[case]
-    flags = {"model_name_or_path": tiny / "llama", "block_size": 512, "max_train_steps": 2}
+    flags = {"model_name_or_path": tiny / "llama", "block_size": 512, "max_train_steps": 2, "cache_dir": tmp_path / "cache"}
     if "dataset_name" not in given:
         flags["train_file"] = tiny / "chats.jsonl"
     for key, value in given.items():
