@@ -15,14 +15,13 @@ On a laptop's CPU, two processes, with any encoder-decoder model in a folder:
 from pydantic import Field
 
 from zerobook.config import RecipeConfig, parse
-from zerobook.errors import ConfigError
 from zerobook.launch import build, plan_for_this_process
 from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
 
 
 class Seq2SeqConfig(RecipeConfig):
-    text_column: str | None = Field(None, description="column with the sources; unset takes the first")
-    summary_column: str | None = Field(None, description="column with the targets; unset takes the second")
+    text_column: str | None = Field(None, description="column with the sources, where its name is not a usual one")
+    summary_column: str | None = Field(None, description="column with the targets, where its name is not a usual one")
     source_prefix: str = Field("", description="text before every source; kept in the saved model's config.json")
     max_source_length: int = Field(1024, ge=2, description="tokens that a source may have; longer ones are cut")
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
@@ -65,18 +64,13 @@ def main() -> None:
     from zerobook.evaluation.generation import GenerationScorer, decoding
     from zerobook.loop import TrainingLoop
     from zerobook.loss import SEQ2SEQ
-    from zerobook.modeling import load_seq2seq_lm, load_tokenizer
+    from zerobook.modeling import check_positions, load_seq2seq_lm, load_tokenizer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     model = load_seq2seq_lm(config, strategy)
-    positions = getattr(model.config, "max_position_embeddings", None)
     longest = max(config.max_source_length, config.max_target_length, config.max_generated)
-    if positions is not None and longest > positions:
-        raise ConfigError(
-            f"max_source_length: texts of {longest} tokens are asked for, and {config.model_name_or_path} has {positions} "
-            "positions. Lower max_source_length, max_target_length and val_max_target_length to that."
-        )
+    check_positions(model, str(config.model_name_or_path), longest)
 
     # Source and target keep their own lengths; the decoder reads the target one token late.
     lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}

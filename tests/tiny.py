@@ -72,6 +72,8 @@ def _make(target: Path) -> None:
             model = kind.from_config(config)
             if name == "llama":
                 _train(model, tokenizer)
+            if name == "bart":
+                model.final_logits_bias.normal_(std=0.5)  # 0 in new models, learnt in some released ones
             model.save_pretrained(target / name)
             tokenizer.save_pretrained(target / name)
     # the released BlenderBot keeps how it generates in config.json, as files of its time do

@@ -136,7 +136,7 @@ class TrainingLoop:
         tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {len(self.data.train)} samples")
         if config.num_warmup_steps > self.total_steps:
             tqdm.write(
-                f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; its rate ends below its peak"
+                f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
             )
         for part, report in self.data.report.items():
             tqdm.write(f"{part}: " + ", ".join(f"{number} {what}" for what, number in report.items() if number))

@@ -111,6 +111,16 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     return model
 
 
+def check_positions(model: nn.Module, name: str, longest: int) -> None:
+    """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
+            f"Lower the lengths to {positions}, or take another model."
+        )
+
+
 def enable_activation_checkpointing(model: nn.Module) -> None:
     """Recompute activations in the backward pass instead of keeping them."""
     enable = getattr(model, "activation_checkpointing_enable", None)

@@ -34,6 +34,7 @@ def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_toke
         num_beams=num_beams, max_new_tokens=max_tokens, min_new_tokens=min_tokens or None, max_length=None, min_length=None,
         do_sample=False, temperature=None, top_k=None, top_p=None, typical_p=None, use_cache=True,
     )  # fmt: skip
+    config._from_model_config = False  # or the file says that it was derived from config.json
     if num_beams == 1:
         config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
     return config
