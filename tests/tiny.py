@@ -111,6 +111,14 @@ def _chats() -> list[list[dict[str, str]]]:
     return [row["messages"] for row in embedded.rows("chatterbot")]
 
 
+def seq2seq_rows(tokenizer, count: int) -> list[dict[str, list[int]]]:
+    """First questions and answers of ``count`` dialogues, as token rows for an encoder-decoder model."""
+    end = tokenizer.eos_token_id
+    pairs = {chat[0]["content"]: chat[1]["content"] for chat in _chats()[::20]}
+    ids = [[tokenizer(text)["input_ids"][:40] for text in pair] for pair in list(pairs.items())[:count]]
+    return [{"input_ids": [*source, end], "labels": [*target, end]} for source, target in ids]
+
+
 def _train(model, tokenizer) -> None:
     import torch
 
