@@ -116,7 +116,7 @@ def seq2seq_rows(tokenizer, count: int) -> list[dict[str, list[int]]]:
     end = tokenizer.eos_token_id
     pairs = {chat[0]["content"]: chat[1]["content"] for chat in _chats()[::20]}
     ids = [[tokenizer(text)["input_ids"][:40] for text in pair] for pair in list(pairs.items())[:count]]
-    return [{"input_ids": [*source, end], "labels": [*target, end]} for source, target in ids]
+    return [{"input_ids": source, "labels": [*target, end]} for source, target in ids]
 
 
 def _train(model, tokenizer) -> None:

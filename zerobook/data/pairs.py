@@ -25,9 +25,9 @@ class Seq2SeqEncoder:
         else:
             names = list(row)
             source, target = row[columns[0] or names[0]], row[columns[1] or names[1]]
-        end = self.tokenizer.eos_token_id
-        texts = zip((self.prefix + source, target), self.lengths, strict=True)
-        ids, labels = ([*self.tokenizer(t, add_special_tokens=False)["input_ids"][: n - 1], end] for t, n in texts)
+        ids = self.tokenizer(self.prefix + source)["input_ids"][: self.lengths[0]]
+        labels = [*self.tokenizer(target, add_special_tokens=False)["input_ids"][: self.lengths[1] - 1]]
+        labels.append(self.tokenizer.eos_token_id)
         return {"input_ids": ids, "labels": labels}
 
 

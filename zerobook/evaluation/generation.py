@@ -118,13 +118,13 @@ class GenerationScorer:
 
     def _score(self, predictions: list[list[int]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
         rows = [self.rows[index] for index in range(len(predictions))]
-        decode = self.tokenizer.batch_decode
-        texts = [text.strip() for text in decode(predictions, skip_special_tokens=True)]
-        labels = [[token for token in row["labels"] if token != IGNORE] for row in rows]
-        targets = [text.strip() for text in decode(labels, skip_special_tokens=True)]
+        texts = self._decode(predictions)
+        targets = self._decode([[int(token) for token in row["labels"] if token != IGNORE] for row in rows])
         metrics = text_metrics(texts, targets)
         metrics["generated_tokens"] = sum(len(ids) for ids in predictions) / len(predictions)
-        sources = decode([row["input_ids"] for row in rows[: self.samples]], skip_special_tokens=True)
+        sources = self._decode([[int(token) for token in row["input_ids"]] for row in rows[: self.samples]])
         shown = zip(sources, targets, texts, strict=False)
-        table = [{"source": source.strip(), "target": target, "prediction": text} for source, target, text in shown]
-        return metrics, table
+        return metrics, [{"source": source, "target": target, "prediction": text} for source, target, text in shown]
+
+    def _decode(self, ids: list[list[int]]) -> list[str]:
+        return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
