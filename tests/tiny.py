@@ -76,6 +76,11 @@ def _make(target: Path) -> None:
                 model.final_logits_bias.normal_(std=0.5)  # 0 in new models, learnt in some released ones
             model.save_pretrained(target / name)
             tokenizer.save_pretrained(target / name)
+    # as released files do, it lacks the bias that is 0 in every new model
+    from safetensors.torch import load_file, save_file
+
+    weights = target / "blenderbot" / "model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if k != "final_logits_bias"}, weights, {"format": "pt"})
     # the released BlenderBot keeps how it generates in config.json, as files of its time do
     file = target / "blenderbot" / "config.json"
     (target / "blenderbot" / "generation_config.json").unlink()

@@ -96,7 +96,7 @@ def _encoder_decoder(model: nn.Module, device: torch.device) -> Iterator[None]:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-            dist.broadcast(value, src=0)  # the other ranks read no file
+            dist.broadcast(value, src=0)  # where the file lacks it, only rank 0 has made one
             setattr(module, leaf, value)
             hidden.append((module, leaf))
     for module, leaf in hidden:
