@@ -53,7 +53,9 @@ def test_same_training_as_one_process(launches, strategy, recipe):
     processes = STRATEGIES[strategy]
     # swapping to disk starts at tensors of 1 MiB a rank
     swapped = strategy == "zero3_nvme" and recipe == "causal_lm"
-    model, flags = ("wide", {"learning_rate": 6e-3}) if swapped else ("llama", {})
+    # at rates that make the gradient norm jump, a rounding grows to more than the tolerance within ten steps
+    faster = {"learning_rate": 4e-3, "num_warmup_steps": 0, "adam_epsilon": 1e-6}
+    model, flags = ("wide", faster) if swapped else ("llama", {})
     one = launches("single", 1, 4, 1, recipe, model, **flags)
     run = launches(strategy, processes, 4 // processes, 1, recipe, model, **flags)
 
