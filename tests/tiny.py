@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def folder() -> Path:
-    """The folder with ``llama``, ``wide`` (tensors large enough to be swapped), ``gpt2``, ``falcon`` and data files."""
+    """The folder with the models, one folder each (``wide`` has tensors large enough to be swapped), and data files."""
     key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     target = ROOT / ".cache" / "tests" / key
     if not target.exists():
@@ -36,14 +36,26 @@ def folder() -> Path:
 
 def _make(target: Path) -> None:
     import torch
-    from transformers import FalconConfig, GPT2Config, LlamaConfig
+    from transformers import BartConfig, BlenderbotConfig, FalconConfig, GPT2Config, LlamaConfig, PegasusConfig, T5Config
 
     tokenizer = _tokenizer()
     vocabulary = len(tokenizer)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocabulary}
     llama = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, **special}
     no_dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    configs = {
+    # the start and pad tokens of the released ones, as far as this tokenizer has them
+    decoder = {**special, "d_model": 64, "max_position_embeddings": 128, "dropout": 0, "activation_dropout": 0}
+    decoder |= {f"{side}_{what}": n for side in ("encoder", "decoder")
+                for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))}  # fmt: skip
+    seq2seq = {
+        "blenderbot": BlenderbotConfig(scale_embedding=True, decoder_start_token_id=1, **decoder),
+        "bart": BartConfig(decoder_start_token_id=2, **decoder),
+        "pegasus": PegasusConfig(scale_embedding=True, decoder_start_token_id=2, forced_eos_token_id=2, **decoder),
+        "t5": T5Config(
+            d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0, decoder_start_token_id=2, **special
+        ),
+    }
+    causal = {
         "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
         "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),
         "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **no_dropout, **special),
@@ -52,15 +64,29 @@ def _make(target: Path) -> None:
             hidden_dropout=0.0, attention_dropout=0.0, **special,
         ),
     }  # fmt: skip
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    for name, config in configs.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        if name == "llama":
-            _train(model, tokenizer)
-        model.save_pretrained(target / name)
-        tokenizer.save_pretrained(target / name)
+    for kind, configs in ((AutoModelForCausalLM, causal), (AutoModelForSeq2SeqLM, seq2seq)):
+        for name, config in configs.items():
+            torch.manual_seed(0)
+            model = kind.from_config(config)
+            if name == "llama":
+                _train(model, tokenizer)
+            if name == "bart":
+                model.final_logits_bias.normal_(std=0.5)  # 0 in new models, learnt in some released ones
+            model.save_pretrained(target / name)
+            tokenizer.save_pretrained(target / name)
+    # as released files do, it lacks the bias that is 0 in every new model
+    from safetensors.torch import load_file, save_file
+
+    weights = target / "blenderbot" / "model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if k != "final_logits_bias"}, weights, {"format": "pt"})
+    # the released BlenderBot keeps how it generates in config.json, as files of its time do
+    file = target / "blenderbot" / "config.json"
+    (target / "blenderbot" / "generation_config.json").unlink()
+    own = {"min_length": 20, "max_length": 60, "num_beams": 10, "length_penalty": 0.65, "no_repeat_ngram_size": 3,
+           "encoder_no_repeat_ngram_size": 3, "forced_eos_token_id": 2}  # fmt: skip
+    file.write_text(json.dumps(json.loads(file.read_text()) | own, indent=1))
     _data(target)
 
 
@@ -88,6 +114,14 @@ def _chats() -> list[list[dict[str, str]]]:
     from zerobook.data import embedded
 
     return [row["messages"] for row in embedded.rows("chatterbot")]
+
+
+def seq2seq_rows(tokenizer, count: int) -> list[dict[str, list[int]]]:
+    """First questions and answers of ``count`` dialogues, as token rows for an encoder-decoder model."""
+    end = tokenizer.eos_token_id
+    pairs = {chat[0]["content"]: chat[1]["content"] for chat in _chats()[::20]}
+    ids = [[tokenizer(text)["input_ids"][:40] for text in pair] for pair in list(pairs.items())[:count]]
+    return [{"input_ids": source, "labels": [*target, end]} for source, target in ids]
 
 
 def _train(model, tokenizer) -> None:

@@ -24,6 +24,8 @@ ALIASES = {
     "checkpointing_steps": "save_steps",
     "gradient_checkpointing": "activation_checkpointing",
     "torch_dtype": "dtype",
+    "n_train": "max_train_samples",
+    "n_val": "max_eval_samples",
 }
 
 Precision = Literal["no", "bf16", "fp16"]

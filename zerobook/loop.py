@@ -138,6 +138,10 @@ class TrainingLoop:
         )
         tqdm.write(f"live engine: {describe_line(strategy.describe())}")
         tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {len(self.data.train)} samples")
+        if config.num_warmup_steps > self.total_steps:
+            tqdm.write(
+                f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
+            )
         for part, report in self.data.report.items():
             tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
         tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")

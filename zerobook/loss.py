@@ -26,6 +26,22 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(predicted, labels[:, 1:].reshape(-1), ignore_index=IGNORE, reduction="sum")
 
 
+def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of each supervised target token, in fp32 nats.
+
+    Nothing is shifted here: the decoder's input was (see `zerobook.data.collate.Seq2SeqCollator`).
+
+    Args:
+        logits: float [rows, target length, vocabulary].
+        labels: int64 [rows, target length]; IGNORE where nothing is supervised.
+
+    Returns:
+        Scalar. 0, with a gradient of 0, where nothing is supervised.
+    """
+    predicted = logits.reshape(-1, logits.size(-1)).float()
+    return cross_entropy(predicted, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
+
+
 @dataclass(frozen=True)
 class Objective:
     """What is learnt: the loss, and which labels it counts.
@@ -39,3 +55,4 @@ class Objective:
 
 
 CAUSAL = Objective(causal_lm_loss, shifted=True)
+SEQ2SEQ = Objective(seq2seq_loss, shifted=False)

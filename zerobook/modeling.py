@@ -69,14 +69,29 @@ def choose_attention(asked: str, hardware: Hardware, dtype: torch.dtype | str, p
 
 
 def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
+    """A decoder-only model: see `load_model`."""
+    return load_model("AutoModelForCausalLM", config, strategy, quantization)
+
+
+def load_seq2seq_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
+    """An encoder-decoder model: see `load_model`."""
+    return load_model("AutoModelForSeq2SeqLM", config, strategy, quantization)
+
+
+def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
     """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading.
+
+    Args:
+        kind: the transformers auto class that makes it.
+        quantization: a transformers quantisation config, for frozen weights.
 
     A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then
     loads it. Random initialisation inside ZeRO-3 differs from that outside, so this is what
     makes a run from scratch the same under every strategy.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
+    auto_class = getattr(transformers, kind)
     dtype = DTYPES[config.dtype]
     hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -84,11 +99,11 @@ def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any =
     config_name = getattr(config, "config_name", None)
     if name is None:
         assert config_name is not None
-        name = _initialise(config, config_name, strategy)
+        name = _initialise(auto_class, config, config_name, strategy)
     else:
         name = locate(name, strategy)
         options["revision"] = config.model_revision
-    model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
+    model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
     attention = choose_attention(config.attn_implementation, hardware, dtype, strategy.plan.precision, config.packing)
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {attention}")
@@ -97,11 +112,21 @@ def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any =
         options["quantization_config"] = quantization
     if config.device_map:
         options["device_map"] = config.device_map
-    model = _from_pretrained(AutoModelForCausalLM, name, "model_name_or_path", options)
+    model = _from_pretrained(auto_class, name, "model_name_or_path", options)
     model.config.use_cache = False
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
     return model
+
+
+def check_positions(model: nn.Module, name: str, longest: int) -> None:
+    """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
+            f"Lower the lengths to {positions}, or take another model."
+        )
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -115,9 +140,9 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
     model.enable_input_require_grads()
 
 
-def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
+def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
     from accelerate.utils import set_seed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder = Path(config.output_dir) / "initial_model"
     error: Exception | None = None
@@ -127,7 +152,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy) -> s
             model_config = _from_pretrained(AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code})
             set_seed(config.seed)
             with strategy.initialising_whole():
-                model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+                model = auto_class.from_config(model_config, dtype=torch.float32)
             staging = folder.with_name("initial_model.partial")
             shutil.rmtree(staging, ignore_errors=True)
             model.save_pretrained(staging)

@@ -105,8 +105,15 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: s
             weights[key] = tensor.to("cpu", copy=True)
         del tensor
     if strategy.is_main:
+        weights |= buffers(strategy.unwrapped)
         strategy.unwrapped.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         print(f"saved {folder}", flush=True)
     strategy.barrier()
     return folder
+
+
+def buffers(model: Any) -> dict[str, Any]:
+    """Copies of the tensors that belong to a model's weights and are not trained (as BART's final_logits_bias), by name."""
+    state = model.state_dict(keep_vars=True)
+    return {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers() if name in state}

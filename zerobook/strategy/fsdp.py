@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from zerobook.strategy.base import Strategy, local, whole
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
 
@@ -31,6 +33,16 @@ class FullyShardedStrategy(Strategy):
             raise RuntimeError(
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
+
+    def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
+        if not getattr(model.config, "is_encoder_decoder", False):
+            return super().prepare(model, config, total_steps)
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        with _encoder_decoder(model, self.device):
+            super().prepare(model, config, total_steps)
+        # it calls the encoder by itself, and what encoder and decoder share is gathered by the whole model's hooks
+        register_fsdp_forward_method(self.model, "generate")
 
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:
         return whole(super().apply(learning_rate))
@@ -61,3 +73,38 @@ class FullyShardedStrategy(Strategy):
 
     def _held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super()._held().items()}
+
+
+@contextmanager
+def _encoder_decoder(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """What accelerate does not know of encoder-decoder models while it shards them.
+
+    It would give the embedding and the head a group of their own, without the encoder's and decoder's views of the same
+    weight, which torch refuses; unseen, all of them stay with the root. It takes every tensor of the state dict for a
+    sharded parameter; BART and its kin keep a buffer there. And BlenderBot and Pegasus do not name their layers' classes.
+    """
+    import torch.distributed as dist
+
+    if not model._no_split_modules:
+        parts = [child for part in (model.get_encoder(), model.get_decoder()) for child in part.children()]
+        lists = [child for child in parts if isinstance(child, nn.ModuleList)]
+        model._no_split_modules = {type(layer).__name__ for layers in lists for layer in layers}
+    state = model.state_dict(keep_vars=True)
+    hidden = []
+    for name, buffer in model.named_buffers():
+        if name in state:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            dist.broadcast(value, src=0)  # where the file lacks it, only rank 0 has made one
+            setattr(module, leaf, value)
+            hidden.append((module, leaf))
+    for module, leaf in hidden:
+        module._non_persistent_buffers_set.add(leaf)
+    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    try:
+        yield
+    finally:
+        del model.get_input_embeddings, model.get_output_embeddings
+        for module, leaf in hidden:
+            module._non_persistent_buffers_set.discard(leaf)

@@ -1,0 +1,229 @@
+"""Sources and targets of unlike lengths: the loss, the decoder's input, what is generated and how it is scored."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.seq2seq_chatbot import Seq2SeqConfig
+from tests.harness import ROOT
+from zerobook.config import parse
+from zerobook.data import collate as collate_module
+from zerobook.data.collate import DecoderInput, Seq2SeqCollator
+from zerobook.data.feed import IGNORE
+from zerobook.errors import ConfigError
+from zerobook.evaluation import text_metrics as metrics_module
+from zerobook.evaluation.generation import GenerationScorer, decoding
+from zerobook.evaluation.text_metrics import text_metrics
+from zerobook.loss import SEQ2SEQ, seq2seq_loss
+from zerobook.modeling import check_positions, load_seq2seq_lm
+
+MODELS = ["blenderbot", "bart", "pegasus", "t5"]
+ALONE = SimpleNamespace(
+    rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
+    barrier=lambda: None, plan=SimpleNamespace(precision="no"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "bart")
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    """Real questions and answers, the longest pair 12 times the shortest."""
+    from tests.tiny import seq2seq_rows
+
+    return seq2seq_rows(tokenizer, 24)
+
+
+def load(folder):
+    from transformers import AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+
+
+def loss_of(model, batch):
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    return seq2seq_loss(model(**batch).logits, labels)
+
+
+def test_the_loss_sums_what_is_supervised_and_shifts_nothing():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    labels = torch.tensor([[4, 0, IGNORE], [2, IGNORE, 1]])
+    naive = 0.0
+    for row in range(2):
+        for position in range(3):
+            if labels[row, position] != IGNORE:
+                scores = logits[row, position].double()
+                naive -= (scores[labels[row, position]] - scores.exp().sum().log()).item()
+    assert seq2seq_loss(logits, labels).item() == pytest.approx(naive, rel=1e-6)
+    nothing = seq2seq_loss(logits, torch.full((2, 3), IGNORE))
+    nothing.backward()
+    assert nothing.item() == 0 and logits.grad.abs().sum() == 0
+    assert not SEQ2SEQ.shifted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_decoder_reads_what_the_model_itself_would_give_it(tiny, rows, name):
+    model = load(tiny / name)
+    rule = DecoderInput(model)
+    sent = pickle.dumps(rule)
+    assert len(sent) < 10_000, "a DataLoader worker must not be sent the weights"
+    batch = Seq2SeqCollator(2, pickle.loads(sent))(rows[:4])
+    assert (batch["labels"] == IGNORE).any(), "rows of one length would not show how padding is shifted"
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        assert torch.equal(batch["decoder_input_ids"], model.prepare_decoder_input_ids_from_labels(batch["labels"]))
+    with torch.no_grad():
+        # what transformers computes from labels alone, through its own shift
+        own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        count = (batch["labels"] != IGNORE).sum()
+        assert loss_of(model, batch).item() == pytest.approx(float(own * count), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_changes_no_loss(tiny, rows, name):
+    model = load(tiny / name)
+    collate = Seq2SeqCollator(2, DecoderInput(model), 8, source_length=60, target_length=50)
+    batch = collate(rows[:6])
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (6, 64)
+    assert batch["labels"].shape == batch["decoder_input_ids"].shape == (6, 56)
+    tight = Seq2SeqCollator(2, DecoderInput(model))
+    with torch.no_grad():
+        alone = sum(loss_of(model, tight([row])).item() for row in rows[:6])
+        assert loss_of(model, batch).item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_on_real_dialogues_lower_the_loss(tiny, rows, name):
+    torch.set_num_threads(1)
+    model = load(tiny / name).train()
+    collate = Seq2SeqCollator(2, DecoderInput(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    tokens = sum(len(row["labels"]) for row in rows)
+    losses = []
+    for _ in range(10):
+        loss = loss_of(model, collate(rows)) / tokens
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.85 * losses[0], losses
+
+
+def test_a_models_own_lengths_and_beams_do_not_win(tiny, rows, tokenizer, tmp_path):
+    from transformers import GenerationConfig
+
+    model = load(tiny / "blenderbot")
+    own = model.generation_config
+    assert (own.min_length, own.max_length, own.num_beams) == (20, 60, 10), "as the released one has it"
+    model.generation_config = decoding(own, num_beams=2, max_tokens=6, min_tokens=3)
+    assert model.generation_config.no_repeat_ngram_size == 3, "what nobody asked to change stays"
+    scorer = GenerationScorer(
+        rows, tokenizer, Seq2SeqCollator(2, DecoderInput(model)), decoding=model.generation_config, batch_size=8
+    )
+    predictions = scorer.generate(SimpleNamespace(unwrapped=model, **vars(ALONE)))
+    assert len(predictions) == len(rows)
+    assert {len(ids) for ids in predictions} == {6}, "an untrained model does not stop by itself"
+    for beams in (1, 2):  # what was used is what a reader of the folder gets
+        used = decoding(own, num_beams=beams, max_tokens=6)
+        used.save_pretrained(tmp_path)
+        saved = GenerationConfig.from_pretrained(tmp_path)
+        assert (saved.num_beams, saved.max_new_tokens, saved.max_length, saved.do_sample) == (beams, 6, None, False)
+
+
+class Echo:
+    """Answers with the source, between a start and an end token; keeps the size of each call."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def generate(self, input_ids, attention_mask, generation_config, synced_gpus):
+        self.sizes.append(len(input_ids))
+        texts = [[9, *ids[mask.bool()].tolist(), 2] for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        longest = max(map(len, texts))
+        return torch.tensor([text + [2] * (longest - len(text)) for text in texts])
+
+
+@pytest.mark.parametrize("count, limit, expected", [(8, None, 8), (7, None, 7), (5, None, 5), (8, 1, 3), (2, 4, 2)])
+def test_each_row_counts_once_in_dataset_order(rows, tokenizer, count, limit, expected):
+    model = Echo()
+    scorer = GenerationScorer(
+        rows[:count], tokenizer, Seq2SeqCollator(2, lambda labels: labels), batch_size=3, batches=limit, samples=2,
+        decoding=SimpleNamespace(eos_token_id=2),
+    )  # fmt: skip
+    strategy = SimpleNamespace(unwrapped=model, **vars(ALONE))
+    answers = [[*row["input_ids"], 2] for row in rows[:expected]]
+    assert scorer.generate(strategy) == answers
+    assert set(model.sizes) == {3}, "a short batch is filled, so that shapes and calls are alike on all ranks"
+    metrics, table = scorer(strategy, model, 0)
+    assert metrics["generated_tokens"] == pytest.approx(sum(map(len, answers)) / expected)
+    assert [line["prediction"] for line in table] == [line["source"] for line in table]
+    assert len(table) == 2 and all(line["target"] for line in table)
+
+
+def test_scores():
+    same = text_metrics(["A cat sat on the mat."], ["A cat sat on the mat."])
+    assert all(score == pytest.approx(100) for score in same.values())
+    # 3 words of 4 and of 3: F = 2 * (3/4 * 3/3) / (3/4 + 3/3); pairs of words: 1 of 3 and of 2
+    some = text_metrics(["the cat the dog", "x"], ["the dog the", "y"])
+    assert some["rouge1"] == pytest.approx(50 * 2 * 0.75 / 1.75)
+    assert some["rouge2"] == pytest.approx(50 * 2 * (1 / 3 * 1 / 2) / (1 / 3 + 1 / 2))
+    # corpus BLEU is not a mean over texts: one pool of n-grams
+    one, two = ["a b c d e f"], ["z"]
+    assert text_metrics(one + two, [*one, "y"])["bleu"] > text_metrics(two, ["y"])["bleu"] == 0
+    for wrong in ((["a"], []), ([], [])):
+        with pytest.raises(ValueError, match="predictions"):
+            text_metrics(*wrong)
+
+
+@pytest.mark.parametrize("module", [collate_module, metrics_module])
+def test_examples_in_docstrings_hold(module):
+    failed, attempted = doctest.testmod(module)
+    assert attempted and not failed
+
+
+PUBLISHED = shlex.split("""
+    --dataset_name smangrul/MuDoConv --model_name_or_path facebook/blenderbot-400M-distill --output_dir out
+    --max_source_length 128 --max_target_length 64 --val_max_target_length 64 --val_min_target_length 20
+    --n_val_batch_generations 5 --n_train 10000 --n_val 1000 --pad_to_max_length --num_beams 10
+    --per_device_train_batch_size 200 --per_device_eval_batch_size 100 --learning_rate 1e-6 --weight_decay 0.0
+    --num_train_epochs 1 --gradient_accumulation_steps 1 --num_warmup_steps 100 --seed 25 --logging_steps 100
+    --source_prefix "chatbot: "
+""")
+
+
+def test_the_shipped_config_says_what_the_published_line_says():
+    line, _, _ = parse(Seq2SeqConfig, PUBLISHED)
+    file, sources, _ = parse(Seq2SeqConfig, ["--config", str(ROOT / "recipes/configs/seq2seq_blenderbot.yaml")])
+    assert line.model_dump() | {"output_dir": ""} == file.model_dump() | {"output_dir": ""}
+    assert (line.max_train_samples, line.max_eval_samples, line.source_prefix) == (10000, 1000, "chatbot: ")
+    assert line.pad_to_max_length and sources.given("max_train_samples")
+
+
+def test_lengths_that_cannot_be():
+    with pytest.raises(ConfigError, match="val_min_target_length: 64 tokens at least do not fit into"):
+        parse(Seq2SeqConfig, [*PUBLISHED, "--val_min_target_length", "64"])
+    with pytest.raises(ConfigError, match="model_name_or_path: no model is named"):
+        parse(Seq2SeqConfig, ["--dataset_name", "d"])
+
+
+def test_a_model_that_cannot_do_it_is_named(tiny):
+    with pytest.raises(ConfigError, match="128 positions, and texts of 129 tokens"):
+        check_positions(load(tiny / "bart"), "bart", 129)
+    check_positions(load(tiny / "bart"), "bart", 128)
+    check_positions(load(tiny / "t5"), "t5", 10_000)  # relative positions have no end
+    config, _, _ = parse(Seq2SeqConfig, ["--model_name_or_path", str(tiny / "llama"), "--dataset_name", "d"])
+    with pytest.raises(ConfigError, match="AutoModelForSeq2SeqLM cannot load it"):
+        load_seq2seq_lm(config, ALONE)
