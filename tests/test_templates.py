@@ -40,6 +40,9 @@ LOOKS_BACK = "{{ messages | length }}\n" + CHATML
 OTHER_PROMPT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 # Every prefix of every chat is rendered under it, since its turns never fit what was seen of others.
 NEVER_THE_SAME = CHATML.replace("{% endfor %}", "{{ '#' * (m['content'] | length % 7) }}\n{% endfor %}")
+# A turn's end lies elsewhere in every chat: a skeleton fits only where the lengths happen to be those it was learnt from.
+PADS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '#' * (m['content'] | length % 7) }}")
+NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,17 @@ def with_bos(tokenizer):
     made = copy.deepcopy(tokenizer)
     made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     assert made("a")["input_ids"][0] == 1
+    return made
+
+
+@pytest.fixture(scope="module")
+def trimming(tokenizer):
+    """The same tokenizer, but white space belongs to no token by its offsets, as in most released byte-level ones."""
+    from tokenizers.processors import ByteLevel
+
+    made = copy.deepcopy(tokenizer)
+    made.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    assert made.backend_tokenizer.encode("a b").char_to_token(1) is None
     return made
 
 
@@ -112,6 +126,12 @@ def said(tokenizer, encoded) -> list[str]:
             [" Hi there.<|im_end|>", " A book.<|im_end|>"],
             "user: Hello?\nassistant: Hi there.<|im_end|>\nuser: Who are you?\nassistant: A book.<|im_end|>\n",
         ),
+        (
+            NO_PROMPT,
+            ["<|im_start|>assistant\nHi there.<|im_end|>", "<|im_start|>assistant\nA book.<|im_end|>"],
+            "<|im_start|>user\nHello?\n<|im_start|>assistant\nHi there.<|im_end|>\n"
+            "<|im_start|>user\nWho are you?\n<|im_start|>assistant\nA book.<|im_end|>\n",
+        ),
     ],
 )
 def test_the_assistants_turns_and_their_ends_are_supervised(tokenizer, template, expected, whole):
@@ -119,7 +139,7 @@ def test_the_assistants_turns_and_their_ends_are_supervised(tokenizer, template,
     encoded = one(tokenizer, TALK, template=template)
     assert said(tokenizer, encoded) == expected
     assert tokenizer.decode(encoded.input_ids) == (whole or tokenizer.apply_chat_template(TALK.messages, tokenize=False))
-    assert encoded.added_eos == (2 if template == NO_END else 0)
+    assert encoded.added_eos == (2 if template in (NO_END, NO_PROMPT) else 0)
     assert not encoded.cut
 
 
@@ -232,10 +252,11 @@ def test_ids_that_the_tokenizer_does_not_have(tokenizer):
 
 def test_a_tokenizers_own_truncation_and_padding_do_not_reach_the_samples(tokenizer):
     set_up = copy.deepcopy(tokenizer)
+    encoders = [CausalEncoder(t, length=None) for t in (set_up, tokenizer)]
     set_up.backend_tokenizer.enable_truncation(4)
     set_up.backend_tokenizer.enable_padding(length=64)
     samples = [TALK, Text("one two three"), Pair("a", "b")]
-    for ours, theirs in zip(*(CausalEncoder(t, length=None).encode(samples) for t in (set_up, tokenizer)), strict=True):
+    for ours, theirs in zip(*(encoder.encode(samples) for encoder in encoders), strict=True):
         assert (ours.input_ids == theirs.input_ids).all() and (ours.labels == theirs.labels).all()
 
 
@@ -301,11 +322,24 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
         made = ChatTemplate(template, tokenizer)
         placed = 0
         for row in embedded.rows("chatterbot")[::20]:
-            text = made._text(row["messages"])
-            turns = made._by_skeleton(row["messages"], text)
-            assert turns is None or turns == made._ends(row["messages"], text, made._by_prefixes(row["messages"], text))
+            messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
+            text = made._text(messages)
+            turns = made._by_skeleton(messages, text)
+            assert turns is None or turns == made._ends(messages, text, made._by_prefixes(messages, text))
             placed += turns is not None
         assert placed > 90
+
+
+@pytest.mark.parametrize(
+    "sample, expected",
+    [
+        (chat("fives", "fives"), ["fives#####<|im_end|>"]),
+        (chat("fives", "four"), ["four####<|im_end|>"]),
+        (chat("sixsix", "four", "fives", "fives"), ["four####<|im_end|>", "fives#####<|im_end|>"]),
+    ],
+)
+def test_what_is_learnt_is_not_used_where_it_does_not_fit(tokenizer, sample, expected):
+    assert said(tokenizer, one(tokenizer, sample, template=PADS)) == expected
 
 
 contents = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(str.strip)
@@ -320,9 +354,10 @@ chats = st.builds(
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, TRIMS, NO_END, INST, NEVER_THE_SAME])
 @settings(max_examples=60, deadline=None)
 @given(batch=st.lists(chats, min_size=1, max_size=3))
-def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, template, batch):
-    encoder = CausalEncoder(tokenizer, length=None, chat_template=template)
-    for sample, encoded in zip(batch, encoder.encode(batch), strict=True):
+def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, trimming, template, batch):
+    results = [CausalEncoder(t, length=None, chat_template=template).encode(batch) for t in (tokenizer, trimming)]
+    for sample, encoded, other in zip(batch, *results, strict=True):
+        assert (encoded.labels == other.labels).all()
         spoken = [m["content"] for m in sample.messages if m["role"] == "assistant"]
         found = said(tokenizer, encoded)
         assert len(found) == len(spoken) == (encoded.labels == END).sum()

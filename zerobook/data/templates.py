@@ -62,8 +62,7 @@ class CausalEncoder:
         self.template = _template(tokenizer, chat_template)
         eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
         self._eos = [] if eos is None else [eos]
-        opens = [tokenizer("a", add_special_tokens=special)["input_ids"][:1] for special in (True, False)]
-        self._bos = [bos] if opens[0] == [bos] != opens[1] else []
+        self._bos = [bos] if tokenizer("a")["input_ids"][:1] == [bos] else []
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """One result for each sample, in order; a `BadSample` says why there are no tokens.
