@@ -98,7 +98,7 @@ def test_prepared_data_is_found_again_and_made_anew_when_anything_changed(tmp_pa
     second = shelf(train_file=str(file))
     assert second.train.fingerprint != first.train.fingerprint and len([f for f in folders.iterdir() if f.is_dir()]) == 2
     assert "changed since it was prepared" in capfd.readouterr().out
-    shelf(train_file=str(file), length=8)
+    shelf(train_file=str(file), length=24)
     assert len([f for f in folders.iterdir() if f.is_dir()]) == 3, "chats are cut to the length"
 
 

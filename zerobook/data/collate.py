@@ -94,16 +94,12 @@ class PackedCollator:
         return PackedCollator(self.fill["input_ids"], self.multiple, self.flatten, dtype)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        rows = [_with_positions(row) for row in rows]
         if self.flatten:
-            rows = [{key: np.concatenate([_with_positions(row)[key] for row in rows]) for key in self.fill}]
-        longest = max(len(row["input_ids"]) for row in rows)
-        length = -(-longest // self.multiple) * self.multiple
-        batch = {key: torch.full((len(rows), length), fill, dtype=torch.long) for key, fill in self.fill.items()}
-        for i, row in enumerate(rows):
-            size = len(row["input_ids"])
-            for key, tensor in batch.items():
-                tensor[i, :size] = torch.as_tensor(_with_positions(row)[key])
-            batch["position_ids"][i, size:] = torch.arange(length - size)
+            rows = [{key: np.concatenate([row[key] for row in rows]) for key in self.fill}]
+        batch = {key: padded([row[key] for row in rows], fill, multiple=self.multiple) for key, fill in self.fill.items()}
+        for row, positions in zip(rows, batch["position_ids"], strict=True):
+            positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
         if self.mask is not None:
             batch["attention_mask"] = _block_diagonal(batch["position_ids"], self.mask)
         return batch

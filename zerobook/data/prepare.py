@@ -176,7 +176,7 @@ class Library:
                 "once some is held out. Lower --block_size."
             )
         raise DataError(
-            f"{shelf.spec.path}: nothing is left to train on, of {meta['documents']} samples within {self.length} tokens "
+            f"{shelf.spec.path}: nothing is left to train on within {self.length} tokens "
             f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'})."
         )
 
