@@ -134,4 +134,4 @@ def test_skipped_samples_never_reach_the_model_in_any_epoch(tiny, tmp_path, cach
     # 96 samples less the 40 that are skipped, each in every one of the epochs that follow
     assert len(set(later)) == 56
     counts = sorted(later.count(h) for h in set(later))
-    assert counts[-1] - counts[0] <= 1 and counts[0] >= 2
+    assert counts[-1] - counts[0] <= 2 and counts[0] >= 2, "the stretch begins and ends within an epoch"
