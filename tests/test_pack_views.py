@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zerobook.data.feed import IGNORE
 from zerobook.data.pack import best_fit_decreasing
-from zerobook.data.store import TokenStore, TokenWriter
+from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Blocks, Documents, Part, pack
 
 
@@ -46,7 +46,8 @@ def test_a_long_tail_fills_its_rows():
 
 def make(tmp_path, documents, shifted=True):
     writer = TokenWriter(tmp_path / "store", shifted=shifted)
-    writer.append(documents)
+    ids, labels = (Ragged.join([d[which] for d in documents]) for which in (0, 1))
+    writer.append(ids, None if all(a is b for a, b in documents) else labels)
     writer.close({"format": "messages"})
     return TokenStore(tmp_path / "store")
 

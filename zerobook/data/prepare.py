@@ -265,7 +265,7 @@ class Library:
         first = next(parts, [])
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         try:
-            reading = Reading(spec.format or detect(first, columns), columns, self.encoder)
+            reading = Reading(spec.format or detect(first, columns), columns, self.encoder, self.objective.shifted)
         except DataError as error:
             raise DataError(f"{source.name}: {error}") from None
         in_tokens = reading.format == "text" or self.config.packing
@@ -277,7 +277,7 @@ class Library:
                     listed.append(f"{where}: {reason}")
             counts += encoded.counts
             counts["bad samples skipped"] += len(encoded.bad)
-            writer.append(encoded.documents)
+            writer.append(encoded.ids, encoded.labels)
             if rows is not None and (writer.tokens >= rows * self.length if in_tokens else writer.documents >= rows):
                 break
         bar.close()

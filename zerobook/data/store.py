@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,27 @@ import numpy as np
 from zerobook.data.feed import IGNORE
 
 META = "meta.json"
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Arrays of unlike lengths, joined: ``values`` int32 [sum of lengths], ``lengths`` int64 [arrays]."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def join(cls, arrays: Sequence[np.ndarray]) -> Ragged:
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        return cls(np.concatenate([np.empty(0, np.int32), *arrays]).astype(np.int32, copy=False), lengths)
+
+    def count(self, mask: np.ndarray, *, skip_first: bool) -> np.ndarray:
+        """How often ``mask``, bool like ``values``, holds in each array, int32 [arrays]; maybe not at its first place."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        first = np.minimum(starts + skip_first, ends)
+        return (before[ends] - before[first]).astype(np.int32)
 
 
 class TokenWriter:
@@ -41,17 +64,14 @@ class TokenWriter:
     def documents(self) -> int:
         return sum(map(len, self._supervised))
 
-    def append(self, documents: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Add documents of (ids, labels), int32 each."""
-        for which, name in enumerate(("input_ids", "labels")):
-            parts = [d[which] for d in documents]
-            self._lengths[name].append(np.fromiter(map(len, parts), np.int64, len(parts)))
-            for part in parts:
-                self._files[name].write(np.ascontiguousarray(part, np.int32).tobytes())
-        first = 1 if self.shifted else 0
-        counts = (np.count_nonzero(labels[first:] != IGNORE) for _, labels in documents)
-        self._supervised.append(np.fromiter(counts, np.int32, len(documents)))
-        self._alike = self._alike and all(ids is labels for ids, labels in documents)
+    def append(self, ids: Ragged, labels: Ragged | None = None) -> None:
+        """Add documents; without ``labels`` they equal the ids."""
+        self._alike = self._alike and labels is None
+        labels = labels or ids
+        for name, ragged in (("input_ids", ids), ("labels", labels)):
+            self._lengths[name].append(ragged.lengths)
+            self._files[name].write(ragged.values.data)
+        self._supervised.append(labels.count(labels.values != IGNORE, skip_first=self.shifted))
 
     def close(self, meta: dict[str, Any]) -> None:
         """Write the rest; ``meta`` is JSON and gets the content's digest and counts."""

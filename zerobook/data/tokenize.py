@@ -16,6 +16,7 @@ import numpy as np
 from zerobook.data import formats
 from zerobook.data.feed import IGNORE
 from zerobook.data.sources import Item, Malformed
+from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded
 from zerobook.errors import DataError
 
@@ -36,13 +37,15 @@ class Reading:
     format: str
     columns: dict[str, str | None]
     encoder: Any
+    shifted: bool  # a row's first label counts nothing
 
 
 @dataclass
 class EncodedChunk:
-    """``documents`` are (ids, labels); ``bad`` are (where, reason); ``counts`` say what was done."""
+    """``ids`` and ``labels`` (None: equal) of the documents; ``bad`` are (where, reason); ``counts`` say what was done."""
 
-    documents: list[tuple[np.ndarray, np.ndarray]]
+    ids: Ragged
+    labels: Ragged | None
     bad: list[tuple[str, str]]
     counts: Counter
 
@@ -136,7 +139,8 @@ def _reason(row: Any) -> str:
 
 def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
     """Parse and tokenize one chunk. Bad samples come back with where they stand and why."""
-    result = EncodedChunk([], [], Counter())
+    bad: list[tuple[str, str]] = []
+    counts: Counter = Counter()
     samples, places = [], []
     for where, raw in chunk:
         row = _parsed(raw)
@@ -147,31 +151,31 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
                 raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is a mistake")
             sample = formats.parse(reading.format, row, **reading.columns)
         except formats.EmptyText:
-            result.counts["empty texts left out"] += 1
+            counts["empty texts left out"] += 1
             continue
         except formats.BadSample as error:
-            result.bad.append((where, str(error)))
+            bad.append((where, str(error)))
             continue
         samples.append(sample)
         places.append(where)
     pieces = [_pieces(sample) for sample in samples]
+    documents: list[Encoded] = []
     encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
     for where, parts in zip(places, pieces, strict=True):
         found = [next(encoded) for _ in parts]
-        bad = next((f for f in found if isinstance(f, formats.BadSample)), None)
-        if bad is not None:
-            result.bad.append((where, str(bad)))
+        refused = next((f for f in found if isinstance(f, formats.BadSample)), None)
+        if refused is not None:
+            bad.append((where, str(refused)))
             continue
         document = found[0] if len(found) == 1 else _join(found)
-        result.counts["cut to the maximum length"] += document.cut
-        result.counts["turns given an end-of-text token"] += document.added_eos
-        if reading.format == "text":
-            result.documents.append((document.input_ids, document.input_ids))
-        elif np.any(document.labels[1:] != IGNORE):
-            result.documents.append((document.input_ids, document.labels))
+        counts["cut to the maximum length"] += document.cut
+        counts["turns given an end-of-text token"] += document.added_eos
+        if reading.format == "text" or np.any(document.labels[reading.shifted :] != IGNORE):
+            documents.append(document)
         else:
-            result.counts["dropped, nothing supervised"] += 1
-    return result
+            counts["dropped, nothing supervised"] += 1
+    ids = Ragged.join([d.input_ids for d in documents])
+    return EncodedChunk(ids, None if reading.format == "text" else Ragged.join([d.labels for d in documents]), bad, counts)
 
 
 def _pieces(sample: Any) -> list[Any]:
