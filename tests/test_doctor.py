@@ -61,7 +61,7 @@ def test_json_and_a_flag_without_its_value(written):
         worker_environment(["--config_file", written("{", "accelerate.json")])
     with pytest.raises(ConfigError, match="--config_file: --config_file has no value"):
         worker_environment(["--num_processes", "2", "--config_file"])
-    with pytest.raises(ConfigError, match="argument --num_processes: invalid int value: 'two'"):
+    with pytest.raises(ConfigError, match="invalid int value: 'two'"):
         worker_environment(["--num_processes", "two"])
 
 

@@ -46,6 +46,17 @@ def test_plain_processes():
     assert plan_for(WORKER, A100)[0].backend == "nccl"
 
 
+def test_a_gpu_that_only_emulates_bf16_does_not_count_as_having_it(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    plan, _ = plan_for({"ACCELERATE_MIXED_PRECISION": "bf16"}, Hardware.detect())
+    assert plan.problems == ["mixed_precision: bf16 is not supported by V100. Use fp16."]
+
+
 def test_use_cpu_never_drops_sharding(tmp_path):
     plan, _ = plan_for(deepspeed(tmp_path) | {"ACCELERATE_USE_CPU": "true"}, A100)
     assert (plan.kind, plan.zero_stage, plan.device, plan.backend) == ("deepspeed", 2, "cpu", "gloo")
