@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
@@ -81,16 +82,48 @@ def test_runlog_goes_on_after_a_torn_line(tmp_path):
     assert events.with_name("events.jsonl.torn").read_bytes() == b'{"seq": 1, "type": "che'
 
 
-def test_stale_locks_are_cleared_and_held_ones_are_not(tmp_path, monkeypatch):
+@pytest.fixture
+def lock_files(tmp_path, monkeypatch):
+    """Makes lock files in a cache of their own: (op, seconds old) -> path."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for op in ("stale", "held"):
-        (tmp_path / "py311_cpu" / op).mkdir(parents=True)
-    stale, held = (tmp_path / "py311_cpu" / op / "lock" for op in ("stale", "held"))
-    stale.touch()
-    descriptor = os.open(held, os.O_CREAT | os.O_EXCL)
+
+    def make_lock(op, old):
+        lock = tmp_path / "py311_cpu" / op / "lock"
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+        os.utime(lock, (time.time() - old,) * 2)
+        return lock
+
+    return make_lock
+
+
+def test_stale_locks_are_cleared_and_held_ones_are_not(lock_files):
+    stale, held = lock_files("stale", 3600), lock_files("held", 3600)
+    descriptor = os.open(held, os.O_RDONLY)
     try:
         assert ops.clear_stale_locks() == [stale]
         assert held.exists() and not stale.exists()
     finally:
         os.close(descriptor)
     assert ops.clear_stale_locks() == [held]
+
+
+def test_a_young_lock_may_be_another_machines_and_is_waited_for(lock_files, monkeypatch):
+    young, said = lock_files("young", 10), []
+
+    def elsewhere(seconds):  # the compile on another machine ends
+        assert young.exists() and "waiting" in said[0]
+        young.unlink()
+
+    monkeypatch.setattr(ops.time, "sleep", elsewhere)
+    assert ops.clear_stale_locks(said.append) == [] and not young.exists()
+    killed = lock_files("killed", 10)
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: os.utime(killed, (time.time() - 3600,) * 2))
+    assert ops.clear_stale_locks(said.append) == [killed]
+    assert f"removed {killed}" in said[-1]
+
+
+def test_locks_are_looked_for_where_torch_keeps_them(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ops.cache_root() == tmp_path / "torch_extensions"

@@ -69,12 +69,41 @@ def test_each_mistake_has_its_sentence(argv, expected):
 
 
 @pytest.mark.parametrize(
-    "text, expected", [("a: [1", "not valid YAML"), ("- 1", "found a list"), ("max_steps: 3\nmax_train_steps: 4", "twice")]
+    "text, expected",
+    [
+        ("a: [1", "not valid YAML"),
+        ("- 1", "found a list"),
+        ("max_steps: 3\nmax_train_steps: 4", "twice"),
+        ("seed: 1\nlearning_rate: 1e-3\nseed: 2", "bad.yaml, line 3: not valid YAML: the key seed is given twice"),
+        ("num_train_epochs: .inf", "num_train_epochs: got inf"),
+        ("learning_rate: .nan", "learning_rate: got nan"),
+    ],
 )
 def test_bad_yaml(tmp_path, text, expected):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     assert any(expected in p and str(file) in p for p in problems([*BASE, "--config", str(file)]))
+
+
+def test_yaml_values_that_yaml_reads_in_its_own_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: no\noutput_dir: ~/runs\nmodel_name_or_path: m\ndataset_name: d\n")
+    config, sources, _ = parse(CausalLMConfig, ["--config", str(file)])
+    assert config.mixed_precision == "no" and sources.given("mixed_precision") and not sources.typed("mixed_precision")
+    assert config.output_dir == str(tmp_path / "runs")
+    file.write_text("mixed_precision: yes\n")
+    assert any("got True" in p for p in problems([*BASE, "--config", str(file)]))
+
+
+def test_an_output_dir_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    found = problems([*BASE, "--output_dir", str(tmp_path / "file" / "run")])
+    assert found == [f"output_dir: {tmp_path}/file/run cannot be a folder: {tmp_path}/file is a file. Give another output_dir."]
+    # the superuser may write anywhere, so the answer of the system is given here
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    (found,) = problems([*BASE, "--output_dir", str(tmp_path / "new" / "run")])
+    assert f"{tmp_path} is not writable" in found
 
 
 def test_lists_booleans_and_aliases():

@@ -8,6 +8,7 @@ import pytest
 
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
+from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch
 from zerobook.resolve import Hardware, LaunchPlan, resolve
@@ -15,6 +16,15 @@ from zerobook.resolve import Hardware, LaunchPlan, resolve
 CPU = Hardware()
 A100 = Hardware(gpus=8, gpu_name="A100", flash_attention=True)
 WORKER = {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
+HYBRID = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+}
 
 
 def plan_for(environ, hardware=CPU, explicit=None, kind=RecipeConfig, **given) -> tuple[LaunchPlan, RecipeConfig]:
@@ -34,6 +44,17 @@ def test_plain_processes():
     plan, _ = plan_for(WORKER)
     assert (plan.name, plan.backend, plan.world_size) == ("DDP", "gloo", 2)
     assert plan_for(WORKER, A100)[0].backend == "nccl"
+
+
+def test_a_gpu_that_only_emulates_bf16_does_not_count_as_having_it(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    plan, _ = plan_for({"ACCELERATE_MIXED_PRECISION": "bf16"}, Hardware.detect())
+    assert plan.problems == ["mixed_precision: bf16 is not supported by V100. Use fp16."]
 
 
 def test_use_cpu_never_drops_sharding(tmp_path):
@@ -79,6 +100,45 @@ def test_precision_has_one_home(tmp_path):
     assert any("both fp16.enabled and bf16.enabled" in p for p in plan_for(both, A100)[0].problems)
 
 
+def test_precision_follows_the_nearest_word(tmp_path):
+    """A flag of the recipe, then one of the launcher, then the recipe's YAML, then the Accelerate YAML."""
+
+    def resolved(typed, source, launcher):
+        config = RecipeConfig(mixed_precision=typed)
+        sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default") | {"mixed_precision": source})
+        return resolve(WORKER | {"ACCELERATE_MIXED_PRECISION": "bf16"}, A100, config, sources, launcher)
+
+    by_flag = resolved("fp16", "flag --mixed_precision", "no")
+    assert by_flag.precision == "fp16"
+    assert by_flag.notes == [
+        "precision: flag --mixed_precision says fp16, launcher's --mixed_precision says no; fp16 is used",
+    ]
+    by_launcher = resolved("fp16", "run.yaml", "NO")
+    assert (by_launcher.precision, by_launcher.precision_source) == ("no", "launcher's --mixed_precision")
+    assert any("run.yaml says fp16" in note for note in by_launcher.notes)
+    by_recipe = resolved("fp16", "run.yaml", None)
+    assert (by_recipe.precision, by_recipe.precision_source) == ("fp16", "run.yaml")
+    assert any("Accelerate YAML says bf16" in note for note in by_recipe.notes)
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path):
+    two = Hardware(gpus=2, gpu_name="A100")
+    nodes = WORKER | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    (problem,) = plan_for(nodes, two)[0].problems
+    assert "4 processes on this machine, which has 2 GPU(s)" in problem and "Pass --num_processes 4." in problem
+    for environ, hardware in ((nodes, A100), (nodes, CPU), (nodes | {"ACCELERATE_USE_CPU": "true"}, two)):
+        assert not plan_for(environ, hardware)[0].problems
+
+
+@pytest.mark.parametrize("stage", [0, 4, "auto", None, True, "2"])
+def test_a_stage_that_the_recipes_do_not_run_is_refused(tmp_path, stage):
+    (problem,) = plan_for(deepspeed(tmp_path, zero_optimization={"stage": stage}))[0].problems
+    assert f"ds.json: zero_optimization.stage is {json.dumps(stage)}; the recipes run stages 1, 2 and 3" in problem
+    if isinstance(stage, str):
+        inline = WORKER | {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "auto"}
+        assert len(plan_for(inline)[0].problems) == 1
+
+
 def test_batch_sizes_that_disagree_in_three_layers_are_all_named(tmp_path):
     environ = deepspeed(tmp_path, train_batch_size=99, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=5)
     environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"
@@ -104,6 +164,77 @@ def test_optimizer_section_is_filled_from_the_flags(tmp_path):
     plan, _ = plan_for(deepspeed(tmp_path, optimizer=section), learning_rate=2e-4, adam_beta2=0.95)
     params = plan.deepspeed_config["optimizer"]["params"]
     assert (params["lr"], params["weight_decay"], params["betas"]) == (2e-4, 0.0, [0.9, 0.95])
+
+
+def test_an_optimizer_section_that_fixes_values_is_taken_or_refused(tmp_path):
+    section = {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-6}}
+    plan, config = plan_for(deepspeed(tmp_path, optimizer=section), adam_beta1=0.8)
+    assert not plan.problems
+    assert (config.learning_rate, config.adam_beta1, config.adam_beta2, config.adam_epsilon) == (3e-4, 0.8, 0.99, 1e-6)
+    assert plan.deepspeed_config["optimizer"]["params"]["betas"] == [0.8, 0.99]
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer=section), adam_beta1=0.9, adam_beta2=0.99, adam_epsilon=1e-8)
+    assert len(plan.problems) == 2
+    assert "optimizer.params.eps is 1e-06, but adam_epsilon is 1e-08 (from flag --adam_epsilon)" in plan.problems[0]
+    assert "optimizer.params.betas[0] is 0.8, but adam_beta1 is 0.9 (from flag --adam_beta1)" in plan.problems[1]
+    for params, expected in (({"betas": 0.9}, "expected two numbers"), ({"lr": "fast"}, 'lr is "fast", expected a number')):
+        plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW", "params": params}))
+        assert len(plan.problems) == 1 and expected in plan.problems[0]
+
+
+@pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])
+def test_an_optimizer_without_two_moments_is_refused(tmp_path, section):
+    (problem,) = plan_for(deepspeed(tmp_path, optimizer=section))[0].problems
+    assert "ds.json: optimizer.type is" in problem and "Write AdamW, or remove the section" in problem
+
+
+def test_a_json_that_never_clips_still_has_the_norm_computed(tmp_path):
+    for given in ({}, {"max_grad_norm": 0.0}):
+        plan, config = plan_for(deepspeed(tmp_path, gradient_clipping=0), **given)
+        assert not plan.problems and config.max_grad_norm == 0
+        assert plan.deepspeed_config["gradient_clipping"] > 1e20
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A checkpoint of a run that asked for 8 x 4 on two processes; its config.json as given."""
+    with store.staged(store.folder_of(tmp_path / "run"), 4) as staging:
+        asked = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+        (staging / "config.json").write_text(json.dumps({"asked": asked}))
+        (staging / store.PROGRESS).write_text(json.dumps({"global_batch": 64}))
+    return {"output_dir": str(tmp_path / "run"), "resume_from_checkpoint": "auto"}
+
+
+@pytest.mark.parametrize("place", ["yaml", "json"])
+def test_a_resumed_run_keeps_its_batch_wherever_accumulation_is_said(tmp_path, earlier, place):
+    def resumed(world, accumulation):
+        environ = deepspeed(tmp_path, **({"gradient_accumulation_steps": accumulation} if place == "json" else {}))
+        if place == "yaml":
+            environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(accumulation)
+        return plan_for(environ | {"WORLD_SIZE": str(world)}, **earlier)
+
+    plan, config = resumed(4, 4)
+    assert not plan.problems and "global batch kept at 64 on 4 process(es): 8 x 2 accumulation x 4" in plan.notes
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (8, 2)
+    assert plan.deepspeed_config["gradient_accumulation_steps"] == 2 and plan.deepspeed_config["train_batch_size"] == 64
+    assert plan.asked["gradient_accumulation_steps"] == 4, "or the next resume would take the cut for a person's change"
+    plan, config = resumed(2, 8)
+    assert not plan.problems and config.gradient_accumulation_steps == 8
+    assert any("128 samples a step from here on, 64 before step-000004 (sizes were changed)" in n for n in plan.notes)
+
+
+def test_a_resumed_runs_cut_wins_over_a_json_that_fixes_all_sizes(tmp_path, earlier):
+    fixed = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+    plan, _ = plan_for(deepspeed(tmp_path, **fixed) | {"WORLD_SIZE": "16"}, **earlier)
+    assert not plan.problems
+    sizes = {key: plan.deepspeed_config[key] for key in fixed}
+    assert sizes == {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_of_the_problems(earlier):
+    folder = store.folder_of(earlier["output_dir"]) / "step-000004"
+    (folder / "config.json").unlink()
+    (problem,) = plan_for(WORKER, **earlier | {"resume_from_checkpoint": str(folder)})[0].problems
+    assert problem.startswith("resume_from_checkpoint: ") and "config.json: missing" in problem
 
 
 @pytest.mark.parametrize(
@@ -132,6 +263,12 @@ def test_an_inline_deepspeed_config_of_accelerate_config_works():
     plan, config = plan_for(environ)
     assert (plan.zero_stage, plan.offload_optimizer, plan.offload_param) == (3, "cpu", "none")
     assert config.gradient_accumulation_steps == 4 and not plan.problems
+    for what in ("OPTIMIZER", "PARAM"):
+        environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE"] = "nvme"
+    environ["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"] = "/local"
+    zero = plan_for(environ)[0].deepspeed_config["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == "/local"
+    assert zero["offload_optimizer"]["nvme_path"] == "outputs/run/nvme_offload"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +279,8 @@ def test_an_inline_deepspeed_config_of_accelerate_config_works():
         ({}, {"attn_implementation": "flash_attention_2"}, "there is no GPU here"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, "'fp8' is not supported"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "fp16 does not train on a CPU"),
+        (HYBRID, {}, "2 replicas on 2 processes leave nothing to shard inside one. Pass --num_processes 4 or more"),
+        (HYBRID | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "0"}, {}, "0 replicas do not divide 2 processes"),
     ],
 )
 def test_choices_that_cannot_work(environ, given, expected):

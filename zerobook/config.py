@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zerobook.errors import ConfigError
 
@@ -54,7 +55,7 @@ class DatasetSpec(BaseModel):
 class RecipeConfig(BaseModel):
     """The keys that every recipe shares. Units: *steps* are optimizer steps, sizes are per process."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     # --- model
     model_name_or_path: str | None = Field(
@@ -126,6 +127,16 @@ class RecipeConfig(BaseModel):
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 
+    @field_validator("output_dir")
+    @classmethod
+    def _expand_home(cls, value: str) -> str:
+        return os.path.expanduser(value)
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        return "no" if value is False else value  # YAML 1.1 reads a bare no as false
+
     def dataset_specs(self) -> list[DatasetSpec]:
         """The training datasets."""
         path = self.dataset_name or self.train_file
@@ -160,6 +171,7 @@ class RecipeConfig(BaseModel):
         for file in self.eval_tasks:
             if not Path(file).expanduser().is_file():
                 found.append(f"eval_tasks: no such file: {file}")
+        found += _unusable_folder("output_dir", self.output_dir)
         resume = self.resume_from_checkpoint
         if resume and resume != "auto" and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, or auto.")
@@ -171,6 +183,17 @@ class RecipeConfig(BaseModel):
         return found
 
 
+def _unusable_folder(key: str, path: str) -> list[str]:
+    """Why nothing can be written under ``path``, which need not be there yet; empty where it can."""
+    folder = Path(path).absolute()
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        return [f"{key}: {path} cannot be a folder: {there} is a file. Give another {key}."]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [f"{key}: {path} cannot be written: {there} is not writable for this user. Give another {key}."]
+    return []
+
+
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
@@ -180,6 +203,10 @@ class Resolved(dict):
     def given(self, key: str) -> bool:
         """True where a person set the key, in YAML or by flag."""
         return self.get(key, "default") != "default"
+
+    def typed(self, key: str) -> bool:
+        """True where a person gave the key by flag."""
+        return self.get(key, "default").startswith("flag ")
 
 
 def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[ConfigT, Resolved, bool]:
@@ -267,13 +294,26 @@ def _kind(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation)).upper()
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping; plain YAML takes the last without a word."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return node
+
+
 def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         return {}, [f"--config {path}: cannot be read: {error.strerror}."]
     try:
-        loaded = yaml.safe_load(text)
+        loaded = yaml.load(text, Loader=_OnceLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

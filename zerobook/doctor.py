@@ -6,16 +6,22 @@ Accelerate's own code reads the file; `zerobook.resolve` does the rest, as in a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import io
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zerobook import ops
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
+from zerobook.launcher import left_unsaid
 from zerobook.resolve import Hardware, LaunchPlan, resolve
 
 USAGE = """zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
@@ -85,16 +91,16 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
     from accelerate.utils import launch as prepare
 
     parser = accelerate_launch.launch_command_parser()
-    for flag in ("--config_file", "--config-file"):
-        if flag in launch_flags:
-            file = Path(launch_flags[launch_flags.index(flag) + 1])
-            if not file.is_file():
-                raise ConfigError(f"{file}: there is no such Accelerate config. Shipped ones are in accelerate_configs/.")
+    flags, said = [*launch_flags, "script.py"], io.StringIO()
     try:
-        args = parser.parse_args([*launch_flags, "script.py"])
+        with contextlib.redirect_stderr(said):
+            args = parser.parse_args(flags)
     except SystemExit:
-        raise ConfigError(f"accelerate launch does not take: {' '.join(launch_flags)}") from None
-    typed = args.mixed_precision
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        if "training_script" in reason:  # the last flag took the script for its value
+            reason = f"{launch_flags[-1]} has no value"
+        raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
+    _check_accelerate_config(args.config_file)
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(args)
         args.main_process_port = 0  # any free one: nothing is started
@@ -109,11 +115,35 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
         else:
             _, environ = prepare.prepare_simple_launcher_cmd_env(args)
             launched = False
-    except (ValueError, KeyError, AttributeError, ConnectionError) as error:
+        typed, unsaid = left_unsaid(flags)
+    except (ValueError, KeyError, AttributeError, TypeError, ConnectionError) as error:
         raise ConfigError(f"accelerate refuses this launch: {error}") from error
     if launched:
-        environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(args.num_processes)}
-    return environ, typed
+        local = args.num_processes // int(args.num_machines or 1)
+        environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes)}
+    return unsaid | environ, typed
+
+
+def _check_accelerate_config(file: str | None) -> None:
+    """Raises ConfigError where accelerate would show a traceback: no such file, not valid YAML, not a mapping."""
+    if file is None:
+        return
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        loaded = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the Accelerate config cannot be read ({error.strerror}). Shipped ones are in accelerate_configs/."
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{where}: not a valid Accelerate config: {getattr(error, 'problem', error)}.") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. "
+            "Shipped ones are in accelerate_configs/."
+        )
 
 
 def _config_class(recipe: str) -> type[RecipeConfig]:
@@ -153,7 +183,7 @@ def _machine(console: Any, hardware: Hardware) -> list[str]:
     console.print(table)
     problems = []
     for lock in ops.locks():
-        if not ops.is_held(lock):
+        if ops.is_stale(lock):
             problems.append(
                 f"{lock}: a compile that was killed left this lock, and runs that need the op would wait for it for ever. "
                 f"Remove it (make setup and launched runs do): rm {lock}"

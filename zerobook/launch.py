@@ -8,50 +8,28 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.resolve import Hardware, LaunchPlan, resolve
+from zerobook.launcher import left_unsaid, parent_flags
+from zerobook.resolve import Hardware, LaunchPlan, resolve, true
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for each other before they call it a hang."""
 
 
-def launcher_precision() -> str | None:
-    """``--mixed_precision`` as typed to ``accelerate launch``, or None.
-
-    The launcher hands "no" to the workers both when it was typed and when nothing was, and a
-    JSON that fixes fp16 must yield to the first but not to the second. The launcher's own
-    command line, the parent process's, is the only place that still knows.
-    """
-    import psutil
-
-    try:
-        command = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):
-        return None
-    for i, token in enumerate(command):
-        if token.endswith(".py") and i > 1 and Path(token).name != "launch.py":
-            return None  # from here on the flags are the recipe's
-        if token == "--mixed_precision" and i + 1 < len(command):
-            return command[i + 1]
-        if token.startswith("--mixed_precision="):
-            return token.split("=", 1)[1]
-    return None
-
-
 def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
     """`resolve` for the process that calls it. Raises `ConfigError` with every problem."""
-    from zerobook.checkpoint.resume import earlier_run, keep_global_batch
+    from zerobook.checkpoint.resume import earlier_run
 
-    asked = config.model_dump()
-    note = keep_global_batch(config, sources, int(os.environ.get("WORLD_SIZE", 1)))
-    plan = resolve(os.environ, Hardware.detect(), config, sources, launcher_precision())
-    plan.asked = asked
-    if note:
-        plan.notes.append(note)
+    flags = parent_flags()
+    precision, unsaid = left_unsaid(flags) if flags else (None, {})
+    environ = unsaid | os.environ
+    if true(environ.get("ACCELERATE_USE_CPU")):
+        # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    plan = resolve(environ, Hardware.detect(), config, sources, precision)
     earlier = earlier_run(config)
     if earlier:
         plan.problems.append(earlier)
@@ -69,16 +47,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     accelerators only, gets the small shim below.
     """
     on_cpu = plan.device == "cpu"
-    if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # accelerate drops DeepSpeed and FSDP without a word where this is set
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-    if plan.replicate > 1:
-        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard)
-    # The values are merged already; accelerate must neither refuse nor apply them a second time.
-    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
-
+    set_environment(plan)
     _hush(plan)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
@@ -94,7 +63,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
     options: dict[str, Any] = {
         "mixed_precision": plan.precision,
-        "kwargs_handlers": [group] if plan.world_size > 1 else [],
+        "kwargs_handlers": [group] if plan.backend else [],
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "log_with": config.report_to or None,
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
@@ -102,8 +71,8 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     if plan.kind == "deepspeed":
         from zerobook import ops
 
-        for lock in ops.clear_stale_locks():
-            print(f"removed {lock}: left behind by a compile that was killed", flush=True)
+        first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        ops.clear_stale_locks(print if first_here else lambda line: None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
         return ZeroStrategy(Accelerator(**options), plan)
     if plan.kind == "fsdp":
@@ -119,6 +88,19 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+
+
+def set_environment(plan: LaunchPlan) -> None:
+    """Make the variables that accelerate and DeepSpeed read say what the plan says."""
+    if plan.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # accelerate drops DeepSpeed and FSDP without a word where this is set
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    if plan.kind == "fsdp":  # without a parallelism config nobody reads it
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard)
+    # The values are merged already; accelerate must neither refuse nor apply them a second time.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
 
 
 def _hush(plan: LaunchPlan) -> None:

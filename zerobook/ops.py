@@ -2,7 +2,8 @@
 
 torch compiles an extension under a file named ``lock``. A compile that is killed leaves it there, and
 every later process waits for it for ever without a word. The compiling process keeps the file
-open, so a lock that no process has open is stale.
+open, so a lock that no process has open is stale, once it is too old to be another machine's: the
+cache may lie on a network disk, and a compile elsewhere cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 OPS = {
@@ -22,9 +23,15 @@ OPS = {
 """Ops that the shipped strategy files use: offload, NVMe, collectives on a CPU, Adam on a GPU."""
 
 
+STALE_AFTER_S = 5 * 60
+"""No op takes as long to compile; the slowest took 78 s on two CPU cores."""
+
+
 def cache_root() -> Path:
-    """Where torch keeps compiled extensions: ``$TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    """Where torch keeps compiled extensions: ``$TORCH_EXTENSIONS_DIR``, else in the user's cache (``$XDG_CACHE_HOME``)."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def locks() -> list[Path]:
@@ -45,12 +52,40 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def clear_stale_locks() -> list[Path]:
-    """Remove locks that no process holds; returns them, so that the caller can say so."""
-    stale = [lock for lock in locks() if not is_held(lock)]
-    for lock in stale:
-        lock.unlink(missing_ok=True)
-    return stale
+def age(lock: Path) -> float:
+    """Seconds since the lock was made; 0 where it is gone."""
+    try:
+        return time.time() - lock.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def is_stale(lock: Path) -> bool:
+    """True for a lock that no process here holds and that is older than `STALE_AFTER_S`."""
+    return age(lock) > STALE_AFTER_S and not is_held(lock)
+
+
+def clear_stale_locks(say: Callable[[str], None] = print) -> list[Path]:
+    """Remove locks that no process holds; returns them. ``say`` gets a line about each.
+
+    Waits, at most `STALE_AFTER_S`, for one that nobody here holds and that is too young to tell: going on
+    would wait for it inside torch, for ever where its compile was killed.
+    """
+    removed = []
+    for lock in locks():
+        if lock.exists() and not is_held(lock) and not is_stale(lock):
+            say(
+                f"{lock} is {age(lock):.0f} s old and no process of this machine holds it; waiting until it is gone or "
+                f"{STALE_AFTER_S} s old. If nothing compiles on another machine either: rm {lock}"
+            )
+        while lock.exists() and not is_held(lock):
+            if is_stale(lock):
+                lock.unlink(missing_ok=True)
+                say(f"removed {lock}: left behind by a compile that was killed")
+                removed.append(lock)
+                break
+            time.sleep(0.5)
+    return removed
 
 
 def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
@@ -62,8 +97,7 @@ def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    for lock in clear_stale_locks():
-        print(f"removed {lock}: left behind by a compile that was killed", flush=True)
+    clear_stale_locks()
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

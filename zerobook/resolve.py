@@ -6,13 +6,14 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from zerobook import deepspeed_file
+from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Hardware:
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
-            bf16=torch.cuda.is_bf16_supported(),
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=importlib.util.find_spec("flash_attn") is not None,
         )
 
@@ -62,7 +63,7 @@ class LaunchPlan:
     shard: int = 1  # FSDP: processes that share one copy
     config_file: str | None = None
     deepspeed_config: dict[str, Any] | None = None
-    asked: dict[str, Any] = field(default_factory=dict)  # the config before anything was taken over into it
+    asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -123,79 +124,41 @@ def resolve(
         precision="no",
         precision_source="default",
     )
-    if _true(environ.get("ACCELERATE_USE_DEEPSPEED")):
+    if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         plan.kind = "deepspeed"
-        _read_deepspeed(plan, environ)
-    elif _true(environ.get("ACCELERATE_USE_FSDP")):
+        deepspeed_file.read(plan, environ)
+    elif true(environ.get("ACCELERATE_USE_FSDP")):
         plan.kind = "fsdp"
         _read_fsdp(plan, environ)
-    if _true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
+    if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
+    local = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if launched and not on_cpu and local > hardware.gpus:
+        plan.problems.append(
+            f"num_processes: {local} processes on this machine, which has {hardware.gpus} GPU(s); each process needs one of "
+            f"its own. Pass --num_processes {hardware.gpus * (world // local)}."
+        )
     if on_cpu and launched:
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
     _take_accumulation(plan, environ, config, sources)
+    deepspeed_file.check_micro_batch(plan, config, sources)
+    plan.asked = config.model_dump()
+    try:
+        note = keep_global_batch(config, sources, world)
+    except CheckpointError as error:
+        plan.problems.append(f"resume_from_checkpoint: {error}")
+    else:
+        plan.notes += [note] if note else []
     _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
     if plan.deepspeed_config is not None:
-        _fill_deepspeed(plan, config, sources)
+        deepspeed_file.fill(plan, config, sources)
     _check_model_choices(plan, config, hardware, on_cpu)
     return plan
 
 
-def _true(value: Any) -> bool:
+def true(value: Any) -> bool:
     return str(value).lower() in ("1", "true", "yes")
-
-
-def _read_deepspeed(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Load the JSON, or write down what the YAML's inline ``deepspeed_config`` says."""
-    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if path == "none":
-        zero: dict[str, Any] = {"stage": int(environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))}
-        for what in ("optimizer", "param"):
-            device = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
-            if device not in ("none", ""):
-                zero[f"offload_{what}"] = {"device": device}
-        config: dict[str, Any] = {"zero_optimization": zero, "gradient_clipping": "auto"}
-        clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-        if clipping not in ("auto", "none"):
-            config["gradient_clipping"] = float(clipping)
-        plan.config_file = "the Accelerate YAML's deepspeed_config"
-    else:
-        plan.config_file = path
-        config = _load_json(path, plan.problems)
-    plan.deepspeed_config = config
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict):
-        if config:
-            plan.problems.append(
-                f"{path}: zero_optimization is missing. Add a section with a stage, 0 to 3, or pick a file from ds_configs/."
-            )
-        zero = config["zero_optimization"] = {"stage": 0}
-    plan.zero_stage = int(zero.get("stage", 0))
-    for what in ("optimizer", "param"):
-        setattr(plan, f"offload_{what}", str((zero.get(f"offload_{what}") or {}).get("device", "none")))
-    if plan.offload_param != "none" and plan.zero_stage != 3:
-        plan.problems.append(
-            f"{plan.config_file}: zero_optimization.offload_param is set with stage {plan.zero_stage}; "
-            "parameters can be offloaded only under stage 3. Set stage 3 or remove offload_param."
-        )
-
-
-def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
-    try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(
-            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
-            f"are relative to the folder you launch from, here {Path.cwd()}."
-        )
-    except ValueError as error:
-        problems.append(f"{path}: not valid JSON: {error}.")
-    else:
-        if isinstance(loaded, dict):
-            return loaded
-        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
-    return {}
 
 
 def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -204,10 +167,10 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
             "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2."
         )
-    plan.offload_param = "cpu" if _true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
     plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
     plan.shard = plan.world_size
-    if not _true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
     sizes = {k: int(environ.get(f"PARALLELISM_CONFIG_{k.upper()}_SIZE", 1)) for k in ("tp", "cp", "sp")}
     for key, size in sizes.items():
@@ -217,14 +180,22 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             )
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
-    if plan.world_size % plan.replicate:
+    if plan.replicate < 1 or plan.world_size % plan.replicate:
         plan.problems.append(
             f"parallelism_config_dp_replicate_size: {plan.replicate} replicas do not divide {plan.world_size} "
             "processes. Change --num_processes or the size."
         )
         return
     plan.shard = plan.world_size // plan.replicate
-    if asked != plan.shard:
+    if plan.replicate == 1:
+        return
+    if plan.shard == 1:
+        plan.problems.append(
+            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas on {plan.world_size} processes leave nothing to "
+            f"shard inside one. Pass --num_processes {2 * plan.replicate} or more, or launch with accelerate_configs/fsdp.yaml "
+            "(one copy, sharded) or ddp.yaml (copies only)."
+        )
+    elif asked != plan.shard:
         plan.notes.append(
             f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
             f"(the file says {plan.replicate} x {asked})"
@@ -264,28 +235,32 @@ def _choose_precision(
     explicit: str | None,
     on_cpu: bool,
 ) -> None:
-    """The recipe's flag, then the launcher's or YAML's, then a JSON that fixes it, then full fp32."""
+    """The first of: the recipe's flag, the launcher's, the recipe's YAML, the Accelerate YAML, a fixed JSON, full fp32."""
     ds = plan.deepspeed_config
     fixed = None
     for dtype in ("fp16", "bf16"):
         section = (ds or {}).get(dtype)
-        if isinstance(section, dict) and _true(section.get("enabled")):
+        if isinstance(section, dict) and true(section.get("enabled")):
             if fixed:
                 plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
             fixed = dtype
-    handed_over = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    said: list[tuple[str, str]] = []
+    if explicit is not None:
+        said.append((explicit.lower(), "launcher's --mixed_precision"))
+    elif environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "no":
+        said.append((environ["ACCELERATE_MIXED_PRECISION"].lower(), "Accelerate YAML"))
     if config.mixed_precision is not None:
-        plan.precision, plan.precision_source = config.mixed_precision, sources["mixed_precision"]
-        if handed_over not in ("no", config.mixed_precision):
-            plan.notes.append(
-                f"precision: {sources['mixed_precision']} says {config.mixed_precision}, the launcher or its YAML "
-                f"says {handed_over}; {config.mixed_precision} is used"
-            )
-    elif explicit is not None or handed_over != "no":
-        plan.precision = explicit or handed_over
-        plan.precision_source = "launcher's --mixed_precision" if explicit else "Accelerate YAML"
+        behind = explicit is not None and not sources.typed("mixed_precision")
+        said.insert(1 if behind else 0, (config.mixed_precision, sources["mixed_precision"]))
+    if said:
+        plan.precision, plan.precision_source = said[0]
     elif fixed:
         plan.precision, plan.precision_source = fixed, f"{plan.config_file}: {fixed}.enabled"
+    for value, where in said[1:]:
+        if value != plan.precision:
+            plan.notes.append(
+                f"precision: {plan.precision_source} says {plan.precision}, {where} says {value}; {plan.precision} is used"
+            )
     if fixed and plan.precision != fixed:
         plan.notes.append(
             f"precision: {plan.config_file} fixes {fixed}.enabled; {plan.precision_source} says "
@@ -301,69 +276,6 @@ def _choose_precision(
         for dtype in ("fp16", "bf16"):
             section = ds.setdefault(dtype, {})
             section["enabled"] = plan.precision == dtype
-
-
-def _fill_deepspeed(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
-    """Fill ``auto`` and missing keys from the config; where both fix a value, they must agree."""
-    ds = plan.deepspeed_config
-    assert ds is not None
-    # DeepSpeed computes the gradient norm only where it clips; a bound nothing reaches asks for the norm alone.
-    never = 1e30
-    fills: list[tuple[str, str | None, Any]] = [
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", config.per_device_train_batch_size),
-        ("gradient_accumulation_steps", None, config.gradient_accumulation_steps),
-        ("gradient_clipping", "max_grad_norm", config.max_grad_norm or never),
-    ]
-    if "optimizer" in ds:
-        ds["optimizer"].setdefault("params", {})
-        fills += [
-            ("optimizer.params.lr", "learning_rate", config.learning_rate),
-            ("optimizer.params.weight_decay", "weight_decay", config.weight_decay),
-            ("optimizer.params.betas", None, [config.adam_beta1, config.adam_beta2]),
-            ("optimizer.params.eps", None, config.adam_epsilon),
-        ]
-    for dotted, key, value in fills:
-        *path, leaf = dotted.split(".")
-        node = ds
-        for part in path:
-            node = node[part]
-        present = node.get(leaf, "auto")
-        if present == "auto" or key is None:
-            node[leaf] = value
-        elif present != value and (sources.given(key) or key == "per_device_train_batch_size"):
-            plan.problems.append(
-                f"{plan.config_file}: {dotted} is {present}, but {key} is {value} (from {sources[key]}). "
-                'Write "auto" in the JSON, or make them equal.'
-            )
-        elif present != value:
-            setattr(config, key, present)
-            sources[key] = str(plan.config_file)
-    batch = ds.get("train_batch_size", "auto")
-    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.world_size
-    if batch not in ("auto", product):
-        plan.problems.append(
-            f"{plan.config_file}: train_batch_size is {batch}, but {config.per_device_train_batch_size} per device x "
-            f"{config.gradient_accumulation_steps} accumulation x {plan.world_size} processes = {product}. "
-            'Write "auto" in the JSON, or make them equal.'
-        )
-    ds["train_batch_size"] = product
-    zero = ds["zero_optimization"]
-    for what in ("offload_optimizer", "offload_param"):
-        section = zero.get(what) or {}
-        if section.get("device") == "nvme" and section.get("nvme_path", "auto") in ("auto", None):
-            section["nvme_path"] = str(Path(config.output_dir) / "nvme_offload")
-            note = f"NVMe offload swaps under {section['nvme_path']}; set nvme_path in the JSON to a fast local disk"
-            if note not in plan.notes:
-                plan.notes.append(note)
-    ds["zero_allow_untested_optimizer"] = True
-    scheduler = ds.get("scheduler", {})
-    if scheduler and scheduler.get("type") not in (None, "WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
-        plan.problems.append(
-            f"{plan.config_file}: scheduler.type {scheduler['type']!r} is not known here. "
-            "Remove the section; the recipe's lr_scheduler_type then sets the rate."
-        )
-    elif scheduler:
-        plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
 
 
 def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:

@@ -24,7 +24,8 @@ def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) 
     """Where only the number of processes changed, cut the same global batch another way.
 
     The global batch decides the training (steps, schedule, noise); the number of processes must
-    not. A batch size or accumulation that a person changed is left as it is.
+    not. A batch size or accumulation that a person changed, in whatever file, is left as it is: so
+    ``config`` holds what flags, YAML and JSON ask for together, as ``asked`` in the checkpoint does.
 
     Returns:
         A sentence about what was done, or None where nothing had to be.

@@ -1,0 +1,142 @@
+"""What doctor and a worker read off the launcher's flags and its YAML; mistakes there are named, never a traceback."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.harness import ROOT
+from zerobook import launch
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.doctor import inspect_launch, worker_environment
+from zerobook.errors import ConfigError
+from zerobook.launcher import launcher_flags, left_unsaid
+from zerobook.resolve import Hardware, LaunchPlan
+
+ZERO3 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 2
+use_cpu: {use_cpu}
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: nvme
+  offload_param_device: nvme
+  offload_optimizer_nvme_path: /fast/optimizer
+  offload_param_nvme_path: /fast/parameters
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text, name="accelerate.yaml"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("a: [1", "accelerate.yaml, line 1: not a valid Accelerate config"),
+        ("- 1", "expected an Accelerate config, a mapping of keys to values, found a list"),
+        ("", "found a NoneType"),
+        ("num_processes: 2", "A `distributed_type` must be specified"),
+        (None, "accelerate.yaml: the Accelerate config cannot be read (No such file or directory)"),
+    ],
+)
+def test_an_accelerate_config_that_cannot_work_is_named(written, tmp_path, content, expected):
+    file = written(content) if content is not None else str(tmp_path / "accelerate.yaml")
+    for flags in (["--config_file", file], [f"--config_file={file}"], ["--config-file", file]):
+        plan, problems, _, _ = inspect_launch(flags, Hardware())
+        assert plan is None
+        assert len(problems) == 1 and expected in problems[0]
+
+
+def test_json_and_a_flag_without_its_value(written):
+    with pytest.raises(ConfigError, match=r"accelerate\.json: not a valid Accelerate config: Expecting"):
+        worker_environment(["--config_file", written("{", "accelerate.json")])
+    with pytest.raises(ConfigError, match="--config_file: --config_file has no value"):
+        worker_environment(["--num_processes", "2", "--config_file"])
+    with pytest.raises(ConfigError, match="invalid int value: 'two'"):
+        worker_environment(["--num_processes", "two"])
+
+
+def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "8", "--num_machines", "2"]
+    plan, _, _, _ = inspect_launch(flags, Hardware(gpus=2, gpu_name="A100"))
+    assert any("4 processes on this machine, which has 2 GPU(s)" in p for p in plan.problems)
+
+
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        (["python", "/venv/bin/accelerate", "launch", "--mixed-precision", "no", "a.py"], ["--mixed-precision", "no", "a.py"]),
+        (["python", "-m", "accelerate.commands.launch", "a.py", "--x"], ["a.py", "--x"]),
+        (["python", "/venv/bin/accelerate-launch", "a.py"], ["a.py"]),
+        (["python", "/lib/accelerate/commands/launch.py", "a.py"], ["a.py"]),
+        (["bash", "-c", "make"], None),
+        (["torchrun", "a.py", "--mixed_precision", "no"], None),
+    ],
+)
+def test_the_launchers_own_flags_are_found(command, expected):
+    assert launcher_flags(command) == expected
+
+
+def test_what_accelerate_does_not_hand_over(written):
+    assert left_unsaid(["--mixed-precision", "bf16", "a.py", "--mixed_precision", "no"])[0] == "bf16"
+    assert left_unsaid(["--mixed_precision=no", "a.py"])[0] == "no"
+    assert left_unsaid(["a.py", "--mixed_precision", "no"])[0] is None
+    file = written(ZERO3.format(use_cpu="true"))
+    paths = {
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/fast/optimizer",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast/parameters",
+    }
+    assert left_unsaid(["--config_file", file, "a.py"]) == (None, paths | {"ACCELERATE_USE_CPU": "true"})
+    _, environ = left_unsaid(["--config_file", file, "--offload_param_nvme_path", "/typed", "a.py"])
+    assert environ["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"] == "/typed"
+    plan, problems, _, _ = inspect_launch(["--config_file", file], Hardware(gpus=8, gpu_name="A100"))
+    assert not problems and not plan.problems
+    assert (plan.kind, plan.device, plan.backend) == ("deepspeed", "cpu", "gloo")
+    assert plan.deepspeed_config["zero_optimization"]["offload_param"]["nvme_path"] == "/fast/parameters"
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    """Variables that a launch sets are put back after the test."""
+    for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES", "PARALLELISM_CONFIG_DP_SHARD_SIZE", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_use_cpu_hides_the_gpus_before_anyone_looks(clean, written, tmp_path):
+    seen = []
+
+    def detect():
+        seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return Hardware()
+
+    clean.setattr(launch.Hardware, "detect", detect)
+    config = RecipeConfig(output_dir=str(tmp_path))
+    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    for use_cpu, expected in (("false", None), ("true", "")):
+        flags = ["--config_file", written(ZERO3.format(use_cpu=use_cpu)), "a.py"]
+        clean.setattr(launch, "parent_flags", lambda flags=flags: flags)
+        launch.plan_for_this_process(config, sources)
+        assert seen[-1] == expected
+
+
+@pytest.mark.parametrize("replicate, shard", [(1, 2), (2, 2)])
+def test_accelerate_is_told_the_shards_that_fit_the_processes(clean, replicate, shard):
+    clean.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    plan = LaunchPlan(
+        kind="fsdp", world_size=replicate * shard, device="cpu", backend="gloo", precision="no", precision_source="default",
+        replicate=replicate, shard=shard,
+    )  # fmt: skip
+    launch.set_environment(plan)
+    assert os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(shard)

@@ -1,0 +1,174 @@
+"""The DeepSpeed config of a strategy file: read, checked against the flags, and filled in memory. The file is unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.config import RecipeConfig, Resolved
+
+if TYPE_CHECKING:
+    from zerobook.resolve import LaunchPlan
+
+NEVER = 1e30
+"""A norm that nothing reaches: DeepSpeed computes the gradient norm only where it clips."""
+
+
+def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Load the JSON, or write down what the YAML's inline ``deepspeed_config`` says, into ``plan``."""
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path == "none":
+        plan.config_file = "the Accelerate YAML's deepspeed_config"
+        config = _inline(environ)
+    else:
+        plan.config_file = path
+        config = _load_json(path, plan.problems)
+    plan.deepspeed_config = config
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage in (1, 2, 3) and not isinstance(stage, bool):
+        plan.zero_stage = stage
+    else:
+        if isinstance(zero, dict):
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.stage is {json.dumps(stage)}; the recipes run stages 1, 2 and 3. "
+                "Write one of them, or launch with accelerate_configs/ddp.yaml, which spreads the data only, as stage 0 does."
+            )
+        elif config:
+            plan.problems.append(
+                f"{path}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from ds_configs/."
+            )
+        zero = config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": 0}
+        plan.zero_stage = 0
+    for what in ("optimizer", "param"):
+        setattr(plan, f"offload_{what}", str((zero.get(f"offload_{what}") or {}).get("device", "none")))
+    if plan.offload_param != "none" and plan.zero_stage in (1, 2):
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.offload_param is set with stage {plan.zero_stage}; "
+            "parameters can be offloaded only under stage 3. Set stage 3 or remove offload_param."
+        )
+
+
+def _inline(environ: Mapping[str, str]) -> dict[str, Any]:
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    zero: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else stage}
+    for what in ("optimizer", "param"):
+        device = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
+        path = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_NVME_PATH", "none")
+        if device not in ("none", ""):
+            zero[f"offload_{what}"] = {"device": device} | ({"nvme_path": path} if path != "none" else {})
+    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
+
+
+def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(
+            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
+            f"are relative to the folder you launch from, here {Path.cwd()}."
+        )
+    except ValueError as error:
+        problems.append(f"{path}: not valid JSON: {error}.")
+    else:
+        if isinstance(loaded, dict):
+            return loaded
+        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
+    return {}
+
+
+def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+    """The JSON's micro-batch against the size that was asked for, before a resumed run cuts its batch another way."""
+    key = "per_device_train_batch_size"
+    present = (plan.deepspeed_config or {}).get("train_micro_batch_size_per_gpu", "auto")
+    if present not in ("auto", config.per_device_train_batch_size):
+        plan.problems.append(_differ(plan, "train_micro_batch_size_per_gpu", present, key, config, sources))
+
+
+def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+    """Write the run's sizes, clipping and optimizer into the config.
+
+    What the JSON fixes and no person set is taken over into ``config``; what both fix must be equal.
+    """
+    ds = plan.deepspeed_config
+    assert ds is not None
+    _agree(plan, "gradient_clipping", ds.get("gradient_clipping", "auto"), "max_grad_norm", config, sources)
+    ds["gradient_clipping"] = config.max_grad_norm or NEVER
+    if "optimizer" in ds:
+        _fill_optimizer(plan, ds, config, sources)
+    batch = ds.get("train_batch_size", "auto")
+    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.world_size
+    if batch not in ("auto", product):
+        plan.problems.append(
+            f"{plan.config_file}: train_batch_size is {batch}, but {config.per_device_train_batch_size} per device x "
+            f"{config.gradient_accumulation_steps} accumulation x {plan.world_size} processes = {product}. "
+            'Write "auto" in the JSON, or make them equal.'
+        )
+    ds["train_batch_size"] = product
+    ds["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
+    ds["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    zero = ds["zero_optimization"]
+    for what in ("offload_optimizer", "offload_param"):
+        section = zero.get(what) or {}
+        if section.get("device") == "nvme" and section.get("nvme_path", "auto") in ("auto", None):
+            section["nvme_path"] = str(Path(config.output_dir) / "nvme_offload")
+            note = f"NVMe offload swaps under {section['nvme_path']}; set nvme_path in the JSON to a fast local disk"
+            if note not in plan.notes:
+                plan.notes.append(note)
+    ds["zero_allow_untested_optimizer"] = True
+    scheduler = ds.get("scheduler", {})
+    if scheduler and scheduler.get("type") not in (None, "WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
+        plan.problems.append(
+            f"{plan.config_file}: scheduler.type {scheduler['type']!r} is not known here. "
+            "Remove the section; the recipe's lr_scheduler_type then sets the rate."
+        )
+    elif scheduler:
+        plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
+
+
+def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: Resolved) -> None:
+    section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
+    kind = section.get("type")
+    if str(kind).lower() not in ("adam", "adamw"):
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}; checkpoints hold Adam's two moments, so the recipes "
+            "train with Adam or AdamW only. Write AdamW, or remove the section: the recipe then brings AdamW itself."
+        )
+        return
+    params = section.setdefault("params", {})
+    keys = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+    for leaf, key in keys.items():
+        _agree(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, config, sources)
+        params[leaf] = getattr(config, key)
+    betas = params.get("betas", "auto")
+    if betas == "auto":
+        betas = ["auto", "auto"]
+    if not isinstance(betas, list) or len(betas) != 2:
+        plan.problems.append(f"{plan.config_file}: optimizer.params.betas is {betas}, expected two numbers, as [0.9, 0.999].")
+        return
+    for index, (present, key) in enumerate(zip(betas, ("adam_beta1", "adam_beta2"), strict=True)):
+        _agree(plan, f"optimizer.params.betas[{index}]", present, key, config, sources)
+    params["betas"] = [config.adam_beta1, config.adam_beta2]
+
+
+def _agree(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> None:
+    """Take ``present`` over into ``config.key``, unless a person set that to something else: a problem."""
+    if present in ("auto", getattr(config, key)):
+        return
+    if not isinstance(present, int | float):
+        plan.problems.append(f'{plan.config_file}: {dotted} is {json.dumps(present)}, expected a number or "auto".')
+    elif sources.given(key):
+        plan.problems.append(_differ(plan, dotted, present, key, config, sources))
+    else:
+        setattr(config, key, present)
+        sources[key] = str(plan.config_file)
+
+
+def _differ(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> str:
+    return (
+        f"{plan.config_file}: {dotted} is {present}, but {key} is {getattr(config, key)} (from {sources[key]}). "
+        'Write "auto" in the JSON, or make them equal.'
+    )

@@ -1,0 +1,58 @@
+"""What ``accelerate launch`` was told and does not hand to its workers.
+
+It says "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
+of an inline DeepSpeed section, and forgets ``use_cpu`` under DeepSpeed and FSDP. Its command line, that of
+a worker's parent process, still knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def launcher_flags(command: list[str]) -> list[str] | None:
+    """What follows ``accelerate launch`` in a process's command line; None where it is another program's."""
+    for index, token in enumerate(command):
+        if (
+            token == "accelerate.commands.launch"
+            or token.endswith("accelerate/commands/launch.py")
+            or Path(token).name == "accelerate-launch"
+        ):
+            return command[index + 1 :]
+        if Path(token).name == "accelerate" and command[index + 1 : index + 2] == ["launch"]:
+            return command[index + 2 :]
+    return None
+
+
+def parent_flags() -> list[str] | None:
+    """`launcher_flags` of the process that started this one."""
+    import psutil
+
+    try:
+        return launcher_flags(psutil.Process().parent().cmdline())
+    except (psutil.Error, AttributeError):
+        return None
+
+
+def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
+    """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
+
+    Returns:
+        (``--mixed_precision`` as typed, or None; variables that accelerate reads and its launcher does not set).
+    """
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(flags)
+    file = {}
+    if args.config_file or Path(default_config_file).is_file():
+        file = vars(load_config_from_file(args.config_file))
+    environ = {}
+    for what in ("optimizer", "param"):
+        key = f"offload_{what}_nvme_path"
+        path = getattr(args, key) or (file.get("deepspeed_config") or {}).get(key)
+        if path and path != "none":
+            environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
+    if file.get("use_cpu"):
+        environ["ACCELERATE_USE_CPU"] = "true"
+    return args.mixed_precision, environ
