@@ -1,15 +1,15 @@
-"""Train a causal language model: from scratch on a config, or continued from a model's weights.
+r"""Train a causal language model: from scratch on a config, or continued from a model's weights.
 
-On eight GPUs:
+Written for GPUs, here eight (not run on any yet):
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml recipes/causal_lm.py \\
-        --model_name_or_path tiiuae/falcon-7b --dataset_name wikitext \\
-        --dataset_config_name wikitext-2-raw-v1 --block_size 1024 --mixed_precision bf16
+    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 recipes/causal_lm.py \
+        --model_name_or_path tiiuae/falcon-7b --dataset_name Salesforce/wikitext \
+        --dataset_config_name wikitext-2-raw-v1 --block_size 1024 --mixed_precision bf16 --output_dir outputs/falcon
 
 The same on a laptop's CPU, two processes:
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 recipes/causal_lm.py \\
-        --model_name_or_path embedded:smollm2 --dataset_name embedded:stdlib --block_size 64 --max_eval_samples 16 \\
+    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 recipes/causal_lm.py \
+        --model_name_or_path embedded:smollm2 --dataset_name embedded:stdlib --block_size 64 --max_eval_samples 16 \
         --per_device_train_batch_size 1 --max_train_steps 4 --output_dir outputs/causal_lm
 """
 

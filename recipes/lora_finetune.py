@@ -1,14 +1,15 @@
-"""Finetune a chat model with LoRA or QLoRA; the loss is on the assistant's turns only.
+r"""Finetune a chat model with LoRA or QLoRA; the loss is on the assistant's turns only.
 
-On eight GPUs:
+Written for GPUs, here eight (not run on any yet); chats.jsonl holds a line a chat, see docs/data.md:
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml recipes/lora_finetune.py \\
-        --model_name_or_path meta-llama/Llama-2-7b-chat-hf --train_file chats.jsonl --mixed_precision bf16
+    accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 recipes/lora_finetune.py \
+        --model_name_or_path HuggingFaceTB/SmolLM2-1.7B-Instruct --train_file chats.jsonl --mixed_precision bf16 \
+        --output_dir outputs/lora_1.7b
 
 The same on a laptop's CPU, two processes:
 
-    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py \\
-        --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot --max_seq_length 128 \\
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py \
+        --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot --max_seq_length 128 \
         --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
 """
 

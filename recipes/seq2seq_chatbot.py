@@ -1,15 +1,15 @@
-"""Finetune an encoder-decoder model to answer: a source text goes in, a target text is learnt and generated.
+r"""Finetune an encoder-decoder model to answer: a source text goes in, a target text is learnt and generated.
 
-On eight GPUs, as published for BlenderBot-400M:
+Written for GPUs, here two (not run on any yet), as published for BlenderBot-400M:
 
-    accelerate launch --config_file accelerate_configs/zero2.yaml recipes/seq2seq_chatbot.py \\
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \
         --config recipes/configs/seq2seq_blenderbot.yaml --mixed_precision fp16
 
-On a laptop's CPU, two processes, with any encoder-decoder model in a folder:
+On a laptop's CPU, two processes, with any encoder-decoder model from a folder or the hub:
 
-    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \\
-        --model_name_or_path ./t5-small --dataset_name embedded:chatterbot --max_source_length 64 --max_target_length 32 \\
-        --per_device_train_batch_size 4 --max_train_steps 20 --num_beams 2 --output_dir outputs/seq2seq
+    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \
+        --model_name_or_path google-t5/t5-small --dataset_name embedded:chatterbot --max_source_length 64 \
+        --max_target_length 32 --per_device_train_batch_size 4 --max_train_steps 20 --num_beams 2 --output_dir outputs/seq2seq
 """
 
 from pydantic import Field

@@ -1,7 +1,9 @@
-"""Every command in the README is run here, is a make target, or names the hardware it needs."""
+"""What newcomers read holds: commands run here or resolve, links lead somewhere, examples are what they are called."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -10,43 +12,201 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.distributed.test_parity import STRATEGIES
 from tests.harness import ROOT
+from zerobook.cli import COMMANDS
+from zerobook.config import RecipeConfig
+from zerobook.data import formats
+from zerobook.doctor import inspect_launch
+from zerobook.resolve import Hardware
+
+README = (ROOT / "README.md").read_text()
+DATA = (ROOT / "docs" / "data.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+         ROOT / "ds_configs" / "published" / "README.md"]  # fmt: skip
+CONFIGS = {
+    "causal_lm_gpt2_xl": "causal_lm", "lora_smollm2": "lora_finetune", "mixture_smollm2": "causal_lm",
+    "seq2seq_blenderbot": "seq2seq_chatbot",
+}  # fmt: skip
+"""File in recipes/configs/ -> its recipe."""
 
 
-def commands() -> list[tuple[str, str | None]]:
-    """(command, the hardware it says it needs)."""
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def commands(text: str) -> list[tuple[str, str | None]]:
+    """(command, the hardware it says it needs). A note holds for all commands up to the next one, in its block."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S):
+    for block in blocks(text, "bash"):
         needs = None
         for line in block.strip().splitlines():
             if line.startswith("# needs:"):
                 needs = line.removeprefix("# needs:").strip()
             else:
                 found.append((line, needs))
-                needs = None
     return found
 
 
-RUN_HERE = [line for line, needs in commands() if needs is None and not line.startswith("make ")]
+def header(file: Path) -> dict[str, str]:
+    """``# Key:  value`` lines at the top of a YAML file; a line without a key goes on with the value before."""
+    found: dict[str, str] = {}
+    key = ""
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        match = re.match(r"# (\w[\w ]*): +(.*)", line)
+        if match:
+            key = match[1]
+            found[key] = match[2]
+        else:
+            found[key] += " " + line.removeprefix("#").strip()
+    return found
 
 
-def test_readme_shows_both_commands_and_every_strategy():
-    lines = [line for line, _ in commands()]
-    assert lines[:2] == ["make demo", "make test"]
-    text = (ROOT / "README.md").read_text()
-    for file in (ROOT / "accelerate_configs").glob("*.yaml"):
-        assert f"| `{file.name}` |" in text
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert {line.split()[1] for line in lines if line.startswith("make ")} <= set(targets)
-    assert len(RUN_HERE) >= 5
+# --- the README as a whole
+LINES = [line for line, _ in commands(README)]
+RUN_HERE = [line for line, needs in commands(README) if needs is None and not line.startswith(("make ", "source "))]
 
 
+def test_readme_names_every_command_and_strategy():
+    assert "make demo" in blocks(README, "bash")[0].splitlines() and "make test" in LINES
+    assert all(line.startswith(("accelerate launch ", "zerobook ")) for line in RUN_HERE) and len(RUN_HERE) == 8
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"\bmake ([a-z-]+)(?![\w+-])", README))
+    assert named <= targets <= named
+    assert set(COMMANDS) <= set(re.findall(r"`zerobook (\w+)", README))
+    for file in (ROOT / "recipes").glob("*.py"):
+        assert f"(recipes/{file.name})" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("https://"):
+            file, _, anchor = target.partition("#")
+            there = page.parent / file if file else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
+    named_paths(text)
+
+
+def anchors(page: Path) -> set[str]:
+    """As the headings of a Markdown page are called in links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def named_paths(text: str) -> None:
+    roots = "accelerate_configs|ds_configs|recipes|docs|zerobook|tests|scripts"
+    for path in re.findall(rf"(?<![\w./~-])((?:{roots})/[\w./-]*[\w/])", text):
+        assert re.fullmatch("[A-Z]+", Path(path).stem) or (ROOT / path).exists(), path
+
+
+# --- headers
+@pytest.mark.parametrize("file", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_header_of_a_strategy_file(file):
+    said = header(file)
+    assert all(said[key] for key in ("Purpose", "Memory", "Traffic", "Choose", "Units")) and "1910.02054" in said["Source"]
+    processes = STRATEGIES[file.stem]
+    ran = f"{processes} CPU processes over gloo (parity-tested against one process)" if processes > 1 else (
+        "1 CPU process (the reference of every parity test)")  # fmt: skip
+    assert said["Run on"] == f"{ran}. GPU: not run yet"
+    assert processes == 1 or f"--num_processes {processes} " in said["A laptop"]
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{file.name}` |")]
+    assert row.split(" | ")[2] == re.sub(r" \(.*", "", said["Memory"])
+    named_paths(file.read_text())
+
+
+def test_every_recipe_config_is_covered():
+    assert {f.stem for f in (ROOT / "recipes" / "configs").rglob("*.yaml")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dry_run_of_a_recipe_config(name, monkeypatch, capsys):
+    file = f"recipes/configs/{name}.yaml"
+    said = header(ROOT / file)
+    assert all(said[key] for key in ("Purpose", "Hardware", "Launch", "Override", "Limits"))
+    assert f"recipes/{CONFIGS[name]}.py --config {file}" in said["Launch"]
+    monkeypatch.chdir(ROOT)
+    for more in ("", said["Override"].partition(":")[0]):
+        monkeypatch.setattr(sys, "argv", ["recipe", "--config", file, "--dry-run", *shlex.split(more)])
+        recipe(CONFIGS[name]).main()
+        printed = capsys.readouterr().out
+        assert "samples a step" in printed and "strategy one process" in printed
+        for key in yaml.safe_load((ROOT / file).read_text()):
+            assert f"│ {key}" in printed or key in ("n_train", "n_val")
+
+
+def recipe(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- launch lines that are not run here
+def launch_lines() -> list:
+    """Every ``accelerate launch`` that is shown and not run, as it stands in its file."""
+    found = [("README.md", line) for line, needs in commands(README) if needs and line.startswith("accelerate ")]
+    for page in PAGES[1:]:
+        found += [(page.name, line) for line, _ in commands(page.read_text())]
+    for file in sorted((ROOT / "recipes").glob("*.py")):
+        source = file.read_text().split('"""')[1]
+        shown = re.findall(r"^    (accelerate launch .*(?:(?<=\\)\n.*)*)", source, re.M)
+        assert len(shown) == 2, file
+        found += [(file.name, line) for line in shown]
+    for name in CONFIGS:
+        found.append((f"{name}.yaml", header(ROOT / "recipes" / "configs" / f"{name}.yaml")["Launch"]))
+    return [pytest.param(line, id=f"{name}-{i}") for i, (name, line) in enumerate(found)]
+
+
+@pytest.mark.parametrize("line", launch_lines())
+def test_shown_launch_resolves(line, clone, monkeypatch):
+    """What needs GPUs and a hub to run needs neither to be resolved, and as nothing is started, nothing can be trained."""
+    monkeypatch.chdir(clone)
+    line = re.sub(r"\\\n", " ", line).replace("<your GPUs>", "8")
+    program, launch, *arguments = shlex.split(line)
+    assert (program, launch) == ("accelerate", "launch")
+    processes = int(arguments[arguments.index("--num_processes") + 1])
+    plan, problems, _, _ = inspect_launch(arguments, Hardware(gpus=processes, gpu_name="a GPU"))
+    assert not problems and not plan.problems
+    assert plan.world_size == processes
+    strategy = Path(arguments[arguments.index("--config_file") + 1]).stem
+    assert plan.zero_stage == (int(strategy[4]) if strategy.startswith("zero") else None)
+
+
+# --- docs/data.md
+def test_examples_of_formats_are_of_their_format():
+    section = DATA.partition("## Formats")[2].partition("## Sources")[0]
+    found = re.findall(r"^\*\*`(\w+)`\*\*.*?```jsonl\n(.*?)\n```", section, re.S | re.M)
+    assert [name for name, _ in found] == list(formats.FORMATS)
+    for name, line in found:
+        row = json.loads(line)
+        assert formats.detect(row) == name
+        formats.parse(name, row)
+    (chat,) = blocks(README, "jsonl")
+    assert formats.detect(json.loads(chat)) == "messages"
+
+
+def test_examples_of_mixtures_are_configs():
+    examples = blocks(DATA, "yaml")
+    assert examples
+    for example in examples:
+        assert not RecipeConfig(**yaml.safe_load(example)).problems()
+
+
+# --- commands that are run
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """A folder that looks like a fresh clone to the commands, so that they write their outputs there."""
-    for name in ("accelerate_configs", "ds_configs", "recipes"):
+    for name in ("accelerate_configs", "ds_configs", "recipes", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "chats.jsonl").write_text(blocks(README, "jsonl")[0])
     return tmp_path
 
 
@@ -57,34 +217,30 @@ def run(line: str, cwd: Path, limit: int = 240) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     path = str(Path(sys.executable).with_name(program))
     return subprocess.run(
-        [path, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit, check=False
-    )
+        [path, *arguments], cwd=cwd, env=environment, input="Who are you?\n", capture_output=True, text=True, timeout=limit,
+        check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.launch
 def test_every_command_without_a_note_runs(clone):
-    # in order: one of them continues what another saved
+    # in order: some of them go on from what another saved
     for line in RUN_HERE:
         result = run(line, clone)
-        assert result.returncode == 0, f"{line}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+        said = result.stdout + result.stderr
+        assert result.returncode == 0, f"{line}\n{said[-5000:]}"
         if "--resume_from_checkpoint" in line:
-            assert "resumed outputs/lora/checkpoints/step-000003 at step 3" in result.stdout + result.stderr
+            assert "resumed outputs/lora/checkpoints/step-000003 at step 3" in said
         if "--dry-run" in line:
             assert "4 micro x 1 accumulation x 2 processes = 8 samples a step" in result.stdout
             assert "recipes/configs/lora_smollm2.yaml" in result.stdout and "strategy ZeRO-2 | 2 x cpu" in result.stdout
-
-
-@pytest.mark.launch
-def test_commands_for_gpus_pass_their_dry_run(clone):
-    """What needs GPUs and a hub to run needs neither to be read."""
-    for line, needs in commands():
-        if needs is not None:
-            line = line.replace("chats.jsonl", str(ROOT / "README.md")).replace(
-                " --mixed_precision", " --dry-run --mixed_precision"
-            )
-            result = run(line.replace("recipes/", "--num_processes 2 recipes/", 1), clone)
-            assert result.returncode == 0, result.stderr[-2000:]
-            assert "x 2 processes" in result.stdout
+        if line.startswith("zerobook chat"):
+            assert len(result.stdout.split()) > 2
+        if line.startswith("zerobook eval"):
+            assert "arithmetic" in result.stdout
+    (code,) = blocks(README, "python")
+    result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.launch
