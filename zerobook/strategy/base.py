@@ -2,7 +2,8 @@
 
 A `Strategy` owns the prepared model and optimizer. One optimizer step goes
 
-    for micro-batch: loss = ...; strategy.backward(loss, last=...)
+    for micro-batch:
+        with strategy.micro_batch(last=...): loss = ...; strategy.backward(loss)
     #  <- the seam: gradients are reduced and ready, nothing is applied yet
     norm = strategy.apply(learning_rate)
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,23 +157,30 @@ class Strategy:
         ]
         return [group for group in groups if group["params"]]
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Accumulate gradients of ``loss``; reduce them over the ranks when ``last``.
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward *and* backward; ranks reduce their gradients in the ``last`` of a step only.
+
+        Both belong inside: DDP decides in its forward whether the backward after it will reduce.
+        """
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        with nullcontext() if last else self._accumulating():
+            yield
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        """Keeps gradients on their ranks, where the strategy can."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of ``loss``, inside `micro_batch`.
 
         Args:
             loss: scalar; this rank's sum over supervised tokens divided by their *global* count,
                 over all ranks and micro-batches of the step. The gradient of the step is then the sum of
                 all such losses' gradients, whatever the split.
-            last: whether this is the step's last micro-batch.
         """
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
-        scale = self.world_size * self.accelerator.gradient_accumulation_steps
-        self.accelerator.gradient_state._set_sync_gradients(last)
-        with nullcontext() if last else self._accumulating():
-            self.accelerator.backward(loss * scale)
-
-    def _accumulating(self) -> Any:
-        return nullcontext()
+        self.accelerator.backward(loss * (self.world_size * self.accelerator.gradient_accumulation_steps))
 
     def gradient_norm(self) -> torch.Tensor:
         """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing."""
@@ -309,7 +317,7 @@ class Strategy:
 class ReplicatedStrategy(Strategy):
     """One process, or DDP: every rank holds everything."""
 
-    def _accumulating(self) -> Any:
+    def _accumulating(self) -> AbstractContextManager[None]:
         return self.accelerator.no_sync(self.model)
 
 

@@ -47,11 +47,14 @@ class ZeroStrategy(Strategy):
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.model.set_gradient_accumulation_boundary(is_boundary=last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
         # accelerate's own wrapper steps inside backward; the engine itself does not, and that opens the seam
-        engine = self.model
-        engine.set_gradient_accumulation_boundary(is_boundary=last)
-        engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        self.model.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
         from deepspeed.runtime.zero.utils import combine_grad_norm_groups
