@@ -40,7 +40,7 @@ class Hardware:
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
-            bf16=torch.cuda.is_bf16_supported(),
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=importlib.util.find_spec("flash_attn") is not None,
         )
 

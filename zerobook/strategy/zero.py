@@ -160,13 +160,16 @@ class ZeroStrategy(Strategy):
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
         if self.plan.precision != "fp16" or scaler is None:
             return None
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        state = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        return {"kind": type(scaler).__name__, "scale": scaler.cur_scale, "state": state}
 
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+    def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if state and scaler is not None:
-            for key, value in state.items():
-                setattr(scaler, key, value)
+        if not saved or scaler is None or not scaler.dynamic:  # one that the JSON fixes stays as it says
+            return
+        same = saved["kind"] == type(scaler).__name__
+        for key, value in (saved["state"] if same else {"cur_scale": saved["scale"]}).items():
+            setattr(scaler, key, value)
 
     def _schedule(self, optimizer: Any, config: RecipeConfig, total_steps: int) -> Any:
         from accelerate.utils import DummyScheduler
