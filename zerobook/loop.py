@@ -206,8 +206,9 @@ class TrainingLoop:
         rate = None if strategy.owns_schedule else self.rate(progress.step)
         total = torch.zeros((), device=strategy.device)
         for index, batch in enumerate(micro_batches):
-            loss = self._summed_loss(batch) / plan.tokens
-            strategy.backward(loss, last=index == self.layout.accumulation - 1)
+            with strategy.micro_batch(last=index == self.layout.accumulation - 1):
+                loss = self._summed_loss(batch) / plan.tokens
+                strategy.backward(loss)
             total += loss.detach()
         first = not self._pending and progress.step == 0
         memory = strategy.memory() if first else None  # at the seam: gradients are ready, nothing is applied

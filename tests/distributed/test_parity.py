@@ -138,6 +138,14 @@ def test_zero3_gathers_every_layer_and_zero2_does_not(tiny, tmp_path):
     assert largest_difference(three.losses, two.losses) < TOLERANCE
 
 
+@pytest.mark.launch
+def test_ddp_sends_gradients_once_a_step(launches):
+    """Whatever the accumulation: only the last micro-batch's backward reduces."""
+    run = launches("ddp", 2, 1, 4, spy={})
+    assert len(run.steps) == 10
+    assert calls(run.output)["gradient buckets"] == 10  # the tiny model fits into one
+
+
 def record(strategy: str, recipe: str, processes: int, **measured: float) -> None:
     """Keep what was measured, where the environment asks for it, for the table in docs/parity.md."""
     file = os.environ.get("ZEROBOOK_PARITY_RECORD")

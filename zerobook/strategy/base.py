@@ -2,7 +2,8 @@
 
 A `Strategy` owns the prepared model and optimizer. One optimizer step goes
 
-    for micro-batch: loss = ...; strategy.backward(loss, last=...)
+    for micro-batch:
+        with strategy.micro_batch(last=...): loss = ...; strategy.backward(loss)
     #  <- the seam: gradients are reduced and ready, nothing is applied yet
     norm = strategy.apply(learning_rate)
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +52,7 @@ class Strategy:
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: Any = None
         self.max_grad_norm = 0.0
+        self._unscaled = False
         self._waits = 0
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
@@ -134,6 +136,10 @@ class Strategy:
             total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
         """
         self.max_grad_norm = config.max_grad_norm
+        # What is trained is its own master: in half precision, small updates would round to nothing.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
         self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, config))
 
     def _adamw(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
@@ -156,29 +162,42 @@ class Strategy:
         ]
         return [group for group in groups if group["params"]]
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Accumulate gradients of ``loss``; reduce them over the ranks when ``last``.
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward *and* backward; ranks reduce their gradients in the ``last`` of a step only.
+
+        Both belong inside: DDP decides in its forward whether the backward after it will reduce.
+        """
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        with nullcontext() if last else self._accumulating():
+            yield
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        """Keeps gradients on their ranks, where the strategy can."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of ``loss``, inside `micro_batch`.
 
         Args:
             loss: scalar; this rank's sum over supervised tokens divided by their *global* count,
                 over all ranks and micro-batches of the step. The gradient of the step is then the sum of
                 all such losses' gradients, whatever the split.
-            last: whether this is the step's last micro-batch.
         """
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
-        scale = self.world_size * self.accelerator.gradient_accumulation_steps
-        self.accelerator.gradient_state._set_sync_gradients(last)
-        with nullcontext() if last else self._accumulating():
-            self.accelerator.backward(loss * scale)
-
-    def _accumulating(self) -> Any:
-        return nullcontext()
+        self.accelerator.backward(loss * (self.world_size * self.accelerator.gradient_accumulation_steps))
 
     def gradient_norm(self) -> torch.Tensor:
-        """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing."""
+        """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing that `apply` would see."""
+        self._unscale()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.accelerator.unscale_gradients()
         return whole(torch.nn.utils.get_total_norm(grads))
+
+    def _unscale(self) -> None:
+        """Take fp16's loss scale out of the gradients; a second time in a step would be an error."""
+        if not self._unscaled:
+            self.accelerator.unscale_gradients()
+            self._unscaled = True
 
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:
         """Clip, step, and drop the gradients.
@@ -192,8 +211,10 @@ class Strategy:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
+        self._unscale()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
         self.optimizer.step()
+        self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -272,15 +293,21 @@ class Strategy:
                 group["step"] = steps
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """The fp16 loss scaler's state, or None."""
-        return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
+        """The fp16 loss scaler's ``kind``, ``scale`` and whole ``state``, or None where no loss is scaled."""
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            return None
+        return {"kind": type(scaler).__name__, "scale": scaler.get_scale(), "state": scaler.state_dict()}
 
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        if state and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state)
+    def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
+        """Take over what `scaler_state` gave; of another kind of scaler the scale alone."""
+        scaler = self.accelerator.scaler
+        if saved and scaler is not None:
+            same = saved["kind"] == type(scaler).__name__
+            scaler.load_state_dict(saved["state"] if same else scaler.state_dict() | {"scale": saved["scale"]})
 
     def set_schedule_step(self, step: int) -> None:
-        """Continue a schedule that the strategy owns after ``step`` completed steps."""
+        """Continue a schedule that the strategy owns after ``step`` applied steps; those skipped for an overflow are none."""
 
     # --- memory
     def memory(self) -> dict[str, int]:
@@ -309,7 +336,7 @@ class Strategy:
 class ReplicatedStrategy(Strategy):
     """One process, or DDP: every rank holds everything."""
 
-    def _accumulating(self) -> Any:
+    def _accumulating(self) -> AbstractContextManager[None]:
         return self.accelerator.no_sync(self.model)
 
 

@@ -47,11 +47,14 @@ class ZeroStrategy(Strategy):
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self.model.set_gradient_accumulation_boundary(is_boundary=last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
         # accelerate's own wrapper steps inside backward; the engine itself does not, and that opens the seam
-        engine = self.model
-        engine.set_gradient_accumulation_boundary(is_boundary=last)
-        engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        self.model.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
         from deepspeed.runtime.zero.utils import combine_grad_norm_groups
@@ -157,13 +160,16 @@ class ZeroStrategy(Strategy):
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
         if self.plan.precision != "fp16" or scaler is None:
             return None
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        state = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        return {"kind": type(scaler).__name__, "scale": scaler.cur_scale, "state": state}
 
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+    def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if state and scaler is not None:
-            for key, value in state.items():
-                setattr(scaler, key, value)
+        if not saved or scaler is None or not scaler.dynamic:  # one that the JSON fixes stays as it says
+            return
+        same = saved["kind"] == type(scaler).__name__
+        for key, value in (saved["state"] if same else {"cur_scale": saved["scale"]}).items():
+            setattr(scaler, key, value)
 
     def _schedule(self, optimizer: Any, config: RecipeConfig, total_steps: int) -> Any:
         from accelerate.utils import DummyScheduler

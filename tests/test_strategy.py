@@ -1,0 +1,152 @@
+"""What a strategy holds and does in one process: fp32 masters, the loss scaler, clipping, skipped steps."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from recipes.causal_lm import CausalLMConfig
+from zerobook.checkpoint import state
+from zerobook.progress import Progress
+from zerobook.resolve import Hardware, LaunchPlan
+from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy.zero import ZeroStrategy
+
+
+class Fp16OnCpu(ReplicatedStrategy):
+    """A real gradient scaler, which accelerate gives to GPUs only."""
+
+    def prepare(self, model, config, total_steps):
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        super().prepare(model, config, total_steps)
+        self.accelerator.native_amp = True
+        AcceleratorState._shared_state["_mixed_precision"] = "fp16"
+
+
+@pytest.fixture
+def make():
+    def made(kind=ReplicatedStrategy, model=None, **settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+        strategy = kind(Accelerator(cpu=True), plan)
+        config = CausalLMConfig(model_name_or_path="x", dataset_name="x", **settings)
+        strategy.prepare(model or two_layers(), config, total_steps=10)
+        return strategy
+
+    yield made
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+
+
+def step(strategy, before_apply=lambda strategy: None, scale=1.0):
+    with strategy.micro_batch(last=True):
+        strategy.backward(strategy.model(torch.full((2, 4), scale)).sum())
+    seen = before_apply(strategy)
+    return seen, strategy.apply(1e-2)
+
+
+def test_half_precision_weights_get_fp32_masters_and_frozen_ones_stay_half(make):
+    model = two_layers().to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    before = model[1].weight.detach().float().clone()
+    strategy = make(model=model, learning_rate=1e-7)
+    assert strategy.describe()["master_dtype"] == "float32"
+    assert model[0].weight.dtype == torch.bfloat16
+    with strategy.micro_batch(last=True):
+        strategy.backward(model[1](torch.ones(2, 8)).sum())
+    strategy.apply(1e-7)
+    moved = (model[1].weight - before).abs().max()
+    assert 0 < moved < 1e-5, "half precision would round so small a step away"
+
+
+def test_the_norm_may_be_looked_at_before_the_step_under_a_loss_scaler(make):
+    plain, scaled = make(max_grad_norm=0.5), make(Fp16OnCpu, max_grad_norm=0.5)
+    _, wanted = step(plain)
+    for _ in range(2):  # and again in the next step
+        seen, applied = step(scaled, lambda strategy: strategy.gradient_norm())
+        assert seen == applied
+    assert scaled.accelerator.scaler.get_scale() == 1024.0
+    again = make(Fp16OnCpu, max_grad_norm=0.5)
+    seen, applied = step(again, lambda strategy: strategy.gradient_norm())
+    torch.testing.assert_close(seen, wanted)
+    for a, b in zip(again.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def zero_like(dynamic):
+    """As much of a ZeRO strategy as its loss scaler needs."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    scaler = CreateLossScaler(
+        torch.float16, static_loss_scale=8.0, dynamic_scaling=dynamic,
+        dynamic_loss_args={"init_scale": 65536.0, "scale_window": 7, "min_scale": 1, "delayed_shift": 2,
+                           "consecutive_hysteresis": False},
+    )  # fmt: skip
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.plan, strategy.deepspeed_optimizer = SimpleNamespace(precision="fp16"), SimpleNamespace(loss_scaler=scaler)
+    return strategy
+
+
+def test_the_loss_scale_goes_from_any_strategy_to_any_other(make):
+    torch_like, zero = make(Fp16OnCpu), zero_like(dynamic=True)
+    assert torch_like.scaler_state()["scale"] == 1024.0 and zero.scaler_state()["scale"] == 65536.0
+
+    torch_like.load_scaler_state(zero.scaler_state())
+    assert torch_like.accelerator.scaler.get_scale() == 65536.0
+    step(torch_like)
+
+    other = make(Fp16OnCpu)
+    other.accelerator.scaler.load_state_dict(other.accelerator.scaler.state_dict() | {"scale": 256.0, "growth_interval": 3})
+    before = set(vars(zero.deepspeed_optimizer.loss_scaler))
+    zero.load_scaler_state(other.scaler_state())
+    scaler = zero.deepspeed_optimizer.loss_scaler
+    assert scaler.cur_scale == 256.0 and scaler.scale_window == 7
+    assert set(vars(scaler)) == before, "the other kind's fields mean nothing here"
+
+    scaler.cur_iter = 5
+    same = zero_like(dynamic=True)
+    same.load_scaler_state(zero.scaler_state())
+    assert vars(same.deepspeed_optimizer.loss_scaler) == vars(scaler)
+    again = make(Fp16OnCpu)
+    again.load_scaler_state(other.scaler_state())
+    assert again.scaler_state() == other.scaler_state()
+
+    fixed = zero_like(dynamic=False)
+    fixed.load_scaler_state(zero.scaler_state())
+    assert fixed.deepspeed_optimizer.loss_scaler.cur_scale == 8.0, "the file fixes it"
+
+
+def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_applied(make, tmp_path):
+    """fp16 skips a step that overflowed: the loop counts it, Adam and the schedule do not."""
+    strategy = make(Fp16OnCpu)
+    step(strategy)
+    step(strategy, scale=float("inf"))
+    step(strategy)
+    folder = state.save(strategy, Progress(step=3), str(tmp_path), {}, None)
+
+    class Scheduled(ReplicatedStrategy):
+        schedule_step = None
+
+        def set_schedule_step(self, step):
+            self.schedule_step = step
+
+    resumed = make(Scheduled, copy.deepcopy(two_layers()))
+    assert state.load(resumed, folder).step == 3
+    assert resumed.adam_steps() == resumed.schedule_step == 2
+
+
+def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an older card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not Hardware.detect().bf16
