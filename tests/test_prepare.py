@@ -142,7 +142,7 @@ def test_a_bad_sample_stops_with_its_line_or_is_skipped_and_counted(tmp_path, sh
     assert not [f for f in (tmp_path / "cache" / "data").iterdir() if f.is_dir()], "nothing half made is left"
     data = shelf(train_file=file, on_bad_sample="skip", validation_split_percentage=0)
     assert len(data.train) == 30 and data.report["a"]["bad samples skipped"] == len(BAD)
-    listed = data.train.views[0].store.meta["bad_samples"]
+    listed = data.bad_samples["a"]
     assert [entry.split(":")[0] for entry in listed] == [f"line {n}" for n in BAD]
     for entry, reason in zip(listed, ("JSON", "list", "pope", "assistant", "NUL", "surrogate", "messages"), strict=True):
         assert reason in entry, entry

@@ -133,7 +133,7 @@ class TrainingLoop:
             live=strategy.describe(),
             batch=batch_arithmetic(self.layout),
             total_steps=self.total_steps,
-            data={"train": len(self.data.train), "report": self.data.report},
+            data={"train": len(self.data.train), "report": self.data.report, "bad_samples": self.data.bad_samples},
             versions=versions(),
         )
         tqdm.write(f"live engine: {describe_line(strategy.describe())}")

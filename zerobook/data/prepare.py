@@ -46,6 +46,8 @@ class PreparedData:
     held_out: dict[str, Part]
     weights: list[float] | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bad_samples: dict[str, list[str]] = field(default_factory=dict)
+    """per dataset, the first that were left out: where, and why"""
 
 
 class OnlyPrepared(Exception):
@@ -136,11 +138,12 @@ class Library:
         train: list[View] = []
         held_out: dict[str, View] = {}
         facts: dict[str, dict[str, Any]] = {}
+        bad: dict[str, list[str]] = {}
         for shelf in shelves:
             name = shelf.spec.name
             mine, others = self._views(shelf)
             if mine is not None:
-                reports = mine.store.meta["report"]
+                reports, bad[name] = mine.store.meta["report"], mine.store.meta["bad_samples"]
                 if not len(mine):
                     self._nothing_left(shelf, mine)
                 train.append(mine if config.datasets else _first(mine, config.max_train_samples))
@@ -154,6 +157,7 @@ class Library:
             held_out={name: self._part([view]) for name, view in held_out.items()},
             weights=[1.0 if w is None else w for w in weights] if any(weights) else None,
             report=facts,
+            bad_samples={name: listed for name, listed in bad.items() if listed},
         )
 
     def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
