@@ -48,7 +48,7 @@ def main() -> None:
     from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
-    from zerobook.modeling import load_causal_lm, load_tokenizer
+    from zerobook.modeling import check_fit, load_causal_lm, load_tokenizer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
@@ -58,6 +58,7 @@ def main() -> None:
     data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
 
     model = load_causal_lm(config, strategy)
+    check_fit(model, tokenizer, data)
     collate = causal_collator(tokenizer, model, packed=config.packing)
     scorers = task_scorers(config, tokenizer, model, "causal")
     loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)

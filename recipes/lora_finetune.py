@@ -50,7 +50,7 @@ def main() -> None:
     from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
-    from zerobook.modeling import load_causal_lm, load_tokenizer
+    from zerobook.modeling import check_fit, load_causal_lm, load_tokenizer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
@@ -61,6 +61,7 @@ def main() -> None:
 
     # The base is frozen (in 4 bits for QLoRA); small matrices beside every linear layer are trained.
     model = load_causal_lm(config, strategy, quantization=nf4(plan.precision) if config.load_in_4bit else None)
+    check_fit(model, tokenizer, data)
     model = add_lora(
         model,
         rank=config.lora_r,

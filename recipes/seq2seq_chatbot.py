@@ -66,7 +66,7 @@ def main() -> None:
     from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import SEQ2SEQ
-    from zerobook.modeling import check_positions, load_seq2seq_lm, load_tokenizer
+    from zerobook.modeling import check_fit, check_positions, load_seq2seq_lm, load_tokenizer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
@@ -78,6 +78,7 @@ def main() -> None:
     lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
     encoder = Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
     data = prepare(config, tokenizer, strategy, encoder=encoder, objective=SEQ2SEQ)
+    check_fit(model, tokenizer, data)
     collate = Seq2SeqCollator(
         tokenizer.pad_token_id,
         DecoderInput(model),

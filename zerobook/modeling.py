@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,19 +16,21 @@ from zerobook.errors import ConfigError
 from zerobook.resolve import Hardware
 from zerobook.strategy import Strategy
 
+if TYPE_CHECKING:
+    from zerobook.data.prepare import PreparedData
+
+MADE_OF = "made_of.json"
+"""What an initial model was made of stands beside it: another model or seed is another start."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
 def locate(name: str, strategy: Strategy) -> str:
-    """A name that ``from_pretrained`` takes; converts an embedded model once, on rank 0."""
+    """A name that ``from_pretrained`` takes; converts an embedded model once a node. Collective."""
     if not name.startswith(embedded.PREFIX):
         return name
     if name != f"{embedded.PREFIX}smollm2":
         raise ConfigError(f"model_name_or_path: {name}: the only embedded model is {embedded.PREFIX}smollm2.")
-    if strategy.is_main:
-        embedded.smollm2()
-    strategy.barrier()
-    return str(embedded.smollm2())
+    return str(strategy.once_per_node(embedded.smollm2))
 
 
 def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
@@ -54,18 +57,28 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
     return tokenizer
 
 
-def choose_attention(asked: str, hardware: Hardware, dtype: torch.dtype | str, precision: str, packing: bool = False) -> str:
-    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, else SDPA.
+def choose_attention(
+    asked: str, model_class: Any, hardware: Hardware, dtype: torch.dtype | str, precision: str, packing: bool = False
+) -> str | None:
+    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, where the model's class takes it.
 
     Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
     would compute it and throw it away.
+
+    Args:
+        model_class: None where the model's code comes with the model.
+
+    Returns:
+        None where transformers is to choose: SDPA, or eager for a model without it.
     """
     if asked != "auto":
         return asked
     half = dtype in (torch.bfloat16, torch.float16) or precision != "no"
-    if hardware.gpus and hardware.flash_attention and half:
+    flash = getattr(model_class, "_supports_flash_attn", False)
+    only = getattr(model_class, "_compatible_flash_implementations", None)  # GPT-OSS has kernels of its own
+    if hardware.gpus and hardware.flash_attention and half and flash and (not only or "flash_attention_2" in only):
         return "flash_attention_2"
-    return "flex_attention" if hardware.gpus and packing else "sdpa"
+    return "flex_attention" if hardware.gpus and packing and getattr(model_class, "_supports_flex_attn", False) else None
 
 
 def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
@@ -104,9 +117,10 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         name = locate(name, strategy)
         options["revision"] = config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
-    attention = choose_attention(config.attn_implementation, hardware, dtype, strategy.plan.precision, config.packing)
-    if strategy.is_main and config.attn_implementation == "auto":
-        print(f"attention: {attention}")
+    model_class = auto_class._model_mapping.get(type(model_config), None)
+    attention = choose_attention(
+        config.attn_implementation, model_class, hardware, dtype, strategy.plan.precision, config.packing
+    )
     options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
     if quantization is not None:
         options["quantization_config"] = quantization
@@ -114,6 +128,8 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         options["device_map"] = config.device_map
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
     model.config.use_cache = False
+    if strategy.is_main and config.attn_implementation == "auto":
+        print(f"attention: {model.config._attn_implementation}")
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
     return model
@@ -127,6 +143,36 @@ def check_positions(model: nn.Module, name: str, longest: int) -> None:
             f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
             f"Lower the lengths to {positions}, or take another model."
         )
+
+
+def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
+    """Raise `ConfigError` where the data has ids or lengths that the model's embeddings do not."""
+    views = [view for part in (data.train, *data.held_out.values()) for view in part.views]
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:  # which harms only where such tokens occur
+        largest = max([tokenizer.pad_token_id, *(max(view.store.ids.max(), view.store.labels.max()) for view in views)])
+        if largest >= rows:
+            raise ConfigError(
+                f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
+                f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
+            )
+    positions = absolute_positions(model)
+    longest = max(int((view.stops - view.starts if view.isolated else view.lengths).max()) for view in views)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"model_name_or_path: {type(model).__name__} has {positions} positions, and the longest sample has {longest} "
+            f"tokens. Lower --block_size (or --max_seq_length) to {positions}, or take another model."
+        )
+
+
+def absolute_positions(model: nn.Module) -> int | None:
+    """Rows of the model's table of positions; None where it has none (rotary or relative ones have no end)."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    tables = [
+        m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
+    ]
+    tables += [len(buffer) for buffer in model.buffers() if buffer.dim() == 2]  # GPT-J's sines
+    return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -146,16 +192,21 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 
     folder = Path(config.output_dir) / "initial_model"
     error: Exception | None = None
-    if strategy.is_main and not (folder / "config.json").exists():
+    source = locate(config_name, strategy)
+    made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
+    note = folder / MADE_OF
+    if strategy.is_main and not (note.exists() and json.loads(note.read_text()) == made_of):
         try:
-            source = locate(config_name, strategy) if config_name.startswith(embedded.PREFIX) else config_name
-            model_config = _from_pretrained(AutoConfig, source, "config_name", {"trust_remote_code": config.trust_remote_code})
+            options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
+            model_config = _from_pretrained(AutoConfig, source, "config_name", options)
             set_seed(config.seed)
             with strategy.initialising_whole():
                 model = auto_class.from_config(model_config, dtype=torch.float32)
             staging = folder.with_name("initial_model.partial")
             shutil.rmtree(staging, ignore_errors=True)
             model.save_pretrained(staging)
+            (staging / MADE_OF).write_text(json.dumps(made_of))
+            shutil.rmtree(folder, ignore_errors=True)
             staging.rename(folder)
         except Exception as caught:
             error = caught

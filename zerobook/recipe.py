@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Layout
@@ -95,20 +98,33 @@ def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> 
 def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: str = "model") -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
-    Weights are gathered whole, one at a time, to rank 0, from their fp32 masters.
+    Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
+    ``config.dtype``, whatever precision it was trained in; an adapter in fp32.
     """
+    from transformers import PreTrainedModel
+
+    from zerobook.modeling import DTYPES
+
+    model = strategy.unwrapped
+    whole = isinstance(model, PreTrainedModel)
+    dtype = torch.float32 if not whole else model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     folder = Path(config.output_dir) / name
     weights: dict[str, Any] = {}
     for key, parameter in strategy.trainable():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
-            weights[key] = tensor.to("cpu", copy=True)
+            weights[key] = tensor.to("cpu", dtype, copy=True)
         del tensor
     if strategy.is_main:
-        weights |= buffers(strategy.unwrapped)
-        strategy.unwrapped.save_pretrained(folder, state_dict=weights)
+        weights |= {key: buffer.to(dtype) for key, buffer in buffers(model).items()}
+        model.save_pretrained(folder, state_dict=weights)
+        if whole:
+            # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
+            file = folder / "config.json"
+            facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+            file.write_text(json.dumps(facts, indent=2) + "\n")
         tokenizer.save_pretrained(folder)
-        print(f"saved {folder}", flush=True)
+        print(f"saved {folder} ({str(dtype).removeprefix('torch.')})", flush=True)
     strategy.barrier()
     return folder
 

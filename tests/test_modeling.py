@@ -1,0 +1,164 @@
+"""Models fit their attention, their data and their exported files."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.causal_lm import CausalLMConfig
+from tests.harness import launch
+from zerobook.data.store import TokenStore, TokenWriter
+from zerobook.data.views import Documents, Part
+from zerobook.errors import ConfigError
+from zerobook.modeling import absolute_positions, check_fit, choose_attention, load_causal_lm
+from zerobook.recipe import save_model
+from zerobook.resolve import Hardware
+from zerobook.strategy import Strategy
+
+SMALL = {
+    "bloom": dict(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
+    "gemma2": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                   intermediate_size=32, vocab_size=64),
+    "mamba": dict(hidden_size=32, num_hidden_layers=1, vocab_size=64, state_size=4),
+    "gptj": dict(n_embd=32, n_layer=1, n_head=2, rotary_dim=8, n_positions=128, vocab_size=64),
+    "opt": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=32,
+                max_position_embeddings=128, vocab_size=64),
+}  # fmt: skip
+"""Architectures without SDPA, and with tables of positions of their own, as small as they go."""
+
+
+def alone(**more):
+    return SimpleNamespace(
+        rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
+        plan=SimpleNamespace(precision="no"), initialising_whole=lambda: Strategy.initialising_whole(None),
+        once_per_node=lambda work: work(), **more,
+    )  # fmt: skip
+
+
+def config(**keys):
+    return CausalLMConfig(dataset_name="x", **keys)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    for name, keys in SMALL.items():
+        AutoConfig.for_model(name, **keys).save_pretrained(folder / name)
+    return folder
+
+
+def fresh(small, name):
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small / name))
+
+
+@pytest.mark.parametrize("name", ["bloom", "gemma2", "mamba"])
+def test_models_without_sdpa_load(small, tmp_path, name):
+    model = load_causal_lm(config(config_name=str(small / name), output_dir=str(tmp_path)), alone())
+    assert type(model).__name__.lower().startswith(name) and model.config._attn_implementation != "sdpa"
+
+
+def test_attention_is_what_model_and_device_have(tiny):
+    from transformers import BloomForCausalLM, GPT2LMHeadModel, GptOssForCausalLM, LlamaForCausalLM
+
+    gpu, plain = Hardware(gpus=1, flash_attention=True), Hardware(gpus=1)
+    bf16 = torch.bfloat16
+    assert choose_attention("auto", LlamaForCausalLM, gpu, bf16, "no") == "flash_attention_2"
+    assert choose_attention("auto", LlamaForCausalLM, gpu, torch.float32, "bf16") == "flash_attention_2"
+    assert choose_attention("auto", LlamaForCausalLM, gpu, torch.float32, "no") is None
+    assert choose_attention("auto", LlamaForCausalLM, plain, bf16, "no") is None
+    assert choose_attention("auto", LlamaForCausalLM, plain, bf16, "no", packing=True) == "flex_attention"
+    assert choose_attention("auto", GPT2LMHeadModel, plain, bf16, "no", packing=True) is None
+    for without in (BloomForCausalLM, GptOssForCausalLM, None):
+        assert choose_attention("auto", without, gpu, bf16, "no") is None
+    assert choose_attention("eager", LlamaForCausalLM, gpu, bf16, "no") == "eager"
+    loaded = load_causal_lm(config(model_name_or_path=str(tiny / "llama")), alone())
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def prepared(folder, documents):
+    writer = TokenWriter(folder, shifted=True)
+    documents = [np.asarray(d, np.int32) for d in documents]
+    writer.append([(d, d) for d in documents])
+    writer.close({})
+    part = Part((Documents(TokenStore(folder), np.arange(len(documents))),), "")
+    return SimpleNamespace(train=part, held_out={})
+
+
+def test_samples_longer_than_a_models_positions_are_refused(tiny, small, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "gpt2")
+    gpt2, llama = (AutoModelForCausalLM.from_pretrained(tiny / name) for name in ("gpt2", "llama"))
+    llama.config.max_position_embeddings = 128
+    fits = prepared(tmp_path / "fits", [[1] * 5, [2] * 128])
+    longer = prepared(tmp_path / "longer", [[1] * 129, [2] * 5])
+    check_fit(gpt2, tokenizer, fits)
+    check_fit(llama, tokenizer, longer)  # rotary positions have no end
+    with pytest.raises(ConfigError, match="128 positions, and the longest sample has 129 tokens. Lower --block_size"):
+        check_fit(gpt2, tokenizer, longer)
+    held_out = SimpleNamespace(train=fits.train, held_out={"x": longer.train})
+    with pytest.raises(ConfigError, match="129 tokens"):
+        check_fit(gpt2, tokenizer, held_out)
+    assert [absolute_positions(fresh(small, name)) for name in SMALL] == [None, None, None, 128, 128]
+
+
+def test_ids_beyond_a_models_embeddings_are_refused_where_they_occur(tiny, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    rows = len(tokenizer)
+    seen, unseen = prepared(tmp_path / "seen", [[1, rows]]), prepared(tmp_path / "unseen", [[1, rows - 1]])
+    tokenizer.add_tokens(["<image>"])
+    check_fit(model, tokenizer, unseen)  # as Gemma 3, whose tokenizer has a token for images that its text model lacks
+    with pytest.raises(ConfigError, match=f"it has {rows + 1} tokens, .* uses id {rows}; .* embeddings for {rows}"):
+        check_fit(model, tokenizer, seen)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    with pytest.raises(ConfigError, match=f"uses id {rows + 1}"):
+        check_fit(model, tokenizer, unseen)
+
+
+def test_a_start_from_scratch_is_of_the_config_and_seed_that_are_asked_for(tiny, tmp_path):
+    def start(name, seed):
+        return load_causal_lm(config(config_name=str(tiny / name), output_dir=str(tmp_path), seed=seed), alone())
+
+    first, again, other = start("llama", 1), start("llama", 1), start("llama", 2)
+    weights = [next(model.parameters()) for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert type(start("gpt2", 2)).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("dtype, written", [("float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "float32")])
+def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, written):
+    """Whatever the strategy computes in: DeepSpeed casts the live model to bf16 and keeps the masters itself."""
+    from safetensors.torch import load_file
+
+    asked = config(model_name_or_path=str(tiny / "llama"), dtype=dtype, output_dir=str(tmp_path))
+    model = load_causal_lm(asked, alone())
+    model.config.dtype = model.dtype
+    masters = {name: p.detach().float() for name, p in model.named_parameters()}
+    model.to(torch.bfloat16)
+    strategy = alone(unwrapped=model, trainable=lambda: ((n, n) for n in masters), get_tensor=lambda name: masters[name])
+    folder = save_model(strategy, AutoTokenizer.from_pretrained(tiny / "llama"), asked)
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["dtype"] == written and saved["use_cache"] is True
+    assert {str(t.dtype) for t in load_file(folder / "model.safetensors").values()} == {f"torch.{written}"}
+    assert json.loads((folder / "generation_config.json").read_text()).get("use_cache", True) is True
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert again.dtype == getattr(torch, written) and again.config.use_cache
+
+
+@pytest.mark.launch
+def test_a_start_from_scratch_on_the_embedded_models_architecture(tiny, tmp_path, monkeypatch):
+    """Converting it is every rank's business; on rank 0 alone, it waited for the others for ever."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "zerobook").mkdir()
+    (tmp_path / "zerobook" / "SmolLM2-135M-Instruct").symlink_to(tiny / "llama")
+    run = launch(
+        "ddp", 2, "causal_lm", tmp_path / "run", config_name="embedded:smollm2", tokenizer_name="embedded:smollm2",
+        train_file=tiny / "few.jsonl", block_size=64, max_train_steps=2, per_device_train_batch_size=2,
+        dtype="bfloat16",
+    )  # fmt: skip
+    assert len(run.steps) == 2
+    assert run.event("run_start")["live"]["master_dtype"] == "float32"
