@@ -65,7 +65,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
         from zerobook import ops
 
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        ops.clear_stale_locks(print if first_here else lambda line: None)
+        ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
         if on_cpu:
             options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 OPS = {
@@ -65,7 +66,7 @@ def is_stale(lock: Path) -> bool:
     return age(lock) > STALE_AFTER_S and not is_held(lock)
 
 
-def clear_stale_locks(say: Callable[[str], None] = print) -> list[Path]:
+def clear_stale_locks(say: Callable[[str], None] = partial(print, flush=True)) -> list[Path]:
     """Remove locks that no process holds; returns them. ``say`` gets a line about each.
 
     Waits, at most `STALE_AFTER_S`, for one that nobody here holds and that is too young to tell: going on
