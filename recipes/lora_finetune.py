@@ -46,6 +46,7 @@ def main() -> None:
     from zerobook.data.collate import causal_collator
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import CausalEncoder
+    from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
     from zerobook.modeling import load_causal_lm, load_tokenizer
@@ -68,7 +69,8 @@ def main() -> None:
         seed=config.seed,
     )
     collate = causal_collator(tokenizer, model, packed=config.packing)
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL)
+    scorers = task_scorers(config, tokenizer, model, "causal")
+    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
     loop.run()
     save_model(strategy, tokenizer, config, name="adapter")
 

@@ -63,6 +63,7 @@ def main() -> None:
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import Seq2SeqEncoder
     from zerobook.evaluation.generation import GenerationScorer, decoding
+    from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import SEQ2SEQ
     from zerobook.modeling import check_positions, load_seq2seq_lm, load_tokenizer
@@ -94,7 +95,7 @@ def main() -> None:
     )
     tasks = getattr(model.config, "task_specific_params", None) or {}
     model.config.task_specific_params = tasks | {"chatbot": {"prefix": config.source_prefix}}
-    scorers = []
+    scorers: list = task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)
     if data.held_out:
         rows = ConcatDataset(list(data.held_out.values()))
         scorer = GenerationScorer(

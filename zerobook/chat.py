@@ -22,11 +22,12 @@ def chat(argv: list[str]) -> int:
     parser.add_argument("--max_new_tokens", type=_positive, default=256, help="tokens in an answer at most (default: 256)")
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 always takes the likeliest token (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--source_prefix", metavar="TEXT", default="", help="what a seq2seq model was trained to see first")
+    parser.add_argument("--source_prefix", metavar="TEXT", help="what a seq2seq model was trained to see first, if not saved")
     parser.add_argument("--trust_remote_code", action="store_true", help="run modelling code that comes with the model")
     asked = parser.parse_args(argv)
     loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
-    _talk(Conversation(loaded, asked.system, asked.source_prefix, asked.max_new_tokens, asked.temperature))
+    prefix = loaded.source_prefix if asked.source_prefix is None else asked.source_prefix
+    _talk(Conversation(loaded, asked.system, prefix, asked.max_new_tokens, asked.temperature))
     return 0
 
 

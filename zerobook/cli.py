@@ -10,6 +10,7 @@ HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
   doctor    where a strategy file leads on this machine, and everything that disagrees
+  data      prepare a recipe's data ahead, and look at it
   chat      talk to a trained model in the terminal
   eval      its accuracy on multiple-choice task files
 
@@ -19,6 +20,7 @@ Recipes are started with accelerate:
 
 COMMANDS = {
     "doctor": ("zerobook.doctor", "doctor"),
+    "data": ("zerobook.data.command", "data"),
     "chat": ("zerobook.chat", "chat"),
     "eval": ("zerobook.evaluation.tasks", "evaluate"),
 }

@@ -119,6 +119,7 @@ class RecipeConfig(BaseModel):
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
     eval_steps: int | None = Field(None, ge=1, description="evaluate every so many steps; always at the end")
+    eval_tasks: list[str] = Field([], description="multiple-choice task files, scored at every evaluation")
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
     save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
@@ -168,6 +169,9 @@ class RecipeConfig(BaseModel):
             if value and not Path(value).expanduser().exists():
                 found.append(f"{key}: no such file or folder: {value}")
         found += _unusable_folder("output_dir", self.output_dir)
+        for file in self.eval_tasks:
+            if not Path(file).expanduser().is_file():
+                found.append(f"eval_tasks: no such file: {file}")
         resume = self.resume_from_checkpoint
         if resume and resume != "auto" and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, or auto.")

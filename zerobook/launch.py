@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from datetime import timedelta
 from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.launcher import left_unsaid, parent_flags
 from zerobook.resolve import Hardware, LaunchPlan, resolve, true
+
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for each other before they call it a hang."""
 
 
 def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
@@ -55,8 +59,11 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     from zerobook.strategy.fsdp import FullyShardedStrategy
     from zerobook.strategy.zero import ZeroStrategy
 
+    # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
+    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
     options: dict[str, Any] = {
         "mixed_precision": plan.precision,
+        "kwargs_handlers": [group] if plan.world_size > 1 else [],
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "log_with": config.report_to or None,
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
@@ -66,14 +73,12 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
 
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
         ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
-        if on_cpu:
-            options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
         return ZeroStrategy(Accelerator(**options), plan)
     if plan.kind == "fsdp":
         if on_cpu:
             # accelerate chooses FSDP only for accelerators' distributed types, though FSDP2 itself runs on gloo
-            PartialState(cpu=True)
+            PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(**options)
         if on_cpu and plan.offload_param != "none":

@@ -257,13 +257,16 @@ class TrainingLoop:
             values = {"loss": last["loss"], "grad_norm": last["grad_norm"], "learning_rate": last["learning_rate"],
                       "tokens_per_second": rate, "epoch": self.progress.epoch}  # fmt: skip
             self.strategy.accelerator.log(values, step=last["step"])
-        # every rank holds the same sums, so all stop together
-        bad = [record for record in pending if not math.isfinite(record["loss"])]
+        # every rank holds the same sums and norms, so all stop together; fp16's scaler skips steps that overflow by itself
+        finite = ("loss",) if self.strategy.plan.precision == "fp16" else ("loss", "grad_norm")
+        bad = [(record, key) for record in pending for key in finite if not math.isfinite(record[key])]
         if bad:
+            record, key = bad[0]
+            what = {"loss": "the loss", "grad_norm": "the gradient norm"}[key]
             if self.log:
-                self.log.event("crash", reason="loss is not finite", step=bad[0]["step"], loss=str(bad[0]["loss"]))
+                self.log.event("crash", reason=f"{what} is not finite", step=record["step"], value=str(record[key]))
             raise DivergenceError(
-                f"step {bad[0]['step']}: the loss is {bad[0]['loss']}; nothing was saved since. Resume from the last "
+                f"step {record['step']}: {what} is {record[key]}; nothing was saved since. Resume from the last "
                 f"checkpoint with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
             )
 

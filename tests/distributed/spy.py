@@ -43,20 +43,31 @@ def write(record):
         file.write(json.dumps(record) + "\n")
 
 
+def samples(batch):
+    """The tokens of every sample in a batch, packed or not, without padding."""
+    if "position_ids" not in batch:
+        return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    found = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        cuts = (positions == 0).nonzero().flatten().tolist()[1:]
+        # padding is a sample of its own, of one token over and over
+        found += [part for part in ids.tensor_split(cuts) if len(set(part.tolist())) > 1]
+    return found
+
+
 def watch(loop, tokenizer):
     micro = Counter()
 
     def before_forward(model, args, kwargs):
         if not model.training:
-            return
+            return  # evaluation, and the probe of packed rows
         step = loop.progress.step + 1
         if step == hang_at:
             (output / "hanging").touch()
             time.sleep(3600)
         hashes = []
-        for ids, mask in zip(kwargs["input_ids"], kwargs["attention_mask"], strict=True):
-            text = tokenizer.decode(ids[mask.bool()])
-            hashes.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+        for ids in samples(kwargs):
+            hashes.append(hashlib.sha256(tokenizer.decode(ids).encode()).hexdigest()[:16])
         write({"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
         micro[step] += 1
 

@@ -34,6 +34,12 @@ class Loaded:
         """Tokens the model reads at most, on each side of a seq2seq model; None where positions are not limited."""
         return context_of(self.model.config)
 
+    @property
+    def source_prefix(self) -> str:
+        """What recipes/seq2seq_chatbot.py put before every source, as it left it in the model's config."""
+        tasks = getattr(self.model.config, "task_specific_params", None) or {}
+        return str(tasks.get("chatbot", {}).get("prefix", ""))
+
 
 def context_of(config: Any) -> int | None:
     """Positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from zerobook.errors import ConfigError, DataError, DivergenceError
 
 if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig
     from zerobook.evaluation.load import Kind
     from zerobook.strategy import Strategy
 
@@ -144,12 +145,21 @@ class Encoder:
         kind: ``causal`` or ``seq2seq``.
         apply_chat_template: the prompt becomes a user's turn in the tokenizer's chat template.
         max_length: tokens the model takes; longer prompts lose their beginning. None: no limit.
+        prefix: text that a seq2seq model was trained to see before every source.
 
     Raises:
         ConfigError: a template is asked for that the tokenizer does not have, or it cannot tell where its tokens lie.
     """
 
-    def __init__(self, tokenizer: Any, kind: Kind, *, apply_chat_template: bool = False, max_length: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        kind: Kind,
+        *,
+        apply_chat_template: bool = False,
+        max_length: int | None = None,
+        prefix: str = "",
+    ):
         if apply_chat_template and getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("--apply_chat_template: the tokenizer has no chat template. Leave the flag out.")
         if kind == "causal" and not tokenizer.is_fast:
@@ -161,6 +171,7 @@ class Encoder:
         self.kind = kind
         self.chat = apply_chat_template
         self.max_length = max_length
+        self.prefix = prefix
         self.cut = 0
         """Sequences that lost the beginning of their prompt."""
         bos = tokenizer.bos_token_id
@@ -173,7 +184,7 @@ class Encoder:
             turns = [{"role": "user", "content": prompt}]
             prompt = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         if self.kind == "seq2seq":
-            return self._seq2seq(prompt, choice)
+            return self._seq2seq(self.prefix + prompt, choice)
         text = prompt + ("" if self.chat else " ") + choice
         # together, because a token may reach over the boundary; such a one depends on the choice and belongs to it
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -281,7 +292,7 @@ class TaskScorer:
         tokenizer: its padding token is masked, so any serves.
         batch_size: choices in a forward, per process.
         kind: ``causal`` or ``seq2seq``.
-        apply_chat_template, max_length: see `Encoder`.
+        apply_chat_template, max_length, prefix: see `Encoder`.
 
     Raises:
         ConfigError: two tasks of one name, or see `Encoder`.
@@ -297,12 +308,13 @@ class TaskScorer:
         *,
         apply_chat_template: bool = False,
         max_length: int | None = None,
+        prefix: str = "",
     ):
         names = [task.name for task in tasks]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"--task: two task files are called {twice[0]}, so their results would be too. Rename one.")
-        encode = Encoder(tokenizer, kind, apply_chat_template=apply_chat_template, max_length=max_length)
+        encode = Encoder(tokenizer, kind, apply_chat_template=apply_chat_template, max_length=max_length, prefix=prefix)
         self.tasks = list(tasks)
         self.batch_size = batch_size
         self.pad_token_id = tokenizer.pad_token_id or 0
@@ -376,6 +388,17 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
 
 
 # --- the command
+def task_scorers(config: RecipeConfig, tokenizer: Any, model: nn.Module, kind: Kind, prefix: str = "") -> list[TaskScorer]:
+    """The scorer of ``config.eval_tasks`` for a training loop; none where no task is named."""
+    from zerobook.evaluation.load import context_of
+
+    if not config.eval_tasks:
+        return []
+    tasks = [read_task(file) for file in config.eval_tasks]
+    length = context_of(model.config)
+    return [TaskScorer(tasks, tokenizer, config.per_device_eval_batch_size, kind, max_length=length, prefix=prefix)]
+
+
 def evaluate(argv: list[str]) -> int:
     """``zerobook eval``: print the accuracy of a model on task files. Returns 0."""
     parser = argparse.ArgumentParser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
@@ -393,7 +416,7 @@ def evaluate(argv: list[str]) -> int:
     loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
     scorer = TaskScorer(
         tasks, loaded.tokenizer, asked.batch_size, loaded.kind,
-        apply_chat_template=asked.apply_chat_template, max_length=loaded.context,
+        apply_chat_template=asked.apply_chat_template, max_length=loaded.context, prefix=loaded.source_prefix,
     )  # fmt: skip
     _, table = scorer(None, loaded.model, progress=True)
     if scorer.cut:
