@@ -168,10 +168,10 @@ class RecipeConfig(BaseModel):
             value = getattr(self, key)
             if value and not Path(value).expanduser().exists():
                 found.append(f"{key}: no such file or folder: {value}")
+        found += _unusable_folder("output_dir", self.output_dir)
         for file in self.eval_tasks:
             if not Path(file).expanduser().is_file():
                 found.append(f"eval_tasks: no such file: {file}")
-        found += _unusable_folder("output_dir", self.output_dir)
         resume = self.resume_from_checkpoint
         if resume and resume != "auto" and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, or auto.")

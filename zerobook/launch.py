@@ -72,7 +72,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
         from zerobook import ops
 
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        ops.clear_stale_locks(print if first_here else lambda line: None)
+        ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
         return ZeroStrategy(Accelerator(**options), plan)
     if plan.kind == "fsdp":

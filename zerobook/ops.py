@@ -65,12 +65,13 @@ def is_stale(lock: Path) -> bool:
     return age(lock) > STALE_AFTER_S and not is_held(lock)
 
 
-def clear_stale_locks(say: Callable[[str], None] = print) -> list[Path]:
-    """Remove locks that no process holds; returns them. ``say`` gets a line about each.
+def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
+    """Remove locks that no process holds; returns them. ``say`` gets a line about each; it prints if unset.
 
     Waits, at most `STALE_AFTER_S`, for one that nobody here holds and that is too young to tell: going on
     would wait for it inside torch, for ever where its compile was killed.
     """
+    say = say or (lambda line: print(line, flush=True))
     removed = []
     for lock in locks():
         if lock.exists() and not is_held(lock) and not is_stale(lock):
