@@ -40,16 +40,17 @@ class Launches:
                 gradient_accumulation_steps=accumulation,
                 max_train_steps=10,
                 num_warmup_steps=2,
+                weight_decay=0.1,
                 logging_steps=5,
             )
             if recipe == "lora_finetune":
                 # Half of an adapter has no gradient at the first step; Adam would blow its rounding up to whole steps.
                 defaults |= dict(
                     train_file=self.tiny / "few.jsonl", max_train_samples=4, max_seq_length=64, lora_r=32, lora_alpha=32,
-                    learning_rate=2.5e-3, adam_epsilon=1e-6,
+                    learning_rate=5e-3, adam_epsilon=1e-6,
                 )  # fmt: skip
             else:
-                defaults |= dict(train_file=self.tiny / "chats.jsonl", block_size=64, learning_rate=3e-3)
+                defaults |= dict(train_file=self.tiny / "chats.jsonl", max_train_samples=8, block_size=64, learning_rate=3e-3)
             output = self.folder / f"run{next(self._number)}"
             self._done[key] = launch(strategy, processes, recipe, output, **(defaults | flags))
         return self._done[key]

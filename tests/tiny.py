@@ -1,6 +1,6 @@
 """Tiny models of the real classes, a tokenizer and data, made once and kept under .cache/.
 
-The Llama is trained for a moment, so that adapters on its frozen weights have something to adapt.
+The Llamas are trained for a moment, so that adapters on their frozen weights have something to adapt.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def _make(target: Path) -> None:
             torch.manual_seed(0)
             model = kind.from_config(config)
             if name == "llama":
-                _train(model, tokenizer)
+                _train(model, tokenizer, _chats(), epochs=2)
+            if name == "wide":  # forty times slower: fewer chats
+                _train(model, tokenizer, [chat for chats in _files().values() for chat in chats], epochs=3)
             if name == "bart":
                 model.final_logits_bias.normal_(std=0.5)  # 0 in new models, learnt in some released ones
             model.save_pretrained(target / name)
@@ -124,32 +127,55 @@ def seq2seq_rows(tokenizer, count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": source, "labels": [*target, end]} for source, target in ids]
 
 
-def _train(model, tokenizer) -> None:
-    import torch
-
-    from zerobook.data.collate import CausalCollator
+def causal_rows(tokenizer, chats: list[list[dict[str, str]]]) -> list[dict[str, list[int]]]:
+    """Chats as token rows of at most 64, with the assistant's turns supervised."""
     from zerobook.data.formats import Chat
     from zerobook.data.templates import CausalEncoder
-    from zerobook.loss import causal_lm_loss
+
+    encoded = CausalEncoder(tokenizer, length=64).encode([Chat(messages) for messages in chats])
+    return [{"input_ids": e.input_ids, "labels": e.labels} for e in encoded]
+
+
+def mean_loss(model, rows: list[dict[str, list[int]]]):
+    """transformers' own loss: the mean over the supervised tokens of ``rows``. It shares nothing with zerobook.loss."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    def padded(key: str, fill: int):
+        return pad_sequence([torch.as_tensor(row[key]).long() for row in rows], batch_first=True, padding_value=fill)
+
+    mask = pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], batch_first=True)
+    return model(input_ids=padded("input_ids", 0), attention_mask=mask, labels=padded("labels", -100)).loss
+
+
+def _train(model, tokenizer, chats: list[list[dict[str, str]]], epochs: int) -> None:
+    import torch
 
     torch.set_num_threads(1)
-    chats = [Chat(messages) for messages in _chats()[400:1200]]
-    rows = [{"input_ids": e.input_ids, "labels": e.labels} for e in CausalEncoder(tokenizer, length=64).encode(chats)]
-    collate = CausalCollator(0)
+    rows = causal_rows(tokenizer, chats)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for start in range(0, len(rows), 8):
-        batch = collate(rows[start : start + 8])
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        (causal_lm_loss(logits, batch["input_ids"]) / batch["input_ids"].numel()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    for epoch in range(epochs):
+        random.Random(epoch).shuffle(rows)
+        for start in range(0, len(rows), 8):
+            mean_loss(model, rows[start : start + 8]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        for name, chats in _files().items():
+            loss = mean_loss(model, causal_rows(tokenizer, chats)).item()
+            assert loss < 4, f"{name}: a tiny Llama is not trained: loss {loss:.2f}, and chance is ln 512 = 6.24"
+
+
+def _files() -> dict[str, list[list[dict[str, str]]]]:
+    """The chats of each data file."""
+    chats = [chat for chat in _chats() if 20 < sum(len(m["content"]) for m in chat) < 120]
+    chats = list({json.dumps(chat): chat for chat in chats}.values())  # the corpus repeats itself
+    return {"chats": chats[:96], "few": chats[:8], "epoch24": chats[100:124]}
 
 
 def _data(target: Path) -> None:
-    chats = [chat for chat in _chats() if 20 < sum(len(m["content"]) for m in chat) < 120]
-    chats = list({json.dumps(chat): chat for chat in chats}.values())  # the corpus repeats itself
-    for name, part in (("chats", chats[:96]), ("few", chats[:8]), ("epoch24", chats[100:124])):
+    for name, part in _files().items():
         lines = [json.dumps({"messages": chat}) for chat in part]
         (target / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     text = "\n".join(m["content"] for chat in _chats()[:400] for m in chat)

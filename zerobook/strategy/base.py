@@ -327,10 +327,17 @@ class Strategy:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Facts read from the live objects, not from the files: what really runs."""
-        first = next(p for _, p in self.trainable())
-        return {"strategy": self.plan.name, "zero_stage": None, "world_size": self.world_size,
-                "master_dtype": str(first.dtype).removeprefix("torch.")}  # fmt: skip
+        """Facts read from the live objects, not from the plan or the files: what really runs.
+
+        ``strategy`` is worded as `LaunchPlan.name`; ``wrapper`` is the class around the model, or none; ``masters`` is the
+        number of weights, as elements, that this rank's optimizer steps and that are in memory now.
+        """
+        trained = [p for _, p in self.trainable()]
+        wrapper = "none" if self.model is self.unwrapped else type(self.model).__name__
+        return {"strategy": {"none": "one process", "DistributedDataParallel": "DDP"}.get(wrapper, wrapper),
+                "wrapper": wrapper, "zero_stage": None, "world_size": self.world_size,
+                "master_dtype": str(trained[0].dtype).removeprefix("torch."),
+                "masters": sum(local(p).numel() for p in trained)}  # fmt: skip
 
 
 class ReplicatedStrategy(Strategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -73,6 +73,24 @@ class FullyShardedStrategy(Strategy):
 
     def _held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super()._held().items()}
+
+    def describe(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+        mesh = list(next(p for _, p in self.trainable()).device_mesh.shape)
+        # what lies outside the layers may stay gathered, whatever the file says: the root does so by itself
+        _, *inner = self.model.modules()
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
+        groups = [group for group in groups if group is not None]
+        offload = "cpu" if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else "none"
+        name = "FSDP2" if len(mesh) == 1 else f"FSDP2 hybrid {'x'.join(map(str, mesh))}"
+        return super().describe() | {
+            "strategy": name + (" (cpu offload)" if offload == "cpu" else ""),
+            "wrapper": FSDPModule.__name__,
+            "mesh": mesh,
+            "offload": {"optimizer": offload, "parameters": offload},
+            "reshard_after_forward": any(group._reshard_after_forward for group in groups),
+        }
 
 
 @contextmanager

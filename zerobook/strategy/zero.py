@@ -201,8 +201,24 @@ class ZeroStrategy(Strategy):
         return held
 
     def describe(self) -> dict[str, Any]:
+        zero, masters = self.deepspeed_optimizer, self._masters()
+        stage = int(self.model.zero_optimization_stage())
+        offload = {"optimizer": "none", "parameters": "none"}
+        if stage < 3 and zero.cpu_offload or stage == 3 and zero.offload_optimizer:
+            offload["optimizer"] = "cpu"
+        if stage == 3:
+            if zero.optimizer_swapper is not None:
+                offload["optimizer"] = "nvme"
+            if any(getattr(p, "nvme_swapper", None) is not None for p in self.model.parameters()):
+                offload["parameters"] = "nvme"
+            elif zero.offload_param:
+                offload["parameters"] = "cpu"
+        parts = [f"{what}: {where}" for what, where in offload.items() if where != "none"]
         return super().describe() | {
-            "zero_stage": int(self.model.zero_optimization_stage()),
-            "master_dtype": str(self._masters()[0].dtype).removeprefix("torch."),
+            "strategy": f"ZeRO-{stage}" + (f" ({', '.join(parts)} offload)" if parts else ""),
+            "zero_stage": stage,
+            "master_dtype": str(masters[0].dtype).removeprefix("torch."),
+            "masters": sum(master.numel() for master in masters),
             "optimizer_class": type(self._torch_optimizer()).__name__,
+            "offload": offload,
         }
