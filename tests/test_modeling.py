@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.causal_lm import CausalLMConfig
 from tests.harness import launch
-from zerobook.data.store import TokenStore, TokenWriter
+from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
 from zerobook.errors import ConfigError
 from zerobook.modeling import absolute_positions, check_fit, choose_attention, load_causal_lm
@@ -82,8 +82,7 @@ def test_attention_is_what_model_and_device_have(tiny):
 
 def prepared(folder, documents):
     writer = TokenWriter(folder, shifted=True)
-    documents = [np.asarray(d, np.int32) for d in documents]
-    writer.append([(d, d) for d in documents])
+    writer.append(Ragged.join([np.asarray(d, np.int32) for d in documents]))
     writer.close({})
     part = Part((Documents(TokenStore(folder), np.arange(len(documents))),), "")
     return SimpleNamespace(train=part, held_out={})
@@ -97,7 +96,7 @@ def test_samples_longer_than_a_models_positions_are_refused(tiny, small, tmp_pat
     longer = prepared(tmp_path / "longer", [[1] * 129, [2] * 5])
     check_fit(gpt2, tokenizer, fits)
     check_fit(llama, tokenizer, longer)  # rotary positions have no end
-    with pytest.raises(ConfigError, match="128 positions, and the longest sample has 129 tokens. Lower --block_size"):
+    with pytest.raises(ConfigError, match=r"128 positions, and the longest sample has 129 tokens\. Lower --block_size"):
         check_fit(gpt2, tokenizer, longer)
     held_out = SimpleNamespace(train=fits.train, held_out={"x": longer.train})
     with pytest.raises(ConfigError, match="129 tokens"):

@@ -204,7 +204,7 @@ class ZeroStrategy(Strategy):
         zero, masters = self.deepspeed_optimizer, self._masters()
         stage = int(self.model.zero_optimization_stage())
         offload = {"optimizer": "none", "parameters": "none"}
-        if stage < 3 and zero.cpu_offload or stage == 3 and zero.offload_optimizer:
+        if zero.cpu_offload if stage < 3 else zero.offload_optimizer:
             offload["optimizer"] = "cpu"
         if stage == 3:
             if zero.optimizer_swapper is not None:
