@@ -97,7 +97,7 @@ def test_samples_longer_than_a_models_positions_are_refused(tiny, small, tmp_pat
     longer = prepared(tmp_path / "longer", [[1] * 129, [2] * 5])
     check_fit(gpt2, tokenizer, fits)
     check_fit(llama, tokenizer, longer)  # rotary positions have no end
-    with pytest.raises(ConfigError, match="128 positions, and the longest sample has 129 tokens. Lower --block_size"):
+    with pytest.raises(ConfigError, match=r"128 positions, and the longest sample has 129 tokens. Lower --block_size"):
         check_fit(gpt2, tokenizer, longer)
     held_out = SimpleNamespace(train=fits.train, held_out={"x": longer.train})
     with pytest.raises(ConfigError, match="129 tokens"):
