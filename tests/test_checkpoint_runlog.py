@@ -9,8 +9,8 @@ import time
 import pytest
 
 from zerobook import ops
-from zerobook.checkpoint import store
-from zerobook.errors import CheckpointError
+from zerobook.checkpoint import state, store
+from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog, read
 
@@ -54,6 +54,79 @@ def test_a_step_saved_again_replaces_the_old_one_and_pruning_keeps_the_newest(tm
     assert [store.step_of(c) for c in removed] == [1]
     assert [store.step_of(c) for c in store.complete(store.folder_of(tmp_path))] == [2, 3]
     assert not [f for f in store.folder_of(tmp_path).iterdir() if f.name.startswith(".")]
+
+
+def steps(folder):
+    return [store.step_of(c) for c in store.complete(store.folder_of(folder))]
+
+
+def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tmp_path):
+    for step in (6, 12, 18):
+        make(tmp_path, step)
+    checkpoints = store.folder_of(tmp_path)
+    (aside,) = store.set_aside(checkpoints, 12)
+    assert aside.name == "step-000018.abandoned" and steps(tmp_path) == [6, 12]
+    assert store.find(tmp_path, "auto") == checkpoints / "step-000012"
+    assert store.find(tmp_path, str(aside)) == aside, "named in full, it can be had back"
+    new = make(tmp_path, 14)
+    assert [c.name for c in store.prune(checkpoints, 3)] == ["step-000018.abandoned"]
+    make(tmp_path, 18, b"newer")
+    store.set_aside(checkpoints, 14)
+    make(tmp_path, 18, b"newest")
+    (aside,) = store.set_aside(checkpoints, 14)
+    assert (aside / "tensors.bin").read_bytes() == b"newest", "given up twice"
+    store.prune(checkpoints, 1)
+    assert list(checkpoints.iterdir()) == [new], "a limit counts what was given up too"
+
+
+def test_checkpoints_of_two_runs_do_not_mix(tmp_path):
+    mine, other = make(tmp_path / "mine", 12), make(tmp_path / "other", 30)
+    assert store.find(tmp_path / "fresh", str(other)) == other
+    for asked in (other, tmp_path / "other"):
+        with pytest.raises(CheckpointError, match=r"another run than the 1 checkpoint.* in .*mine, the newest step-000012"):
+            store.find(tmp_path / "mine", str(asked))
+    assert store.find(tmp_path / "mine", str(mine)) == mine
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    assert store.find(tmp_path / "link", str(mine)) == mine
+
+
+def _on_a_node(rank, folder, cwds, output_dir, queue):
+    """One process of two, each with a working folder of its own, as nodes have disks of their own."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from zerobook.strategy import ReplicatedStrategy
+
+    os.chdir(cwds[rank])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    strategy = ReplicatedStrategy.__new__(ReplicatedStrategy)
+    strategy.accelerator = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0)
+    for attempt in (output_dir, str(folder / "shared")):
+        try:
+            state.check_shared(strategy, attempt)
+            queue.put((rank, "fine"))
+        except ConfigError as error:
+            queue.put((rank, str(error)))
+    dist.destroy_process_group()
+
+
+def test_nodes_that_do_not_share_the_output_folder_all_hear_of_it(tmp_path):
+    import torch.multiprocessing as mp
+
+    cwds = [tmp_path / "a", tmp_path / "b"]
+    for cwd in cwds:
+        cwd.mkdir()
+    (tmp_path / "file").touch()
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_on_a_node, (tmp_path, cwds, "run", queue), nprocs=2)
+    said = sorted(queue.get() for _ in range(4))
+    assert [rank for rank, text in said if "not seen on" in text and f"{tmp_path}/a/run" in text] == [0, 1]
+    assert [rank for rank, text in said if text == "fine"] == [0, 1]
+    assert not list((tmp_path / "shared").iterdir()) and not list((tmp_path / "a" / "run").iterdir())
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    mp.spawn(_on_a_node, (tmp_path, cwds, str(tmp_path / "file" / "run"), queue), nprocs=2)
+    assert [rank for rank, text in sorted(queue.get() for _ in range(4)) if "cannot be written to: Not a dir" in text] == [0, 1]
 
 
 def test_progress_round_trips_and_refuses_a_partial_record():

@@ -71,6 +71,7 @@ class TrainingLoop:
             micro=config.per_device_train_batch_size,
             accumulation=config.gradient_accumulation_steps,
         )
+        state.check_shared(strategy, config.output_dir)
         checkpoint = strategy.from_main(store.find(config.output_dir, config.resume_from_checkpoint))
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
@@ -150,11 +151,13 @@ class TrainingLoop:
         state.load(self.strategy, checkpoint)
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
+            aside = store.set_aside(store.folder_of(self.config.output_dir), self.progress.step)
             before = self.progress
             self.log.event(
                 "resume", checkpoint=str(checkpoint), step=before.step, cursor=before.cursor, samples=before.samples,
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
+                set_aside=[str(folder) for folder in aside],
             )  # fmt: skip
 
     # --- training

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerobook.checkpoint import state
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -168,10 +169,9 @@ def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
 def absolute_positions(model: nn.Module) -> int | None:
     """Rows of the model's table of positions; None where it has none (rotary or relative ones have no end)."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    tables = [
-        m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
-    ]
-    tables += [len(buffer) for buffer in model.buffers() if buffer.dim() == 2]  # GPT-J's sines
+    words = model.get_input_embeddings()
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines
     return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
 
 
@@ -192,6 +192,7 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 
     folder = Path(config.output_dir) / "initial_model"
     error: Exception | None = None
+    state.check_shared(strategy, config.output_dir)
     source = locate(config_name, strategy)
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
     note = folder / MADE_OF

@@ -98,3 +98,17 @@ def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     changed = flags(tiny) | {"model_name_or_path": tiny / "gpt2"}
     run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
     assert "CheckpointError" in run.text and "made by another model" in run.text and "transformer.wte.weight" in run.text
+
+
+@pytest.mark.launch
+def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tiny, tmp_path, killed):
+    output = tmp_path / "run"
+    shutil.copytree(killed.output, output)
+    back = flags(tiny) | {"resume_from_checkpoint": output / "checkpoints" / "step-000004", "save_total_limit": 1}
+    run = launch("single", 1, "causal_lm", output, max_train_steps=6, **back)
+    assert run.event("resume")["set_aside"] == [str(output / "checkpoints" / "step-000008.abandoned")]
+    assert [c.name for c in (output / "checkpoints").iterdir()] == ["step-000006"]
+
+    other = flags(tiny) | {"resume_from_checkpoint": killed.output}
+    run = launch("single", 1, "causal_lm", output, expect=1, **other)
+    assert "step-000008 is of another run than the 1 checkpoint(s) in" in run.text

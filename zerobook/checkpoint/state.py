@@ -8,20 +8,54 @@ holds more than one tensor and one file's buffer.
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from zerobook.checkpoint import store
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 from zerobook.strategy import MOMENTS, Strategy
 
 FILE_BYTES = 512 * 1024**2
 INDEX = "tensors.json"
 _KEYS = (None, *MOMENTS)
+
+
+def check_shared(strategy: Strategy, output_dir: str) -> None:
+    """Rank 0 writes the checkpoints, and every rank reads them: all nodes must see one ``output_dir``. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming the nodes that do not see rank 0's folder.
+    """
+    if strategy.world_size == 1:
+        return
+    folder = Path(output_dir)
+    token = problem = None
+    if strategy.is_main:
+        token = f".seen-by-all-{uuid4().hex}"  # a name that no earlier run can have left on a node's own disk
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / token).touch()
+        except OSError as error:
+            problem = f"output_dir: {folder.absolute()} cannot be written to: {error.strerror}."
+    token, problem, where = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
+    if problem is not None:
+        raise ConfigError(problem)
+    nodes: list[Any] = [None] * strategy.world_size
+    dist.all_gather_object(nodes, None if (folder / token).exists() else socket.gethostname())
+    if strategy.is_main:
+        (folder / token).unlink()
+    blind = sorted({node for node in nodes if node is not None})
+    if blind:
+        raise ConfigError(
+            f"output_dir: what rank 0 writes into {where} is not seen on {', '.join(blind)}. Checkpoints are read by all "
+            "nodes: give an --output_dir on a filesystem that they share, as an absolute path."
+        )
 
 
 def save(strategy: Strategy, progress: Progress, output_dir: str, config: dict[str, Any], keep: int | None) -> Path:

@@ -17,6 +17,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _NAME = re.compile(r"step-(\d+)$")
+_ABANDONED = re.compile(r"step-(\d+)\.abandoned$")
 
 
 def folder_of(output_dir: str | Path) -> Path:
@@ -89,7 +90,7 @@ def find(output_dir: str | Path, asked: str | None) -> Path | None:
     ``auto`` is the newest complete one under ``output_dir``, or None where there is none yet.
 
     Raises:
-        CheckpointError: a named folder that is not complete.
+        CheckpointError: a named folder that is not complete, or that is of another run than those in ``output_dir``.
     """
     if asked is None:
         return None
@@ -97,16 +98,38 @@ def find(output_dir: str | Path, asked: str | None) -> Path | None:
         return (complete(folder_of(output_dir)) or [None])[-1]
     checkpoint = Path(asked).expanduser()
     if not (checkpoint / MANIFEST).exists() and complete(folder_of(checkpoint)):
-        return complete(folder_of(checkpoint))[-1]  # a run's output_dir
+        checkpoint = complete(folder_of(checkpoint))[-1]  # a run's output_dir
     reason = damage(checkpoint)
     if reason is not None:
         raise CheckpointError(f"{reason}. Use --resume_from_checkpoint auto to take the newest complete one.")
+    own = complete(folder_of(output_dir))
+    if own and checkpoint.resolve().parent != folder_of(output_dir).resolve():
+        raise CheckpointError(
+            f"{checkpoint} is of another run than the {len(own)} checkpoint(s) in {output_dir}, the newest {own[-1].name}. "
+            "Mixed, nobody could tell which to go on from. Pass --resume_from_checkpoint auto to go on from those, or another "
+            "--output_dir."
+        )
     return checkpoint
 
 
+def set_aside(checkpoints: Path, step: int) -> list[Path]:
+    """Rename complete checkpoints later than ``step``, where the run goes on from, to ``step-N.abandoned``.
+
+    They belong to a branch that was given up: ``auto`` must not take them, and `prune` must not keep them instead of new
+    ones. Named in full, one of them can still be resumed. Returns the new names.
+    """
+    later = [checkpoint for checkpoint in complete(checkpoints) if step_of(checkpoint) > step]
+    renamed = [checkpoint.with_name(f"{checkpoint.name}.abandoned") for checkpoint in later]
+    for checkpoint, name in zip(later, renamed, strict=True):
+        shutil.rmtree(name, ignore_errors=True)
+        checkpoint.rename(name)
+    return renamed
+
+
 def prune(checkpoints: Path, keep: int | None) -> list[Path]:
-    """Delete all but the newest ``keep`` complete checkpoints; returns those deleted."""
-    old = complete(checkpoints)[:-keep] if keep else []
+    """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted."""
+    abandoned = sorted(c for c in checkpoints.iterdir() if _ABANDONED.match(c.name))
+    old = [*abandoned, *complete(checkpoints)][:-keep] if keep else []
     for checkpoint in old:
         shutil.rmtree(checkpoint)
     return old
