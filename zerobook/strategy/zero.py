@@ -198,7 +198,7 @@ class ZeroStrategy(Strategy):
         zero, masters = self.deepspeed_optimizer, self._masters()
         stage = int(self.model.zero_optimization_stage())
         offload = {"optimizer": "none", "parameters": "none"}
-        if stage < 3 and zero.cpu_offload or stage == 3 and zero.offload_optimizer:
+        if zero.offload_optimizer if stage == 3 else zero.cpu_offload:
             offload["optimizer"] = "cpu"
         if stage == 3:
             if zero.optimizer_swapper is not None:
@@ -214,5 +214,6 @@ class ZeroStrategy(Strategy):
             "master_dtype": str(masters[0].dtype).removeprefix("torch."),
             "masters": sum(master.numel() for master in masters),
             "optimizer_class": type(self._torch_optimizer()).__name__,
+            "sub_groups": len(masters),
             "offload": offload,
         }
