@@ -138,7 +138,7 @@ def sequence(found: dict[tuple[int, int, int], list[str]], first: int, last: int
 
 
 def calls(output: Path, rank: int = 0) -> dict[str, int]:
-    """Collective calls that the spy counted on ``rank`` over the whole run, by name."""
+    """What the spy counted on ``rank`` over the whole run: collectives by name, ``layer_forwards``, and most ``workers``."""
     counts: dict[str, int] = {}
     for line in (output / f"spy-{rank}.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -3,12 +3,14 @@
     accelerate launch ... tests/distributed/spy.py recipes/NAME.py [flags]
 
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
-given. Collectives are counted by wrapping torch.distributed before anything imports it.
+given. Collectives are counted by wrapping torch.distributed before anything imports it; forwards of layers
+(recomputed ones too) by hooks; and so are the processes that load data.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill.
 """
 
 import hashlib
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -17,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 
 COUNTS: Counter = Counter()
 
@@ -80,7 +83,14 @@ def watch(loop, tokenizer):
         write({"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
         micro[step] += 1
 
+    def before_layer(layer, args):
+        COUNTS["layer_forwards"] += layer.training
+        COUNTS["workers"] = max(COUNTS["workers"], len(multiprocessing.active_children()))
+
     loop.strategy.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    for layers in [m for m in loop.strategy.unwrapped.modules() if isinstance(m, nn.ModuleList)]:
+        for layer in layers:
+            layer.register_forward_pre_hook(before_layer)
 
 
 def main():

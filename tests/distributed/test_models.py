@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import launch
+from tests.harness import calls, launch
 
 full = pytest.mark.full
 ARCHITECTURES = [
@@ -52,8 +52,11 @@ def test_from_scratch_starts_alike_everywhere(tiny, tmp_path):
 def test_activation_checkpointing_workers_and_trackers_change_nothing(launches, tmp_path):
     plain = launches("zero2", 2, 2, 1)
     run = launches(
-        "zero2", 2, 2, 1, activation_checkpointing=True, dataloader_num_workers=1, report_to=["wandb", "tensorboard"]
+        "zero2", 2, 2, 1, activation_checkpointing=True, dataloader_num_workers=1, report_to=["wandb", "tensorboard"], spy={}
     )
+    counted = calls(run.output)
+    assert counted["layer_forwards"] == 2 * 2 * 10, "two layers, each run again in the backward pass, over ten steps"
+    assert counted["workers"] == 1
     assert largest_difference(run.losses, plain.losses) < TOLERANCE
     assert largest_difference(run.norms, plain.norms) < TOLERANCE
     assert list(run.output.rglob("events.out.tfevents*")), "tensorboard wrote nothing"
@@ -93,6 +96,7 @@ use_cpu: false
         str(file), 2, "causal_lm", tmp_path / "run", model_name_or_path=launches.tiny / "llama",
         train_file=launches.tiny / "chats.jsonl", validation_split_percentage=0, per_device_train_batch_size=1,
         max_train_steps=10, num_warmup_steps=2, logging_steps=5, block_size=64, learning_rate=3e-3,
+        max_train_samples=8, weight_decay=0.1,
     )  # fmt: skip
     start = run.event("run_start")
     assert start["live"]["zero_stage"] == 3 and start["live"]["optimizer_class"] == "DeepSpeedCPUAdam"

@@ -24,7 +24,7 @@ def test_bf16_is_near_fp32(launches, strategy):
     assert start["live"]["master_dtype"] == "float32"
     difference = largest_difference(run.losses, one.losses)
     assert 1e-6 < difference < BF16_TOLERANCE, "equal to fp32 would mean that bf16 was not used"
-    assert run.losses[-1] < 0.8 * run.losses[0]
+    assert run.losses[-1] < 0.75 * run.losses[0]
 
 
 @pytest.mark.gpu
@@ -55,21 +55,39 @@ def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_p
     stage = 2 if "zero2" in name else 3
     assert run.event("run_start")["live"]["zero_stage"] == stage
     assert "which is used (in memory" in run.text
-    rates = [s["learning_rate"] for s in run.steps]
-    # the file's WarmupDecayLR sets the rate: it rises, falls, and is not divided by the number of processes
-    assert max(rates) == pytest.approx(3e-3, rel=0.01) and rates[-1] < max(rates)
+    # the file's WarmupDecayLR sets the rate: log(step) up to the peak in 2 steps, then 6 - 2 equal steps down to 0
+    assert [s["learning_rate"] for s in run.steps] == pytest.approx([0, 3e-3, 3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
     assert run.losses[-1] < run.losses[1]
+
+
+def test_every_layer_of_the_base_is_nf4_with_double_quantisation(tiny):
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM
+
+    from zerobook.adapters import nf4
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4("no"))
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 2 * 7
+    for layer in layers:
+        state = layer.weight.quant_state
+        assert state.quant_type == "nf4" and state.nested
+        assert layer.weight.dtype == layer.compute_dtype == torch.float32, "stored as it is computed, for FSDP"
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", pytest.param("zero3", marks=pytest.mark.full)])
 def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
     whole = launches(strategy, 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
-    assert whole.losses[-1] < 0.85 * whole.losses[0]
+    assert whole.losses[-1] < 0.75 * whole.losses[0]
     held = [rank["parameters"] for rank in whole.event("memory")["per_rank_bytes"]]
     if strategy in ("fsdp", "zero3"):  # the packed 4-bit base is sharded with the rest
         replicated = launches("ddp", 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
         assert max(held) < 0.6 * replicated.event("memory")["per_rank_bytes"][0]["parameters"]
+    else:  # embedding and adapters stay in fp32
+        unquantised = launches("single", 1, 4, 1, "lora_finetune")
+        assert max(held) < 0.7 * unquantised.event("memory")["per_rank_bytes"][0]["parameters"]
+        assert abs(whole.losses[0] - unquantised.losses[0]) > 1e-3, "4 bits round"
     adapter = whole.output / "adapter"
     from safetensors.torch import load_file
 

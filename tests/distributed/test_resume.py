@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 
 import pytest
 
-from tests.distributed.test_parity import largest_difference
+from tests.distributed.test_parity import largest_difference, pieces
 from tests.harness import launch, seen, sequence
 
 STEPS = 18  # three epochs of 24 samples in steps of 4
@@ -16,7 +17,7 @@ KILLED_IN = 10  # the middle of epoch 2; the last checkpoint is of step 8
 def flags(tiny):
     return dict(
         model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=128,
-        num_train_epochs=3, per_device_train_batch_size=2, learning_rate=3e-3, save_steps=4, logging_steps=1,
+        num_train_epochs=3, per_device_train_batch_size=2, learning_rate=3e-3, weight_decay=0.1, save_steps=4, logging_steps=1,
     )  # fmt: skip
 
 
@@ -28,30 +29,56 @@ def uninterrupted(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def killed(tiny, tmp_path_factory):
-    output = tmp_path_factory.mktemp("killed") / "run"
-    return launch("zero2", 2, "causal_lm", output, spy={"hang_at_step": KILLED_IN}, **flags(tiny))
+def launcher(tmp_path_factory):
+    """What `launch` takes for a strategy's name: ``zero3_pieces`` is ZeRO-3 cut into many buckets and sub-groups."""
+    cut = pieces(tmp_path_factory.mktemp("pieces"), 3)
+    return lambda strategy: cut if strategy == "zero3_pieces" else strategy
 
 
-CONTINUED = [("zero2", 2), ("zero3", 2), ("fsdp", 2), ("single", 1), ("ddp", 4), ("zero1", 2), ("zero3_offload", 4)]
-SAMPLE = [("zero3", 2), ("single", 1), ("ddp", 4)]
+@pytest.fixture(scope="module")
+def killed_under(tiny, tmp_path_factory, launcher):
+    """A run killed in step `KILLED_IN`, by the strategy it ran under; each is launched once."""
+
+    @cache
+    def made(strategy):
+        output = tmp_path_factory.mktemp("killed") / "run"
+        return launch(launcher(strategy), 2, "causal_lm", output, spy={"hang_at_step": KILLED_IN}, **flags(tiny))
+
+    return made
 
 
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    "strategy, processes",
-    [pytest.param(*c, marks=[] if c in SAMPLE else [pytest.mark.full], id=f"{c[0]}-on-{c[1]}") for c in CONTINUED],
-)
-def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed, strategy, processes):
+@pytest.fixture
+def killed(killed_under):
+    return killed_under("zero2")
+
+
+CONTINUED = [
+    ("zero2", "zero2", 2), ("zero2", "zero3", 2), ("zero2", "zero3_pieces", 2), ("zero2", "fsdp", 2), ("zero2", "single", 1),
+    ("zero2", "ddp", 4), ("zero2", "zero1", 2), ("zero2", "zero3_offload", 4), ("zero3_pieces", "fsdp", 2),
+    ("zero3_pieces", "zero2", 2), ("fsdp", "zero3", 2), ("fsdp", "single", 1),
+]  # fmt: skip
+"""(strategy that wrote the checkpoint on two processes, strategy and processes that go on)"""
+SAMPLE = [("zero2", "zero3_pieces", 2), ("zero2", "single", 1), ("zero2", "ddp", 4), ("zero3_pieces", "fsdp", 2)]
+
+
+def cases():
+    for case in CONTINUED:
+        marks = [] if case in SAMPLE else [pytest.mark.full]
+        yield pytest.param(*case, marks=[pytest.mark.launch, *marks], id="{}-then-{}-on-{}".format(*case))
+
+
+@pytest.mark.parametrize("before, strategy, processes", list(cases()))
+def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed_under, launcher, before, strategy, processes):
     whole, hashes = uninterrupted
     assert len(set(hashes)) == 24 and len(hashes) == 72, "every sample once an epoch"
     assert hashes[:24] != hashes[24:48], "epochs are shuffled apart"
+    killed = killed_under(before)
     output = tmp_path / "run"
     shutil.copytree(killed.output, output)
     for file in output.glob("spy-*"):
         file.unlink()
 
-    run = launch(strategy, processes, "causal_lm", output, spy={}, resume_from_checkpoint="auto", **flags(tiny))
+    run = launch(launcher(strategy), processes, "causal_lm", output, spy={}, resume_from_checkpoint="auto", **flags(tiny))
 
     resumed = run.event("resume")
     assert resumed["step"] == 8 and resumed["cursor"] == 32
@@ -75,7 +102,7 @@ def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
     nvme = flags(tiny) | {"model_name_or_path": tiny / "wide", "max_train_steps": 8, "learning_rate": 1e-3}
     whole = launch("zero3_nvme", 2, "causal_lm", tmp_path / "whole", **nvme)
     swapped = {f.name: f.stat().st_size for f in (tmp_path / "whole" / "nvme_offload").rglob("*.swp")}
-    assert sum(swapped.values()) > 2 * 4 * 128 * 8192, "the wide tensors must really be on disk"
+    assert sum(swapped.values()) > 3 * 4 * 3 * 128 * 8192, "the wide tensors must really be on disk"
     checkpoint = whole.output / "checkpoints" / "step-000004"
     for strategy in ("zero3_nvme", "zero2"):
         run = launch(strategy, 2, "causal_lm", tmp_path / strategy, resume_from_checkpoint=checkpoint, **nvme)

@@ -204,7 +204,7 @@ class ZeroStrategy(Strategy):
         zero, masters = self.deepspeed_optimizer, self._masters()
         stage = int(self.model.zero_optimization_stage())
         offload = {"optimizer": "none", "parameters": "none"}
-        if zero.cpu_offload if stage < 3 else zero.offload_optimizer:
+        if zero.offload_optimizer if stage == 3 else zero.cpu_offload:
             offload["optimizer"] = "cpu"
         if stage == 3:
             if zero.optimizer_swapper is not None:
@@ -220,5 +220,6 @@ class ZeroStrategy(Strategy):
             "master_dtype": str(masters[0].dtype).removeprefix("torch."),
             "masters": sum(master.numel() for master in masters),
             "optimizer_class": type(self._torch_optimizer()).__name__,
+            "sub_groups": len(masters),
             "offload": offload,
         }

@@ -1,0 +1,79 @@
+"""The loss and the learning rate against transformers' own: nothing here is compared with itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
+
+from tests.tiny import causal_rows, seq2seq_rows
+from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
+from zerobook.data.embedded import rows as embedded_rows
+from zerobook.loss import causal_lm_loss, seq2seq_loss
+from zerobook.schedule import learning_rate_schedule
+
+
+def test_causal_loss_is_the_models_own_times_the_supervised_tokens(tiny):
+    """Through the collator, so that the labels still belong to the ids they stand beside."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama").eval()
+    rows = causal_rows(tokenizer, [row["messages"] for row in embedded_rows("chatterbot")][:6])
+    assert len({len(row["input_ids"]) for row in rows}) > 2, "some must be padded"
+    batch = CausalCollator(tokenizer.pad_token_id)(rows)
+    supervised = sum((torch.as_tensor(row["labels"][1:]) != -100).sum().item() for row in rows)
+    assert 0 < supervised < sum(len(row["input_ids"]) - 1 for row in rows)
+    with torch.no_grad():
+        output = model(**batch)
+        ours = causal_lm_loss(output.logits, batch["labels"])
+        # each row alone, without the collator: padding and masking change nothing
+        alone = 0.0
+        for row in rows:
+            ids, labels = (torch.as_tensor(row[key]).long()[None] for key in ("input_ids", "labels"))
+            alone += model(input_ids=ids, labels=labels).loss.item() * (labels[:, 1:] != -100).sum().item()
+    assert ours.item() == pytest.approx(output.loss.item() * supervised, rel=1e-6)
+    assert ours.item() == pytest.approx(alone, rel=1e-5)
+
+
+def test_seq2seq_loss_is_the_models_own_times_the_supervised_tokens(tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "bart")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny / "bart").eval()
+    rows = seq2seq_rows(tokenizer, 6)
+    batch = Seq2SeqCollator(tokenizer.pad_token_id, DecoderInput(model))(rows)
+    supervised = sum(len(row["labels"]) for row in rows)
+    with torch.no_grad():
+        own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"])
+        labels = batch.pop("labels")
+        ours = seq2seq_loss(model(**batch).logits, labels)
+    assert ours.item() == pytest.approx(own.loss.item() * supervised, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [causal_lm_loss, seq2seq_loss])
+def test_nothing_supervised_is_0_with_a_gradient_of_0(loss):
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    value = loss(logits, torch.full((2, 3), -100))
+    value.backward()
+    assert value.item() == 0 and logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant", "constant_with_warmup", "polynomial"])
+def test_schedule_is_transformers_own_stepped(name, warmup):
+    total, peak = 20, 3e-3
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
+    stepped = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    rate = learning_rate_schedule(name, peak=peak, warmup=warmup, total=total)
+    expected = []
+    for _ in range(total + 1):
+        expected.append(stepped.get_last_lr()[0])
+        optimizer.step()
+        stepped.step()
+    assert [rate(step) for step in range(total + 1)] == pytest.approx(expected, rel=1e-12)
+    # and what anybody knows of the shapes, without transformers
+    warms = warmup > 0 and name != "constant"
+    assert rate(0) == (0 if warms else peak) and rate(warmup) == peak
+    if warms:
+        assert rate(warmup // 2) == pytest.approx(peak / 2)
+    end = {"constant": peak, "constant_with_warmup": peak, "linear": 0, "cosine": 0, "polynomial": 1e-7}
+    assert rate(total) == pytest.approx(end[name], abs=1e-12)
+    middle = {"linear": peak / 2, "cosine": peak / 2, "polynomial": (peak + 1e-7) / 2}
+    assert rate((warmup + total) // 2) == pytest.approx(middle.get(name, peak), abs=1e-12)
