@@ -90,7 +90,8 @@ def watch(loop, tokenizer):
     loop.strategy.model.register_forward_pre_hook(before_forward, with_kwargs=True)
     for layers in [m for m in loop.strategy.unwrapped.modules() if isinstance(m, nn.ModuleList)]:
         for layer in layers:
-            layer.register_forward_pre_hook(before_layer)
+            # transformers recomputes a layer's forward without the layer's own hooks, and with those of its parts
+            next(layer.children(), layer).register_forward_pre_hook(before_layer)
 
 
 def main():

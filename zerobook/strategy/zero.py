@@ -96,8 +96,16 @@ class ZeroStrategy(Strategy):
 
     def materialise_optimizer(self) -> None:
         zero = self.deepspeed_optimizer
-        if any(state for state in self._states()):
-            return
+        if not any(state for state in self._states()):
+            self._make_states()
+        if self.plan.zero_stage != 3:
+            # DeepSpeed links states to parameters once, in its first group's step, when a second group has none yet.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _make_states(self) -> None:
+        """Zero moments for every master, as the first step would make them."""
+        zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3 and zero.swap_optimizer:
             # Swapped-out state exists only once the optimizer has run: one step at rate 0 on zero gradients.
             rates = [group["lr"] for group in zero.optimizer.param_groups]
@@ -115,8 +123,6 @@ class ZeroStrategy(Strategy):
             return
         for master in self._masters():
             zero_state(zero.optimizer, master)
-        if self.plan.zero_stage != 3:
-            zero._lazy_init_hp_params_optimizer_state()
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
