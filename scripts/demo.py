@@ -144,7 +144,7 @@ def report() -> bool:
         )
     kept = [s for s in steps if s["attempt"] == 1 and s["step"] <= resumed["step"]] + [s for s in steps if s["attempt"] == 2]
     ids = [i for step in kept for i in step["ids"]]
-    order = SampleOrder(starts[0]["data"]["train"], seed=starts[0]["config"]["seed"]).ids(0, len(ids)).tolist()
+    order = SampleOrder([starts[0]["data"]["train"]], seed=starts[0]["config"]["seed"]).ids(0, len(ids)).tolist()
     same = ids == order
     print(f"  resumed at step {resumed['step']}; {len(ids)} samples came in {'the' if same else 'NOT the'} order "
           "of a run that was never stopped")  # fmt: skip
