@@ -15,13 +15,13 @@ from zerobook.data.sampler import Mixture, Permutation, SampleOrder
 class Rows(list):
     """Rows with one supervised token each."""
 
-    @property
-    def supervised(self):
-        return np.ones(len(self), np.int64)
+    filler = 0
 
-    @property
-    def lengths(self):
-        return np.array([len(row["input_ids"]) for row in self])
+    def supervised_of(self, ids):
+        return np.ones(len(ids), np.int64)
+
+    def lengths_of(self, ids):
+        return np.array([len(self[row]["input_ids"]) for row in ids])
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**32), st.integers(0, 100))

@@ -82,6 +82,9 @@ class RecipeConfig(BaseModel):
     validation_split_percentage: float = Field(
         5, ge=0, lt=100, description="share held out where the data has no validation split (percent)"
     )
+    streaming: bool = Field(
+        False, description="prepare the training data shard by shard while training, instead of all of it before"
+    )
     max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples (blocks, for text)")
     max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples (blocks, for text)")
     format: Format | None = Field(None, description="shape of the samples; unset reads it off the columns")
@@ -164,6 +167,7 @@ class RecipeConfig(BaseModel):
             found.append(f"datasets: {names.count(name)} of them are called {name!r}. Give each a name of its own.")
         if self.packing and self.group_by_length:
             found.append("group_by_length: packed rows are all about full, so there is nothing to group. Drop it or packing.")
+        found += self._streaming_problems() if self.streaming else []
         for key in ("train_file", "validation_file", "chat_template"):
             value = getattr(self, key)
             if value and not Path(value).expanduser().exists():
@@ -180,6 +184,16 @@ class RecipeConfig(BaseModel):
                 f"num_warmup_steps: {self.num_warmup_steps} warm-up steps do not fit into "
                 f"max_train_steps={self.max_train_steps}. Lower one or raise the other."
             )
+        return found
+
+    def _streaming_problems(self) -> list[str]:
+        found = []
+        if self.max_train_steps is None:
+            found.append("streaming: nobody has counted a stream's samples, so epochs have no length. Give --max_train_steps.")
+        if self.max_train_samples is not None or any(spec.limit for spec in self.datasets or []):
+            found.append("streaming: max_train_samples and limit choose from data that is counted. Drop them, or streaming.")
+        if len(self.datasets or []) > 1 and not all(spec.weight for spec in self.datasets or []):
+            found.append("streaming: a mixture of streams is mixed by weight. Give each entry under datasets a weight.")
         return found
 
 

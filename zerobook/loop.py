@@ -100,8 +100,8 @@ class TrainingLoop:
         train, progress = self.data.train, self.progress
         if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
             raise CheckpointError(
-                f"{checkpoint}: it was trained on {progress.data_size} samples with fingerprint {progress.data_fingerprint}; "
-                f"the data is now {len(train)} samples with fingerprint {train.fingerprint}. Bring back the data, tokenizer "
+                f"{checkpoint}: it was trained on {_amount(progress.data_size)} with fingerprint {progress.data_fingerprint}; "
+                f"the data is now {_amount(len(train))} with fingerprint {train.fingerprint}. Bring back the data, tokenizer "
                 "and lengths of its config.json, or start a new run from the exported model."
             )
         progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
@@ -110,10 +110,9 @@ class TrainingLoop:
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
         end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(part))
-        order = SampleOrder(
-            part.sizes, seed=progress.seed, weights=self.data.weights, dropped=part.dropped,
-            lengths=part.lengths if config.group_by_length else None,
-        )  # fmt: skip
+        order = part.order(
+            seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
+        )
         return Feed(
             part, order, self.layout, self.collate, cursor=progress.cursor, end=end,
             workers=config.dataloader_num_workers, pin_memory=self.strategy.device.type == "cuda",
@@ -138,7 +137,7 @@ class TrainingLoop:
             versions=versions(),
         )
         tqdm.write(f"live engine: {describe_line(strategy.describe())}")
-        tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {len(self.data.train)} samples")
+        tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {_amount(len(self.data.train))}")
         if config.num_warmup_steps > self.total_steps:
             tqdm.write(
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
@@ -225,7 +224,7 @@ class TrainingLoop:
         before = progress.cursor
         progress.step += 1
         progress.cursor = plan.cursor
-        progress.epoch = plan.cursor / progress.data_size
+        progress.epoch = self.feed.order.epoch(plan.cursor)
         progress.samples += plan.samples
         progress.tokens += plan.tokens
         self._pending.append(
@@ -252,6 +251,8 @@ class TrainingLoop:
         rate = (tokens - self._window[1]) / max(now - self._window[0], 1e-9)
         self._window = (now, tokens)
         if self.log:
+            for facts in self.feed.order.news():
+                self.log.event("shard", **facts)
             for record in pending:
                 record["ids"] = record["ids"][record["ids"] >= 0].tolist()
             self.log.steps(pending)
@@ -349,6 +350,7 @@ class TrainingLoop:
         """A checkpoint of this step. Losses are flushed first, so a non-finite one is never saved over."""
         self._flush()
         self.progress.scaler = self.strategy.scaler_state()
+        self.progress.stream = self.feed.order.passed
         start = time.monotonic()
         record = {"asked": self.strategy.plan.asked, "config": self.config.model_dump()}
         folder = state.save(self.strategy, self.progress, self.config.output_dir, record, self.config.save_total_limit)
@@ -356,6 +358,10 @@ class TrainingLoop:
             seconds = round(time.monotonic() - start, 3)
             self.log.event("checkpoint", step=self.progress.step, folder=str(folder), seconds=seconds)
             tqdm.write(f"step {self.progress.step}: checkpoint {folder}")
+
+
+def _amount(samples: int) -> str:
+    return f"{samples} samples" if samples else "a stream"
 
 
 def batch_arithmetic(layout: Layout) -> str:

@@ -148,17 +148,17 @@ def check_positions(model: nn.Module, name: str, longest: int) -> None:
 
 def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
     """Raise `ConfigError` where the data has ids or lengths that the model's embeddings do not."""
-    views = [view for part in (data.train, *data.held_out.values()) for view in part.views]
+    parts = [data.train, *data.held_out.values()]
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:  # which harms only where such tokens occur
-        largest = max([tokenizer.pad_token_id, *(max(view.store.ids.max(), view.store.labels.max()) for view in views)])
+        largest = max([tokenizer.pad_token_id, *(part.largest_id for part in parts)])
         if largest >= rows:
             raise ConfigError(
                 f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
                 f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
             )
     positions = absolute_positions(model)
-    longest = max(int((view.stops - view.starts if view.isolated else view.lengths).max()) for view in views)
+    longest = max(part.longest_sample for part in parts)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"model_name_or_path: {type(model).__name__} has {positions} positions, and the longest sample has {longest} "

@@ -35,9 +35,11 @@ class Progress:
     world_size: int = 0
     """processes that wrote this record"""
     data_size: int = 0
-    """samples per epoch"""
+    """samples per epoch; 0 for a stream"""
     data_fingerprint: str = ""
     """of the tokenized training data; another one means another run"""
+    stream: list[list[int]] | None = None
+    """rows of each shard that a stream has reached, in the order of the run, per dataset"""
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
     detector: dict[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from zerobook.data.sampler import SampleOrder
 
 if TYPE_CHECKING:
+    from zerobook.data.stream import Stream, StreamOrder
     from zerobook.data.views import Part
 
 FILLER = -1
@@ -55,17 +56,13 @@ class StepPlan:
 
 
 class _Rows(Dataset):
-    def __init__(self, rows: Part, filler: int):
+    def __init__(self, rows: Part | Stream):
         self.rows = rows
-        self.filler = filler
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index != FILLER:
             return self.rows[index]
-        row = self.rows[self.filler]
+        row = self.rows[self.rows.filler]
         return row | {"labels": np.full_like(row["labels"], IGNORE)}
 
 
@@ -73,7 +70,7 @@ class Feed:
     """Iterates over (`StepPlan`, this process's micro-batches of that step).
 
     Args:
-        part: the tokenized rows, see `zerobook.data.views.Part`.
+        part: the tokenized rows.
         order: the rows' order.
         layout: this process's cut of each global batch.
         collate: list of rows -> dict of tensors.
@@ -84,8 +81,8 @@ class Feed:
 
     def __init__(
         self,
-        part: Part,
-        order: SampleOrder,
+        part: Part | Stream,
+        order: SampleOrder | StreamOrder,
         layout: Layout,
         collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
         *,
@@ -94,8 +91,6 @@ class Feed:
         workers: int = 0,
         pin_memory: bool = False,
     ):
-        self.supervised = part.supervised
-        self.lengths = part.lengths
         self.order = order
         self.layout = layout
         self.cursor = cursor
@@ -110,16 +105,16 @@ class Feed:
         """Optimizer steps left from the cursor on."""
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
 
-    def padding(self, rows: int = 100_000) -> float:
+    def padding(self, rows: int = 2_000) -> float:
         """Share of the tokens in micro-batches that are padding, over the next ``rows`` rows at most."""
         ids, _ = self.order.take(self.cursor, rows, self.end)
         micro = min(self.layout.micro, len(ids))
         ids = ids[: len(ids) // micro * micro]
-        lengths = self.lengths[ids].reshape(-1, micro)
+        lengths = self.part.lengths_of(ids).reshape(-1, micro)
         return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
-        rows = _Rows(self.part, filler=int(np.argmax(self.supervised > 0)))
+        rows = _Rows(self.part)
         batches = iter(
             DataLoader(
                 rows, batch_sampler=self._batches(), collate_fn=self.collate, num_workers=self.workers,
@@ -142,7 +137,7 @@ class Feed:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
-            tokens = int(self.supervised[ids].sum())
+            tokens = int(self.part.supervised_of(ids).sum())
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
             self._planned.append(StepPlan(ids=padded, cursor=cursor, tokens=tokens))

@@ -26,6 +26,7 @@ from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded
 from zerobook.data.sources import Source, Splits, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
+from zerobook.data.stream import Stream
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report
 from zerobook.errors import DataError
@@ -42,7 +43,7 @@ LISTED = 50
 class PreparedData:
     """``held_out`` by dataset; empty where nothing is held out. ``report`` says what became of the samples."""
 
-    train: Part
+    train: Part | Stream
     held_out: dict[str, Part]
     weights: list[float] | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -83,6 +84,9 @@ def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, encoder
     library = Library(config, tokenizer, encoder, objective)
     workers = _ONLY.get() or config.preprocessing_num_workers or 1
     data = library.open(strategy.once_per_node(lambda: library.tokenize(workers)))
+    if config.streaming:
+        ahead = workers if strategy.accelerator.is_local_main_process and not _ONLY.get() else 0
+        data = library.streaming(data, ahead)
     if _ONLY.get():
         raise OnlyPrepared(data, tokenizer)
     return data
@@ -105,15 +109,18 @@ class Library:
         self.encoder = encoder
         self.objective = objective
         self.tokenizer_digest = digest_of_tokenizer(tokenizer)
+        self.vocabulary = len(tokenizer)
         self.length: int = encoder.length
+        self._cut_sources: dict[int, list[Source]] = {}
+        self._stream_names: dict[int, str] = {}
         self.root = (Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()) / "data"
 
     def tokenize(self, workers: int) -> list[_Shelf]:
         """Make every folder that is missing; says where all are."""
         shelves = []
         for spec in self.config.dataset_specs():
-            splits = open_source(spec.path, config_name=spec.config_name, split=spec.split)
-            train = self._folder(spec, splits.train, self._train_rows(splits), workers)
+            splits = self._splits(spec)
+            train = None if self.config.streaming else self._folder(spec, splits.train, self._train_rows(splits), workers)
             held_out = None
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
@@ -123,6 +130,10 @@ class Library:
             source = open_source(spec.path).train
             shelves.append(_Shelf(spec, None, self._folder(spec, source, self.config.max_eval_samples, workers)))
         return shelves
+
+    def _splits(self, spec: DatasetSpec) -> Splits:
+        streaming = self.config.streaming
+        return open_source(spec.path, config_name=spec.config_name, split=spec.split, streaming=streaming)
 
     def _train_rows(self, splits: Splits) -> int | None:
         """So many rows are enough where a limit asks for less than the source holds; None reads it all."""
@@ -151,14 +162,70 @@ class Library:
             if others is not None and len(others):
                 held_out[name] = _first(others, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
-        weights = [shelf.spec.weight for shelf in shelves if shelf.train]
         return PreparedData(
             train=self._part(train),
             held_out={name: self._part([view]) for name, view in held_out.items()},
-            weights=[1.0 if w is None else w for w in weights] if any(weights) else None,
+            weights=self.weights(),
             report=facts,
             bad_samples={name: listed for name, listed in bad.items() if listed},
         )
+
+    def weights(self) -> list[float] | None:
+        """Of the training datasets; None where nobody gave one."""
+        weights = [spec.weight for spec in self.config.dataset_specs()]
+        return [1.0 if w is None else w for w in weights] if any(weights) else None
+
+    # --- streams, see `zerobook.data.stream`
+    def streaming(self, data: PreparedData, ahead: int) -> PreparedData:
+        """``data`` with a stream to train on in place of prepared rows."""
+        stream = self.stream(ahead)
+        names = [spec.name for spec in self.config.dataset_specs()]
+        facts = {name: {"shards": count} for name, count in zip(names, stream.counts, strict=True)}
+        return replace(data, train=stream, report=facts | data.report)
+
+    def stream(self, ahead: int) -> Stream:
+        """The training datasets, nothing of them prepared yet."""
+        specs = self.config.dataset_specs()
+        sources = [self._splits(spec).train for spec in specs]
+        keys = ("packing", "seed", "on_bad_sample")
+        facts = [self._settings(s, (src.sketch or src.digest)(), None) for s, src in zip(specs, sources, strict=True)]
+        return Stream(
+            shards=self,
+            counts=[len(self._shards(index)) for index in range(len(specs))],
+            fingerprint=_fingerprint([facts, {key: getattr(self.config, key) for key in keys}]),
+            isolated=self.config.packing,
+            longest_sample=self.length,
+            largest_id=self.vocabulary - 1,
+            ahead=ahead,
+        )
+
+    def shard(self, dataset: int, index: int) -> Part:
+        """One shard's rows: prepared here and now where no process has, waited for where one is about to."""
+        spec, source = self.config.dataset_specs()[dataset], self._shards(dataset)[index]
+        folder = self._shard_folder(dataset, index)
+        self._ensure(folder, spec, source, self._settings(spec, source.digest(), None), None, 1)
+        store = TokenStore(folder)
+        return Part((self._cut(store, np.arange(len(store))),), store.meta["digest"])
+
+    def forget(self, dataset: int, index: int) -> None:
+        """Delete a shard's folder, if it is there. Who has mapped its files can still read them."""
+        shutil.rmtree(self._shard_folder(dataset, index), ignore_errors=True)
+
+    def _shards(self, dataset: int) -> list[Source]:
+        if dataset not in self._cut_sources:
+            self._cut_sources[dataset] = self._splits(self.config.dataset_specs()[dataset]).train.shards()
+        return self._cut_sources[dataset]
+
+    def _shard_folder(self, dataset: int, index: int) -> Path:
+        if dataset not in self._stream_names:
+            spec = self.config.dataset_specs()[dataset]
+            source = self._splits(spec).train
+            settings = self._settings(spec, (source.sketch or source.digest)(), None)
+            self._stream_names[dataset] = f"stream-{_fingerprint(settings)}"
+        return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cut_sources": {}}  # readers do not travel to other processes; they are found again there
 
     def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
         """(for training, held out) of one dataset."""
@@ -204,9 +271,16 @@ class Library:
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
         """The source's folder; made where it is missing."""
-        settings = {
+        settings = self._settings(spec, source.digest(), rows)
+        folder = self.root / _fingerprint(settings)
+        self._ensure(folder, spec, source, settings, rows, workers)
+        return folder
+
+    def _settings(self, spec: DatasetSpec, digest: str, rows: int | None) -> dict[str, Any]:
+        """All that decides what becomes of a source with this ``digest``."""
+        return {
             "version": VERSION,
-            "source": source.digest(),
+            "source": digest,
             "format": spec.format,
             "columns": [spec.text_column, spec.summary_column],
             "limit": [spec.limit, rows and [rows, self.config.packing]],
@@ -215,22 +289,28 @@ class Library:
             "encoder": [type(self.encoder).__name__, {k: v for k, v in vars(self.encoder).items() if isinstance(v, int | str)}],
             "shifted": self.objective.shifted,
         }
-        folder = self.root / _fingerprint(settings)
-        if not (folder / META).exists():
-            import filelock
 
-            self.root.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(f"{folder}.lock")
-            try:
-                lock.acquire(timeout=0)
-            except filelock.Timeout:
+    def _ensure(
+        self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
+    ) -> None:
+        """Make ``folder`` where it is missing, or wait until another process has."""
+        if (folder / META).exists():
+            return
+        import filelock
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(f"{folder}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if not self.config.streaming:
                 tqdm.write(f"{source.name}: another process is preparing it; waiting for {folder}")
-                lock.acquire()
-            with lock:
-                if not (folder / META).exists():
+            lock.acquire()
+        with lock:
+            if not (folder / META).exists():
+                if not self.config.streaming:
                     self._say_if_changed(source, folder)
-                    self._make(folder, spec, source, settings, rows, workers)
-        return folder
+                self._make(folder, spec, source, settings, rows, workers)
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
         """A source that was prepared before with other content or settings is prepared again; people wonder why."""
@@ -264,12 +344,16 @@ class Library:
     def _write(self, writer: TokenWriter, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> dict[str, Any]:
         counts: Counter = Counter()
         listed: list[str] = []
-        bar = tqdm(total=source.total, desc=f"preparing {spec.name}", unit=source.unit, unit_scale=True, leave=False)
+        streaming = self.config.streaming
+        bar = tqdm(
+            total=source.total, desc=f"preparing {spec.name}", unit=source.unit, unit_scale=True, leave=False, disable=streaming
+        )
         parts = chunks(islice(source.read(), spec.limit), bar)
         first = next(parts, [])
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         try:
-            reading = Reading(spec.format or detect(first, columns), columns, self.encoder, self.objective.shifted)
+            found = spec.format or ("text" if streaming and not first else detect(first, columns))
+            reading = Reading(found, columns, self.encoder, self.objective.shifted)
         except DataError as error:
             raise DataError(f"{source.name}: {error}") from None
         in_tokens = reading.format == "text" or self.config.packing
@@ -285,10 +369,10 @@ class Library:
             if rows is not None and (writer.tokens >= rows * self.length if in_tokens else writer.documents >= rows):
                 break
         bar.close()
-        if listed:
+        if listed and not streaming:
             tqdm.write(f"{source.name}: {counts['bad samples skipped']} bad samples skipped, the first {listed[0]}")
-        found = {what: number for what, number in counts.items() if number}
-        return {"format": reading.format, "lone_text": source.lone_text, "report": found, "bad_samples": listed}
+        done = {what: number for what, number in counts.items() if number}
+        return {"format": reading.format, "lone_text": source.lone_text, "report": done, "bad_samples": listed}
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:

@@ -8,6 +8,7 @@ and a run continued on another number of processes takes the same samples in the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,11 @@ class Mixture:
         owner = self._owner[place]
         return owner, period * self.shares[owner] + self._before[owner, place]
 
+    def given(self, dataset: int, position: int) -> int:
+        """Samples that ``dataset`` has given before ``position``."""
+        period, place = divmod(position, self.PERIOD)
+        return int(period * self.shares[dataset] + self._before[dataset, place])
+
 
 class SampleOrder:
     """The endless sequence of row numbers of a run, epoch after epoch.
@@ -126,6 +132,7 @@ class SampleOrder:
         self.mixture = Mixture(sizes, weights) if weights is not None and len(sizes) > 1 else None
         self.dropped = dropped
         self.lengths = lengths
+        self.passed: list[list[int]] | None = None  # rows of shards: a stream's
         self._permutations: dict[tuple[int, ...], Permutation] = {}
         self._sorted: tuple[int, np.ndarray] | None = None
 
@@ -190,6 +197,14 @@ class SampleOrder:
             missing -= len(kept)
             cursor = stop
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+
+    def epoch(self, cursor: int) -> float:
+        """Passes behind ``cursor``."""
+        return cursor / self.size
+
+    def news(self) -> list[dict[str, Any]]:
+        """Nothing: what is there to say of the data was said before the start."""
+        return []
 
     def remaining(self, cursor: int, end: int) -> int:
         """Rows that `take` will still give between ``cursor`` and ``end``."""

@@ -19,6 +19,10 @@ from zerobook.errors import DataError
 
 LINE_LIMIT = 256 << 20
 """Bytes. A longer line is a file that lacks its line ends, not a sample."""
+SHARD_BYTES = 64 << 20
+SHARD_ROWS = 50_000
+"""Of a stream's shards, where a source can be cut that fine."""
+_EDGE = 1 << 16
 
 _JSON_LINES, _TEXT, _TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".csv", ".tsv")
 _KNOWN = (*_JSON_LINES, ".json", *_TABLE, ".parquet", *_TEXT)
@@ -36,7 +40,11 @@ class Malformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of one dataset. ``read`` starts from the front at each call; ``digest`` changes with the content."""
+    """One split of one dataset. ``read`` starts from the front at each call; ``digest`` changes with the content.
+
+    ``sketch`` is a digest that is known without reading all of it; ``cut`` gives its parts, where it can be read from
+    other places than the front.
+    """
 
     name: str
     read: Callable[[], Iterator[Item]]
@@ -44,6 +52,12 @@ class Source:
     total: int
     unit: str  # "B" or " samples"
     lone_text: bool = False  # one running text, to be held out from by its end
+    sketch: Callable[[], str] | None = None
+    cut: Callable[[], list[Source]] | None = None
+
+    def shards(self) -> list[Source]:
+        """The parts that a stream takes one after another; itself where it cannot be cut."""
+        return self.cut() if self.cut else [self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +68,14 @@ class Splits:
     held_out: Source | None = None
 
 
-def open_source(path: str, *, config_name: str | None = None, split: str | None = None) -> Splits:
+def open_source(path: str, *, config_name: str | None = None, split: str | None = None, streaming: bool = False) -> Splits:
     """Find what ``path`` names; nothing is read yet.
 
     Args:
         path: a local file or folder, ``embedded:NAME``, or a hub name.
         config_name: the hub dataset's configuration.
         split: take only this split, for training; else ``train``, and ``validation`` or ``test`` to hold out.
+        streaming: do not download a hub dataset, but read its shards from there.
 
     Raises:
         DataError: nothing of that name, an unknown file type, a split that is not there.
@@ -76,15 +91,21 @@ def open_source(path: str, *, config_name: str | None = None, split: str | None 
         return _folder(local, split)
     if path.startswith((".", "/", "~")) or local.suffix in _KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
-    return _hub(path, config_name, split)
+    return _hub_stream(path, config_name, split) if streaming else _hub(path, config_name, split)
 
 
 def _from_rows(name: str, rows: Any, digest: Callable[[], str]) -> Source:
-    def read() -> Iterator[Item]:
-        for index, row in enumerate(rows):
-            yield f"sample {index}", row, 1
+    def piece(start: int, stop: int) -> Source:
+        def read() -> Iterator[Item]:
+            for index in range(start, stop):
+                yield f"sample {index}", rows[index], 1
 
-    return Source(name=name, read=read, digest=digest, total=len(rows), unit=" samples")
+        return Source(name=name, read=read, digest=digest, total=stop - start, unit=" samples", cut=cut)
+
+    def cut() -> list[Source]:
+        return [piece(start, min(start + SHARD_ROWS, len(rows))) for start in range(0, len(rows), SHARD_ROWS)]
+
+    return piece(0, len(rows))
 
 
 # --- folders and the hub
@@ -94,27 +115,62 @@ def _hub(name: str, config_name: str | None, split: str | None) -> Splits:
     try:
         loaded = datasets.load_dataset(name, config_name)
     except Exception as error:  # the hub client raises many kinds
-        first = str(error).splitlines()[0] if str(error) else "no message"
-        raise DataError(
-            f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
-            f"({type(error).__name__}: {first})."
-        ) from error
+        raise _not_loaded(name, error) from error
     return _of_dataset(name, loaded, split)
 
 
-def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None) -> Splits:
+def _not_loaded(name: str, error: Exception) -> DataError:
+    first = str(error).splitlines()[0] if str(error) else "no message"
+    return DataError(
+        f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
+        f"({type(error).__name__}: {first})."
+    )
+
+
+def _hub_stream(name: str, config_name: str | None, split: str | None) -> Splits:
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(name, config_name)
+        loaded = builder.as_streaming_dataset()
+    except Exception as error:  # the hub client raises many kinds
+        raise _not_loaded(name, error) from error
+    return _of_dataset(name, loaded, split, revision=f"{builder.config_id} {builder.hash}")
+
+
+def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
+    """``revision`` is of a dataset that is streamed, which has no fingerprint of its own."""
     wanted = split or "train"
     if wanted not in loaded:
         raise DataError(f"{name}: there is no split {wanted!r}, only {', '.join(loaded)}. Name one with split.")
     held_out = None if split else loaded.get("validation", loaded.get("test"))
     return Splits(
-        train=_of_split(f"{name} {wanted}", loaded[wanted]),
-        held_out=None if held_out is None else _of_split(f"{name} held out", held_out),
+        train=_of_split(f"{name} {wanted}", loaded[wanted], revision),
+        held_out=None if held_out is None else _of_split(f"{name} held out", held_out, revision),
     )
 
 
-def _of_split(name: str, dataset: Any) -> Source:
+def _of_split(name: str, dataset: Any, revision: str | None = None) -> Source:
+    if revision is not None:
+        return _of_iterable(name, dataset, revision)
     return _from_rows(name, dataset, lambda: str(dataset._fingerprint))
+
+
+def _of_iterable(name: str, dataset: Any, revision: str) -> Source:
+    """A dataset that is read from the hub while it is used; its shards are the files that it is stored in there."""
+
+    def piece(part: Any, number: str) -> Source:
+        def read() -> Iterator[Item]:
+            for index, row in enumerate(part):
+                yield f"{number}sample {index}", row, 1
+
+        return Source(name=name, read=read, digest=lambda: f"{revision} {name} {number}", total=0, unit=" samples", cut=cut)
+
+    def cut() -> list[Source]:
+        count = dataset.num_shards
+        return [piece(dataset.shard(num_shards=count, index=i), f"shard {i}, ") for i in range(count)]
+
+    return piece(dataset, "")
 
 
 def _folder(path: Path, split: str | None) -> Splits:
@@ -153,7 +209,13 @@ def _joined(folder: Path, parts: list[Source]) -> Source:
     def digest() -> str:
         return _hash(*(f"{part.name}:{part.digest()}".encode() for part in parts))
 
-    return Source(name=str(folder), read=read, digest=digest, total=sum(p.total for p in parts), unit=parts[0].unit)
+    def sketch() -> str:
+        return _hash(*(f"{Path(part.name).name}:{(part.sketch or part.digest)()}".encode() for part in parts))
+
+    return Source(
+        name=str(folder), read=read, digest=digest, total=sum(p.total for p in parts), unit=parts[0].unit, sketch=sketch,
+        cut=lambda: [shard for part in parts for shard in part.shards()],
+    )  # fmt: skip
 
 
 # --- files
@@ -178,7 +240,58 @@ def _file(file: Path) -> Source:
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in _TEXT,
+        sketch=lambda: _sketch(file),
+        cut=_cutter(file, kind),
     )
+
+
+def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
+    """How to cut a file into shards; None for those that can only be read from the front."""
+    if kind == ".parquet":
+        return lambda: _parquet_shards(file)
+    if file.suffix.lower() in (".gz", ".zst") or kind not in (*_JSON_LINES, *_TEXT):
+        return None
+    read = _read_lines if kind in _JSON_LINES else _read_text
+    return lambda: _byte_shards(file, read)
+
+
+def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source]:
+    """Stretches of a file of lines. A line belongs to the stretch in which it begins."""
+    size = file.stat().st_size
+    ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
+    starts = [0, *ends[:-1]]
+
+    def piece(start: int, stop: int) -> Source:
+        def within() -> Iterator[Item]:
+            return read(file, start, stop)
+
+        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=stop - start, unit="B")
+
+    return [piece(start, stop) for start, stop in zip(starts, ends, strict=True)]
+
+
+def _parquet_shards(file: Path) -> list[Source]:
+    """Whole row groups, since those are what can be read apart."""
+    import pyarrow.parquet
+
+    with _readable(file):
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    groups: list[list[int]] = [[]]
+    for index, size in enumerate(sizes):
+        if groups[-1] and sum(sizes[i] for i in groups[-1]) + size > SHARD_BYTES:
+            groups.append([])
+        groups[-1].append(index)
+
+    def piece(chosen: list[int]) -> Source:
+        def within() -> Iterator[Item]:
+            return _read_parquet(file, chosen, sum(rows[: chosen[0]]))
+
+        total = sum(sizes[i] for i in chosen)
+        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=total, unit="B")
+
+    return [piece(chosen) for chosen in groups if chosen]
 
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
@@ -205,17 +318,30 @@ def _costs(raw: BinaryIO) -> Callable[[], int]:
     return cost
 
 
-def _read_lines(file: Path) -> Iterator[Item]:
+def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
+    """``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
-    cost = _costs(raw)
     with content, _readable(file):
+        at = _to_a_line(content, start)
+        cost = _costs(raw)
         number = 0
-        while line := content.readline(LINE_LIMIT + 1):
+        while (stop is None or at < stop) and (line := content.readline(LINE_LIMIT + 1)):
             number += 1
+            where = f"the line at byte {at}" if start else f"line {number}"
             if len(line) > LINE_LIMIT:
-                raise DataError(f"{file}, line {number}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
+                raise DataError(f"{file}, {where}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
+            at += len(line)
             if line.strip():
-                yield f"line {number}", line, cost()
+                yield where, line, cost()
+
+
+def _to_a_line(content: BinaryIO, start: int) -> int:
+    """Move to the first line that begins at byte ``start`` or behind it, and say where that is."""
+    if start:
+        content.seek(start - 1)
+        while (part := content.readline(_EDGE)) and not part.endswith(b"\n"):
+            pass
+    return content.tell() if start else 0
 
 
 def _is_array(file: Path) -> bool:
@@ -251,25 +377,31 @@ def _read_table(file: Path) -> Iterator[Item]:
             yield f"line {reader.line_num}", row, cost()
 
 
-def _read_parquet(file: Path) -> Iterator[Item]:
+def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
+    """``groups``: only these row groups; ``index`` is the number of the first row, for messages."""
     import pyarrow.parquet
 
     with _readable(file):
         table = pyarrow.parquet.ParquetFile(file)
         cost = file.stat().st_size // max(1, table.metadata.num_rows)
-        index = 0
-        for batch in table.iter_batches(batch_size=1000):
+        for batch in table.iter_batches(batch_size=1000, row_groups=groups):
             for row in batch.to_pylist():
                 yield f"row {index}", row, cost
                 index += 1
 
 
-def _read_text(file: Path) -> Iterator[Item]:
+def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
+    """``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, _readable(file):
-        text = content.read()
+        at = _to_a_line(content, start)
+        text = content.read() if stop is None else content.read(max(0, stop - at))
+        if stop is not None and text and not text.endswith(b"\n"):
+            text += content.readline()
+        if start and not text:
+            return
         try:
-            yield "the text", {"text": text.decode("utf-8-sig")}, raw.tell()
+            yield "the text", {"text": text.decode("utf-8-sig")}, raw.tell() - start
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 text (byte {error.start}: {error.reason}). Convert it first.") from None
 
@@ -292,6 +424,15 @@ def _hash(*parts: bytes) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def _sketch(file: Path) -> str:
+    """Size and both ends of a file: what can be told of one too large to read twice."""
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        first = handle.read(_EDGE)
+        handle.seek(max(0, size - _EDGE))
+        return _hash(str(size).encode(), first, handle.read())
 
 
 def _hash_file(file: Path) -> str:

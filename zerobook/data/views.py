@@ -6,14 +6,16 @@ every row known beforehand. Nothing is copied on disk: another length, split or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from zerobook.data.feed import IGNORE
 from zerobook.data.pack import Packing, best_fit_decreasing
+from zerobook.data.sampler import SampleOrder
 from zerobook.data.store import TokenStore
 
 Row = dict[str, np.ndarray]
@@ -192,13 +194,50 @@ class Part:
         """Rows hold several samples that must not see each other."""
         return any(view.isolated for view in self.views)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
+        """int64 [rows], tokens"""
         return np.concatenate([view.lengths for view in self.views])
 
-    @property
+    @cached_property
     def supervised(self) -> np.ndarray:
+        """int64 [rows], supervised tokens"""
         return np.concatenate([view.supervised for view in self.views])
+
+    def lengths_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, tokens of the rows ``ids``"""
+        return self.lengths[ids]
+
+    def supervised_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, supervised tokens of the rows ``ids``"""
+        return self.supervised[ids]
+
+    def is_dropped(self, ids: np.ndarray) -> np.ndarray:
+        """bool, which of the rows ``ids`` are left out"""
+        return np.zeros(len(ids), bool) if self.dropped is None else self.dropped[ids]
+
+    @property
+    def filler(self) -> int:
+        """A row with something supervised, for batches to be filled up with."""
+        return int(np.argmax(self.supervised > 0))
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens; of a pack its samples count."""
+        views = self.views
+        return max(int((v.stops - v.starts if isinstance(v, Packs) else v.lengths).max()) for v in views if len(v))
+
+    @property
+    def largest_id(self) -> int:
+        """Of all tokens in the files."""
+        return max(int(max(view.store.ids.max(), view.store.labels.max())) for view in self.views)
+
+    def order(
+        self, *, seed: int, weights: Sequence[float] | None = None, by_length: bool = False, passed: Any = None
+    ) -> SampleOrder:
+        """The rows' order in training; ``passed`` is for streams."""
+        lengths = self.lengths if by_length else None
+        return SampleOrder(self.sizes, seed=seed, weights=weights, dropped=self.dropped, lengths=lengths)
 
     def __getitem__(self, row: int) -> Row:
         for view in self.views:

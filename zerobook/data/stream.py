@@ -1,0 +1,282 @@
+"""Data that is too large to prepare beforehand: prepared shard by shard, while training goes on.
+
+A pass over a stream takes its shards in a permuted order, and the rows of each shard in a permuted order of its own. So the
+order of the rows depends on the seed and the shards alone. How many rows a shard has is known once it was reached; the
+counts so far stand in every checkpoint, and a run that goes on opens the shard where it stopped, none of those before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from zerobook.data.sampler import Mixture, Permutation, SampleOrder
+from zerobook.data.views import Part, Row, View
+from zerobook.errors import DataError
+
+_SHARD_SHIFT, _DATASET_SHIFT = 32, 56
+BEHIND = 3
+"""Shards that are kept on disk once passed: other processes and their loaders are a few steps behind."""
+
+
+class Shards(Protocol):
+    """Where a stream's shards come from. Can be pickled."""
+
+    def shard(self, dataset: int, index: int) -> Part:
+        """The rows of one shard: prepared here and now where no process has, waited for where one is about to."""
+
+    def forget(self, dataset: int, index: int) -> None:
+        """Delete what `shard` wrote, if it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What `zerobook.data.views.Part` is for data on disk. Row numbers hold dataset, shard and row within it.
+
+    Args:
+        shards: gives the rows.
+        counts: shards per dataset.
+        fingerprint: of the sources and of how they are read.
+        isolated: rows hold several samples that must not see each other.
+        longest_sample: tokens, at most.
+        largest_id: of a token, at most.
+        ahead: shards that processes of their own prepare while others are trained on; 0 on all but one process a node.
+    """
+
+    shards: Shards
+    counts: Sequence[int]
+    fingerprint: str
+    isolated: bool
+    longest_sample: int
+    largest_id: int
+    ahead: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    _open: dict[tuple[int, int], Part] = field(default_factory=dict)
+    _makers: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    filler = -1
+    """No row: a stream has no end to be filled up."""
+
+    def __len__(self) -> int:
+        return 0  # rows of an epoch, which nobody has counted
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """One of each dataset: its first shard."""
+        return tuple(self.part(dataset, 0).views[0] for dataset in range(len(self.counts)))
+
+    def order(self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Any = None) -> StreamOrder:
+        """``passed``: rows of the shards that were reached before, as `StreamOrder.passed` says."""
+        return StreamOrder(self, seed=seed, weights=weights, by_length=by_length, passed=passed)
+
+    def part(self, dataset: int, index: int) -> Part:
+        """The rows of one shard, less those that are skipped."""
+        key = (dataset, index)
+        if key not in self._open:
+            found = self.shards.shard(dataset, index)
+            base = row_number(dataset, index, 0)
+            most = 1 << _SHARD_SHIFT
+            ranges = [(max(0, a - base), min(most, b - base)) for a, b in self.skipped if b > base and a < base + most]
+            self._open[key] = found.skipping(ranges)
+            while len(self._open) > len(self.counts) * (BEHIND + 1) + 1:
+                del self._open[next(iter(self._open))]
+        return self._open[key]
+
+    def turn_to(self, following: Sequence[tuple[int, int]], far: Sequence[tuple[int, int]]) -> None:
+        """Have other processes prepare the shards ``following``, (dataset, shard) each, and delete those ``far`` behind."""
+        if not self.ahead:
+            return
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        for key in following[: self.ahead]:
+            if key not in self._makers and key not in self._open:
+                self._makers[key] = context.Process(target=_make, args=(self.shards, *key), daemon=True, name=f"shard {key}")
+                self._makers[key].start()
+        for key in far:
+            self._makers.pop(key, None)
+            self._open.pop(key, None)
+            self.shards.forget(*key)
+
+    def supervised_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, supervised tokens of the rows ``ids``"""
+        return self._look_up(ids, lambda part, rows: part.supervised_of(rows))
+
+    def lengths_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, tokens of the rows ``ids``"""
+        return self._look_up(ids, lambda part, rows: part.lengths_of(rows))
+
+    def is_dropped(self, ids: np.ndarray) -> np.ndarray:
+        """bool, which of the rows ``ids`` are left out"""
+        return self._look_up(ids, lambda part, rows: part.is_dropped(rows)).astype(bool)
+
+    def _look_up(self, ids: np.ndarray, what: Any) -> np.ndarray:
+        found = np.empty(len(ids), np.int64)
+        bases = ids >> _SHARD_SHIFT
+        for base in np.unique(bases):
+            here = bases == base
+            found[here] = what(*self._place(int(base) << _SHARD_SHIFT, ids[here]))
+        return found
+
+    def _place(self, number: int, ids: Any) -> tuple[Part, Any]:
+        dataset, index = number >> _DATASET_SHIFT, (number >> _SHARD_SHIFT) & ((1 << (_DATASET_SHIFT - _SHARD_SHIFT)) - 1)
+        return self.part(dataset, index), ids & ((1 << _SHARD_SHIFT) - 1)
+
+    def __getitem__(self, row: int) -> Row:
+        part, own = self._place(int(row), int(row))
+        return part[own]
+
+    def samples_of(self, row: int) -> list[int]:
+        """The samples in a row: what skip ranges name."""
+        part, own = self._place(int(row), int(row))
+        base = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
+        return [base + sample for sample in part.samples_of(own)]
+
+    def skipping(self, ranges: Iterable[Iterable[int]]) -> Stream:
+        """This stream without the samples in ``ranges``, [start, end) each."""
+        skipped = tuple((int(a), int(b)) for a, b in ranges)
+        return replace(self, skipped=skipped, _open={}, _makers={}) if skipped != self.skipped else self
+
+
+def _make(shards: Shards, dataset: int, index: int) -> None:
+    """Prepare a shard in a process of its own. What is wrong with it is said by the run, once it gets there."""
+    with suppress(DataError):
+        shards.shard(dataset, index)
+
+
+def row_number(dataset: int, shard: int, row: int) -> int:
+    """The number that a row of a stream has in the runlog and in skip ranges."""
+    return dataset << _DATASET_SHIFT | shard << _SHARD_SHIFT | row
+
+
+class StreamOrder:
+    """The endless sequence of row numbers of a stream, as `zerobook.data.sampler.SampleOrder` of data on disk.
+
+    Args:
+        stream: gives the shards.
+        seed: of the order of the shards and of the rows in each; passes differ by themselves.
+        weights: one per dataset, their shares of the rows; None where there is one dataset.
+        by_length: rows of like length of a shard come together.
+        passed: rows of each shard reached so far, in the order of the run, per dataset.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        by_length: bool = False,
+        passed: Sequence[Sequence[int]] | None = None,
+    ):
+        self.stream = stream
+        self.seed = seed
+        self.by_length = by_length
+        self.mixture = Mixture([0] * len(stream.counts), weights) if len(stream.counts) > 1 and weights else None
+        self.passed: list[list[int]] = [list(rows) for rows in passed or [[] for _ in stream.counts]]
+        self._ends: list[list[int]] = [np.cumsum(rows, dtype=np.int64).tolist() for rows in self.passed]
+        self._orders: dict[tuple[int, int], SampleOrder] = {}
+        self._passes: dict[tuple[int, int], np.ndarray] = {}  # the shards of a pass in their order
+        self._at = [-1] * len(stream.counts)
+        self._news: list[dict[str, Any]] = []
+
+    def ids(self, start: int, end: int) -> np.ndarray:
+        """Row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
+        positions = np.arange(start, end)
+        if self.mixture is None:
+            return self._of(0, start, end)
+        owners, given = self.mixture.locate(positions)
+        found = np.empty(end - start, np.int64)
+        for owner in np.unique(owners):
+            mine = given[owners == owner]  # one behind the other
+            found[owners == owner] = self._of(int(owner), int(mine[0]), int(mine[-1]) + 1)
+        return found
+
+    def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
+        """The next ``count`` row numbers from ``cursor`` on that are not dropped, and the cursor behind them."""
+        taken: list[np.ndarray] = []
+        missing = count
+        while missing and cursor < end:
+            stop = min(cursor + missing, end)
+            ids = self.ids(cursor, stop)
+            kept = ids[~self.stream.is_dropped(ids)]
+            taken.append(kept)
+            missing -= len(kept)
+            cursor = stop
+        return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+
+    def epoch(self, cursor: int) -> float:
+        """Passes behind ``cursor``, counted in whole shards, of the dataset that has the fewest."""
+        given = [cursor if self.mixture is None else self.mixture.given(i, cursor) for i in range(len(self.stream.counts))]
+        return min(
+            bisect_right(ends, rows) / count for ends, rows, count in zip(self._ends, given, self.stream.counts, strict=True)
+        )
+
+    def news(self) -> list[dict[str, Any]]:
+        """What there is to say of the shards that were reached since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def _of(self, dataset: int, start: int, end: int) -> np.ndarray:
+        """Row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
+        parts = []
+        while start < end:
+            nth = self._reach(dataset, start)
+            first = self._ends[dataset][nth - 1] if nth else 0
+            stop = min(end, self._ends[dataset][nth])
+            shard = self._shard(dataset, nth)
+            within = self._rows(dataset, nth).ids(start - first, stop - first)
+            parts.append(within + row_number(dataset, shard, 0))
+            start = stop
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _reach(self, dataset: int, position: int) -> int:
+        """Which shard, counted along the run, holds the dataset's row at ``position``. Opens new ones as far as needed."""
+        ends, passed, count = self._ends[dataset], self.passed[dataset], self.stream.counts[dataset]
+        while not ends or ends[-1] <= position:
+            nth = len(ends)
+            if nth == count and not any(passed):
+                raise DataError("streaming: none of the shards has a row that can be trained on.")
+            shard = self._shard(dataset, nth)
+            part = self.stream.part(dataset, shard)
+            passed.append(len(part))
+            ends.append((ends[-1] if ends else 0) + len(part))
+            meta = part.views[0].store.meta
+            self._news.append({"dataset": dataset, "shard": shard, "rows": len(part)} | _facts(meta))
+        nth = bisect_right(ends, position)
+        if nth != self._at[dataset]:
+            self._at[dataset] = nth
+            self._turn_to(dataset, nth)
+        return nth
+
+    def _turn_to(self, dataset: int, nth: int) -> None:
+        near = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1 + self.stream.ahead)]
+        far = (dataset, self._shard(dataset, nth - BEHIND - 1)) if nth > BEHIND else None
+        self.stream.turn_to(near[min(nth, BEHIND) + 1 :], [far] if far and far not in near else [])
+
+    def _shard(self, dataset: int, nth: int) -> int:
+        """The ``nth`` shard of the run."""
+        number, place = divmod(nth, self.stream.counts[dataset])
+        if (dataset, number) not in self._passes:
+            count = self.stream.counts[dataset]
+            self._passes = {key: order for key, order in self._passes.items() if key[0] != dataset or key[1] >= number - 1}
+            self._passes[dataset, number] = Permutation(count, seed=self.seed, epoch=number, owner=dataset)(np.arange(count))
+        return int(self._passes[dataset, number][place])
+
+    def _rows(self, dataset: int, nth: int) -> SampleOrder:
+        key = (dataset, nth)
+        if key not in self._orders:
+            part = self.stream.part(dataset, self._shard(dataset, nth))
+            lengths = part.lengths_of(np.arange(len(part))) if self.by_length else None
+            seed = int(np.random.SeedSequence([self.seed, dataset, nth]).generate_state(1)[0])
+            self._orders = {k: v for k, v in self._orders.items() if k[0] != dataset}
+            self._orders[key] = SampleOrder([len(part)], seed=seed, lengths=lengths)
+        return self._orders[key]
+
+
+def _facts(meta: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": meta["tokens"], "report": meta["report"], "bad_samples": meta["bad_samples"]}
