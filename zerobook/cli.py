@@ -9,10 +9,11 @@ from importlib import import_module
 HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
-  doctor    where a strategy file leads on this machine, and everything that disagrees
-  data      prepare a recipe's data ahead, and look at it
-  chat      talk to a trained model in the terminal
-  eval      its accuracy on multiple-choice task files
+  doctor      where a strategy file leads on this machine, and everything that disagrees
+  data        prepare a recipe's data ahead, and look at it
+  checkpoint  what a run has saved, whether it is whole, and what is kept
+  chat        talk to a trained model in the terminal
+  eval        its accuracy on multiple-choice task files
 
 Recipes are started with accelerate:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
@@ -21,6 +22,7 @@ Recipes are started with accelerate:
 COMMANDS = {
     "doctor": ("zerobook.doctor", "doctor"),
     "data": ("zerobook.data.command", "data"),
+    "checkpoint": ("zerobook.checkpoint.command", "checkpoint"),
     "chat": ("zerobook.chat", "chat"),
     "eval": ("zerobook.evaluation.tasks", "evaluate"),
 }

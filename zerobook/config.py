@@ -126,7 +126,7 @@ class RecipeConfig(BaseModel):
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
     save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
-    resume_from_checkpoint: str | None = Field(None, description="auto (the newest complete one), or a folder")
+    resume_from_checkpoint: str | None = Field(None, description="auto (the newest whole one), best (lowest held-out loss), or a folder")
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 
@@ -177,8 +177,8 @@ class RecipeConfig(BaseModel):
             if not Path(file).expanduser().is_file():
                 found.append(f"eval_tasks: no such file: {file}")
         resume = self.resume_from_checkpoint
-        if resume and resume != "auto" and not Path(resume).expanduser().exists():
-            found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, or auto.")
+        if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
+            found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
         if self.max_train_steps is not None and self.num_warmup_steps > self.max_train_steps:
             found.append(
                 f"num_warmup_steps: {self.num_warmup_steps} warm-up steps do not fit into "

@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -72,7 +73,11 @@ class TrainingLoop:
             accumulation=config.gradient_accumulation_steps,
         )
         state.check_shared(strategy, config.output_dir)
-        checkpoint = strategy.from_main(store.find(config.output_dir, config.resume_from_checkpoint))
+        self._own_checkpoints()
+        passed_over: list[str] = []
+        checkpoint = strategy.on_main(
+            lambda: store.find(config.output_dir, config.resume_from_checkpoint, passed_over=passed_over)
+        )
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
         self.feed = self._training_feed()
@@ -90,7 +95,7 @@ class TrainingLoop:
         self._pending: list[dict[str, Any]] = []
         self._start(sources)
         if checkpoint:
-            self._resume(checkpoint)
+            self._resume(checkpoint, passed_over)
         self.progress.total_steps = self.total_steps
         self.progress.global_batch = self.layout.global_batch
         self.progress.world_size = strategy.world_size
@@ -146,7 +151,14 @@ class TrainingLoop:
             tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
         tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
 
-    def _resume(self, checkpoint: Any) -> None:
+    def _own_checkpoints(self) -> None:
+        """Until this process ends, no other run writes here. Raises `CheckpointError` on every rank where one does."""
+        self._ownership = ExitStack()
+        self.strategy.on_main(lambda: self._ownership.enter_context(store.owned(store.folder_of(self.config.output_dir))))
+
+    def _resume(self, checkpoint: Any, passed_over: list[str]) -> None:
+        for reason in passed_over:
+            tqdm.write(f"passed over: {reason}")
         state.load(self.strategy, checkpoint)
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
@@ -156,7 +168,7 @@ class TrainingLoop:
                 "resume", checkpoint=str(checkpoint), step=before.step, cursor=before.cursor, samples=before.samples,
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
-                set_aside=[str(folder) for folder in aside],
+                set_aside=[str(folder) for folder in aside], passed_over=passed_over,
             )  # fmt: skip
 
     # --- training
@@ -223,6 +235,7 @@ class TrainingLoop:
             self._record_memory(memory)
         before = progress.cursor
         progress.step += 1
+        progress.eval_loss = None
         progress.cursor = plan.cursor
         progress.epoch = self.feed.order.epoch(plan.cursor)
         progress.samples += plan.samples
@@ -321,6 +334,7 @@ class TrainingLoop:
         if "loss" in result:
             best = self.progress.best_eval_loss
             self.progress.best_eval_loss = result["loss"] if best is None else min(best, result["loss"])
+            self.progress.eval_loss = result["loss"]
         return result
 
     @torch.no_grad()

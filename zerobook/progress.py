@@ -47,6 +47,8 @@ class Progress:
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     best_eval_loss: float | None = None
+    eval_loss: float | None = None
+    """held-out loss at this very step; None where it was not evaluated here"""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,10 @@
-"""Folders on disk: staged, made durable, renamed when complete, and only then old ones pruned."""
+"""Folders on disk: staged, made durable, renamed when complete, and only then old ones pruned.
+
+    checkpoints/step-000012             complete: every file is in its manifest, with size and digest
+    checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
+    checkpoints/step-000018.abandoned   complete, but of a branch that was given up
+    checkpoints/.step-...               being written or deleted; whoever writes next clears it away
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zerobook.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
 _ABANDONED = re.compile(r"step-(\d+)\.abandoned$")
+_LEFTOVER = re.compile(r"\.step-\d+(\.abandoned)?\.(partial|replaced|deleted)$")
+_BLOCK = 1 << 22
 
 
 def folder_of(output_dir: str | Path) -> Path:
@@ -31,75 +41,173 @@ def step_of(checkpoint: Path) -> int:
 
 
 @contextmanager
+def owned(checkpoints: Path) -> Iterator[None]:
+    """Hold ``checkpoints`` for one run; another process that tries to is refused.
+
+    Raises:
+        CheckpointError: names who holds it.
+    """
+    import filelock
+
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    holder = checkpoints / f"{LOCK}.holder"
+    lock = filelock.FileLock(checkpoints / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        who = holder.read_text() if holder.exists() else "another process"
+        raise CheckpointError(
+            f"{checkpoints}: {who} is training into this folder. Two runs there would overwrite each other: wait for it, stop "
+            "it, or give this run another --output_dir."
+        ) from None
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+@contextmanager
 def staged(checkpoints: Path, step: int) -> Iterator[Path]:
     """A folder to write into, which appears as ``step-N`` once the block ends without an error.
 
-    Every file is listed with its size in the manifest, written and fsynced last; then the
-    folder is renamed. A process killed at any moment leaves either a whole checkpoint or a
-    ``.partial`` folder that no reader takes.
+    Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
+    process killed at any moment leaves either a whole checkpoint or a hidden folder that no reader takes.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
+    sweep(checkpoints)
     final = checkpoints / f"step-{step:06d}"
     staging = checkpoints / f".{final.name}.partial"
-    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     yield staging
-    files = {f.name: {"bytes": f.stat().st_size} for f in sorted(staging.iterdir())}
+    files = {f.name: {"bytes": f.stat().st_size, "xxh3_128": digest(f)} for f in sorted(staging.iterdir())}
     (staging / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=1))
     for file in staging.iterdir():
         _fsync(file)
     _fsync(staging)
     replaced = checkpoints / f".{final.name}.replaced"
     if final.exists():  # the same step, saved again by a run that was continued from before it
-        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     staging.rename(final)
     _fsync(checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def sweep(checkpoints: Path) -> None:
+    """Delete what a killed writer left half written or half deleted."""
+    for folder in checkpoints.iterdir():
+        if _LEFTOVER.match(folder.name):
+            shutil.rmtree(folder)
+
+
+def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
+    """xxh3_128 of the content; ``tell`` is called with the bytes of every block read."""
+    import xxhash
+
+    found = xxhash.xxh3_128()
+    with file.open("rb") as handle:
+        while block := handle.read(_BLOCK):
+            found.update(block)
+            tell(len(block))
+    return found.hexdigest()
+
+
 def complete(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
+    """Checkpoints whose files are all there, oldest step first. Only sizes are looked at."""
     if not checkpoints.is_dir():
         return []
     found = [c for c in checkpoints.iterdir() if _NAME.match(c.name) and damage(c) is None]
     return sorted(found, key=step_of)
 
 
-def damage(checkpoint: Path) -> str | None:
-    """Why a folder is not a complete checkpoint, or None where it is one."""
+def candidates(checkpoints: Path) -> list[Path]:
+    """All that is called a checkpoint, damaged or not, oldest step first."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
+
+
+def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
+    """Why a folder is not a complete checkpoint, or None where it is one.
+
+    Args:
+        thorough: read every byte and compare digests, not sizes alone.
+        tell: called with the bytes of every block read.
+    """
+    if checkpoint.is_symlink():
+        return f"{checkpoint}: it is a link, and what it leads to may change or be another run's"
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
+        version, step, files = manifest["format_version"], manifest["step"], dict(manifest["files"])
     except OSError:
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is no checkpoint"
-    except ValueError as error:
-        return f"{checkpoint / MANIFEST}: not valid JSON: {error}"
-    if manifest.get("format_version", 0) > FORMAT_VERSION:
-        return f"{checkpoint}: format {manifest['format_version']} is newer than this version reads ({FORMAT_VERSION})"
-    for name, facts in manifest["files"].items():
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{checkpoint / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
+    if version != FORMAT_VERSION:
+        age = "newer than this version reads" if version > FORMAT_VERSION else "older than this version reads"
+        return f"{checkpoint}: format {version} is {age} ({FORMAT_VERSION}); use the version of Zerobook that wrote it"
+    named = _NAME.match(checkpoint.name.removesuffix(".abandoned"))
+    if named and int(named.group(1)) != step:
+        return f"{checkpoint / MANIFEST}: it is the manifest of step {step}"
+    for name, facts in files.items():
         file = checkpoint / name
+        if Path(name).name != name or file.is_symlink():
+            return f"{file}: it leads out of the checkpoint's folder"
         size = file.stat().st_size if file.is_file() else None
         if size != facts["bytes"]:
             return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {facts['bytes']} bytes"
+    if PROGRESS not in files:
+        return f"{checkpoint / MANIFEST}: it lists no {PROGRESS}"
+    for name, facts in files.items() if thorough else ():
+        found = digest(checkpoint / name, tell)
+        if found != facts["xxh3_128"]:
+            return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {facts['xxh3_128']}"
     return None
 
 
-def find(output_dir: str | Path, asked: str | None) -> Path | None:
-    """The checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, or a folder.
+def bytes_of(checkpoint: Path) -> int:
+    """Of all files that the manifest lists."""
+    return sum(facts["bytes"] for facts in read_json(checkpoint / MANIFEST)["files"].values())
 
-    ``auto`` is the newest complete one under ``output_dir``, or None where there is none yet.
+
+def find(output_dir: str | Path, asked: str | None, *, passed_over: list[str] | None = None) -> Path | None:
+    """The checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder.
+
+    ``auto`` is the newest one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
+    held-out loss.
+
+    Args:
+        passed_over: given, every byte is read and compared with its digest, and why newer checkpoints were not taken is
+            appended here. Without it sizes alone are compared, which every process of a launch can afford.
 
     Raises:
-        CheckpointError: a named folder that is not complete, or that is of another run than those in ``output_dir``.
+        CheckpointError: a named folder that is not complete, or that is of another run than those in ``output_dir``;
+            ``best`` where none was evaluated.
     """
     if asked is None:
         return None
-    if asked == "auto":
-        return (complete(folder_of(output_dir)) or [None])[-1]
+    thorough = passed_over is not None
+    if asked in ("auto", "best"):
+        order = candidates(folder_of(output_dir))
+        if asked == "best":
+            order = sorted((c for c in order if eval_loss(c) is not None), key=eval_loss, reverse=True)  # type: ignore[arg-type,type-var]
+        for checkpoint in reversed(order):
+            reason = damage(checkpoint, thorough=thorough)
+            if reason is None:
+                return checkpoint
+            if passed_over is not None:
+                passed_over.append(reason)
+        if asked == "best":
+            raise CheckpointError(
+                f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
+                "--save_steps be a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
+            )
+        return None
     checkpoint = Path(asked).expanduser()
     if not (checkpoint / MANIFEST).exists() and complete(folder_of(checkpoint)):
         checkpoint = complete(folder_of(checkpoint))[-1]  # a run's output_dir
-    reason = damage(checkpoint)
+    reason = damage(checkpoint, thorough=thorough)
     if reason is not None:
         raise CheckpointError(f"{reason}. Use --resume_from_checkpoint auto to take the newest complete one.")
     own = complete(folder_of(output_dir))
@@ -110,6 +218,20 @@ def find(output_dir: str | Path, asked: str | None) -> Path | None:
             "--output_dir."
         )
     return checkpoint
+
+
+def eval_loss(checkpoint: Path) -> float | None:
+    """The held-out loss at a checkpoint's step; None where it was not evaluated there."""
+    try:
+        return json.loads((checkpoint / PROGRESS).read_text())["eval_loss"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def best(checkpoints: Path) -> Path | None:
+    """The complete checkpoint with the lowest held-out loss; None where none was evaluated."""
+    evaluated = [c for c in complete(checkpoints) if eval_loss(c) is not None]
+    return min(evaluated, key=eval_loss, default=None)  # type: ignore[arg-type]
 
 
 def set_aside(checkpoints: Path, step: int) -> list[Path]:
@@ -126,12 +248,33 @@ def set_aside(checkpoints: Path, step: int) -> list[Path]:
     return renamed
 
 
+def pin(checkpoint: Path, wanted: bool = True) -> None:
+    """Keep a checkpoint from being pruned, or no longer."""
+    marker = _marker(checkpoint)
+    marker.touch() if wanted else marker.unlink(missing_ok=True)
+
+
+def is_pinned(checkpoint: Path) -> bool:
+    return _marker(checkpoint).exists()
+
+
+def _marker(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}.pinned")
+
+
 def prune(checkpoints: Path, keep: int | None) -> list[Path]:
-    """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted."""
+    """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
+
+    Those that are pinned, and the one with the lowest held-out loss, stay besides.
+    """
     abandoned = sorted(c for c in checkpoints.iterdir() if _ABANDONED.match(c.name))
-    old = [*abandoned, *complete(checkpoints)][:-keep] if keep else []
+    there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
+    favourite = best(checkpoints)
+    old = [c for c in (there[:-keep] if keep else []) if c != favourite]
     for checkpoint in old:
-        shutil.rmtree(checkpoint)
+        doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
+        checkpoint.rename(doomed)  # at once no checkpoint any more, however far the deletion comes
+        shutil.rmtree(doomed)
     return old
 
 

@@ -1,0 +1,160 @@
+"""``zerobook checkpoint``: what a run has saved, whether it is whole, and what is kept.
+
+    zerobook checkpoint list outputs/run
+    zerobook checkpoint verify outputs/run
+    zerobook checkpoint inspect outputs/run/checkpoints/step-000200
+    zerobook checkpoint pin outputs/run/checkpoints/step-000200
+    zerobook checkpoint prune outputs/run --keep 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from zerobook.checkpoint import store
+from zerobook.errors import CheckpointError
+
+
+def checkpoint(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code, 1 where `verify` found damage."""
+    parser = argparse.ArgumentParser(
+        "zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
+    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
+    parser.add_argument("--keep", type=int, help="prune: how many of the newest stay, besides pinned ones and the best")
+    known = parser.parse_args(arguments)
+    path = Path(known.path).expanduser()
+    if known.action == "list":
+        _list(_run(path))
+        return 0
+    if known.action == "verify":
+        return _verify(_one_or_all(path))
+    if known.action == "prune":
+        if known.keep is None or known.keep < 1:
+            raise CheckpointError(f"prune: --keep is {known.keep}. Say how many of the newest checkpoints stay, at least 1.")
+        gone = store.prune(_run(path), known.keep)
+        print("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
+        return 0
+    if not (path / store.MANIFEST).exists():
+        raise CheckpointError(f"{path}: this is no checkpoint's folder. They stand in OUTPUT_DIR/checkpoints.")
+    if known.action == "inspect":
+        _inspect(path)
+    else:
+        store.pin(path, known.action == "pin")
+        print(f"{path} is {'kept whatever is pruned' if known.action == 'pin' else 'pruned like any other'}")
+    return 0
+
+
+def _run(path: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    for folder in (store.folder_of(path), path):
+        if store.candidates(folder):
+            return folder
+    raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
+
+
+def _one_or_all(path: Path) -> list[Path]:
+    return [path] if (path / store.MANIFEST).exists() or store.step_of(path) >= 0 else store.candidates(_run(path))
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        right = column in ("step", "samples", "held-out loss", "size", "numbers", "tensors")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def _list(checkpoints: Path) -> None:
+    table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
+    favourite = store.best(checkpoints)
+    for one in store.candidates(checkpoints):
+        reason = store.damage(one)
+        if reason is not None:
+            table.add_row(str(store.step_of(one)), "", "", "", "", "", f"[red]damaged[/red]: {reason}")
+            continue
+        progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
+        loss = progress["eval_loss"]
+        by = index["written_by"]
+        marks = [word for word, true in (("best", one == favourite), ("pinned", store.is_pinned(one))) if true]
+        written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        table.add_row(
+            str(progress["step"]), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
+            size_words(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
+        )  # fmt: skip
+    _console().print(table)
+
+
+def _verify(checkpoints: list[Path]) -> int:
+    """Read every byte; one line a checkpoint."""
+    from tqdm import tqdm
+
+    found = {}
+    total = sum(f.stat().st_size for c in checkpoints if c.is_dir() for f in c.iterdir() if f.is_file())
+    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
+        for one in checkpoints:
+            found[one] = store.damage(one, thorough=True, tell=bar.update)
+    for one, reason in found.items():
+        print(f"{one}: whole" if reason is None else f"damaged: {reason}")
+    return int(any(found.values()))
+
+
+def _inspect(one: Path) -> None:
+    from collections import Counter
+
+    from safetensors import safe_open
+
+    reason = store.damage(one)
+    if reason is not None:
+        raise CheckpointError(reason)
+    progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
+    console = _console()
+    table = _table(str(one), "progress", "value")
+    for key, value in progress.items():
+        table.add_row(key, str(value))
+    console.print(table)
+    numbers: Counter = Counter()
+    tensors: Counter = Counter()
+    shapes = {}
+    for file in sorted(set(index["files"].values())):
+        with safe_open(one / file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                kind, _, parameter = name.partition("/")
+                shape = opened.get_slice(name).get_shape()
+                size = 1
+                for length in shape:
+                    size *= length
+                numbers[kind] += size
+                tensors[kind] += 1
+                if kind == "weight":
+                    shapes[parameter] = (size, shape)
+    table = _table("tensors", "kind", "tensors", "numbers", "size")
+    for kind in numbers:
+        table.add_row(kind, str(tensors[kind]), f"{numbers[kind]:,}", size_words(4 * numbers[kind]))
+    console.print(table)
+    table = _table("largest weights", "name", "shape")
+    for parameter, (_, shape) in sorted(shapes.items(), key=lambda item: -item[1][0])[:5]:
+        table.add_row(parameter, " x ".join(map(str, shape)))
+    console.print(table)
+    console.print(f"written by {index['written_by']}, Adam has taken {index['adam_steps']} steps")
+
+
+def size_words(count: int) -> str:
+    """1.62 GB for people; powers of 1000, as disks are sold."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if count >= 1000**power:
+            return f"{count / 1000**power:.3g} {unit}"
+    return f"{count} B"
