@@ -107,7 +107,7 @@ class Feed:
 
     def padding(self, rows: int = 2_000) -> float:
         """Share of the tokens in micro-batches that are padding, over the next ``rows`` rows at most."""
-        ids, _ = self.order.take(self.cursor, rows, self.end)
+        ids = self.order.preview(self.cursor, min(rows, self.end - self.cursor))
         micro = min(self.layout.micro, len(ids))
         ids = ids[: len(ids) // micro * micro]
         lengths = self.part.lengths_of(ids).reshape(-1, micro)

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -203,13 +203,20 @@ class Library:
         """One shard's rows: prepared here and now where no process has, waited for where one is about to."""
         spec, source = self.config.dataset_specs()[dataset], self._shards(dataset)[index]
         folder = self._shard_folder(dataset, index)
-        self._ensure(folder, spec, source, self._settings(spec, source.digest(), None), None, 1)
-        store = TokenStore(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder):  # held until the files are mapped, since another process may be about to delete them
+            if not (folder / META).exists():
+                self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1)
+            store = TokenStore(folder).mapped()
         return Part((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
     def forget(self, dataset: int, index: int) -> None:
         """Delete a shard's folder, if it is there. Who has mapped its files can still read them."""
-        shutil.rmtree(self._shard_folder(dataset, index), ignore_errors=True)
+        import filelock
+
+        folder = self._shard_folder(dataset, index)
+        with suppress(filelock.Timeout, FileNotFoundError), _lock(folder).acquire(timeout=0):
+            shutil.rmtree(folder)
 
     def _shards(self, dataset: int) -> list[Source]:
         if dataset not in self._cut_sources:
@@ -299,17 +306,15 @@ class Library:
         import filelock
 
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(f"{folder}.lock")
+        lock = _lock(folder)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            if not self.config.streaming:
-                tqdm.write(f"{source.name}: another process is preparing it; waiting for {folder}")
+            tqdm.write(f"{source.name}: another process is preparing it; waiting for {folder}")
             lock.acquire()
         with lock:
             if not (folder / META).exists():
-                if not self.config.streaming:
-                    self._say_if_changed(source, folder)
+                self._say_if_changed(source, folder)
                 self._make(folder, spec, source, settings, rows, workers)
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
@@ -380,6 +385,12 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)])
+
+
+def _lock(folder: Path) -> Any:
+    import filelock
+
+    return filelock.FileLock(f"{folder}.lock")
 
 
 def _fingerprint(value: Any) -> str:

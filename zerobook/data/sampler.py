@@ -198,6 +198,10 @@ class SampleOrder:
             cursor = stop
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
 
+    def preview(self, cursor: int, rows: int) -> np.ndarray:
+        """The next ``rows`` row numbers."""
+        return self.ids(cursor, cursor + rows)
+
     def epoch(self, cursor: int) -> float:
         """Passes behind ``cursor``."""
         return cursor / self.size

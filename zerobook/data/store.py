@@ -115,6 +115,12 @@ class TokenStore:
     def __reduce__(self) -> Any:
         return TokenStore, (self.folder,)
 
+    def mapped(self) -> TokenStore:
+        """Itself, with all files open: what is deleted from here on can still be read."""
+        for _ in (self.ids, self.labels, self.offsets, self.label_offsets, self.supervised):
+            pass
+        return self
+
     @cached_property
     def ids(self) -> np.ndarray:
         """int32 [tokens]"""

@@ -94,11 +94,13 @@ class Stream:
             return
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
         for key in following[: self.ahead]:
-            if key not in self._makers and key not in self._open:
+            busy = sum(maker.is_alive() for maker in self._makers.values())
+            if key not in self._makers and key not in self._open and busy < self.ahead:
                 self._makers[key] = context.Process(target=_make, args=(self.shards, *key), daemon=True, name=f"shard {key}")
                 self._makers[key].start()
         for key in far:
-            self._makers.pop(key, None)
+            if key in self._makers and not self._makers[key].is_alive():
+                del self._makers[key]
             self._open.pop(key, None)
             self.shards.forget(*key)
 
@@ -208,6 +210,12 @@ class StreamOrder:
             missing -= len(kept)
             cursor = stop
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+
+    def preview(self, cursor: int, rows: int) -> np.ndarray:
+        """The next row numbers, ``rows`` at most, but not for many shards more."""
+        self.ids(cursor, cursor + 1)
+        known = self._ends[0][-1] if self.mixture is None else cursor + 256
+        return self.ids(cursor, min(cursor + rows, known))
 
     def epoch(self, cursor: int) -> float:
         """Passes behind ``cursor``, counted in whole shards, of the dataset that has the fewest."""
