@@ -51,10 +51,10 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """All tensors of the newest checkpoint, by their names there."""
-        from safetensors.torch import load_file
+        from zerobook.checkpoint.state import tensors
+        from zerobook.checkpoint.store import complete, folder_of
 
-        newest = sorted((self.output / "checkpoints").glob("step-*"))[-1]
-        return {k: t for file in sorted(newest.glob("*.safetensors")) for k, t in load_file(file).items()}
+        return tensors(complete(folder_of(self.output))[-1])
 
 
 def command(strategy: str | list[str], processes: int, recipe: str, flags: dict[str, Any], spy: bool = False) -> list[str]:

@@ -41,7 +41,7 @@ def test_auto_walks_past_damage_and_a_named_one_is_refused(tmp_path):
     (bad / "tensors.bin").unlink()
     assert "missing" in store.damage(bad)
     (bad / store.MANIFEST).write_text("{")
-    assert "not valid JSON" in store.damage(bad)
+    assert "cannot be read: JSONDecodeError" in store.damage(bad)
     assert store.find(tmp_path / "nothing", "auto") is None
 
 

@@ -126,7 +126,12 @@ class RecipeConfig(BaseModel):
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
     save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
-    resume_from_checkpoint: str | None = Field(None, description="auto (the newest whole one), best (lowest held-out loss), or a folder")
+    async_save: bool = Field(False, description="write checkpoints while training goes on, from a copy in host memory")
+    on_save_error: Literal["stop", "continue"] = Field("stop", description="what to do about a checkpoint that failed")
+    on_low_disk: Literal["error", "warn"] = Field("error", description="what to do where the checkpoints will not fit")
+    resume_from_checkpoint: str | None = Field(
+        None, description="auto (the newest whole one), best (lowest held-out loss), or a folder"
+    )
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +18,19 @@ from tqdm import tqdm
 
 from zerobook import __version__
 from zerobook.checkpoint import state, store
+from zerobook.checkpoint.command import size_words
+from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import SampleOrder
-from zerobook.errors import CheckpointError, DivergenceError
+from zerobook.errors import CheckpointError, ConfigError, DivergenceError
 from zerobook.isolation import isolating
 from zerobook.loss import Objective
+from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
-from zerobook.runlog.writer import RunLog
+from zerobook.recipe import leave
+from zerobook.runlog.writer import STEPS, RunLog, read
 from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
 
@@ -65,7 +71,6 @@ class TrainingLoop:
         self.collate = collate
         self.objective = objective
         self.scorers = scorers
-        self.log = RunLog(config.output_dir) if strategy.is_main else None
         self.layout = Layout(
             world_size=strategy.world_size,
             rank=strategy.rank,
@@ -74,6 +79,7 @@ class TrainingLoop:
         )
         state.check_shared(strategy, config.output_dir)
         self._own_checkpoints()
+        self.log = RunLog(config.output_dir) if strategy.is_main else None
         passed_over: list[str] = []
         checkpoint = strategy.on_main(
             lambda: store.find(config.output_dir, config.resume_from_checkpoint, passed_over=passed_over)
@@ -89,10 +95,13 @@ class TrainingLoop:
             total=self.total_steps,
         )
         strategy.prepare(model, config, self.total_steps)
+        self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
+        self._check_space()
         if data.train.isolated:
             self.collate = self.feed.collate = isolating(strategy, collate)
         self.evaluation_seconds = 0.0
         self._pending: list[dict[str, Any]] = []
+        self._before: dict[int, float] = {}  # losses that an earlier attempt had behind the checkpoint
         self._start(sources)
         if checkpoint:
             self._resume(checkpoint, passed_over)
@@ -160,6 +169,8 @@ class TrainingLoop:
         for reason in passed_over:
             tqdm.write(f"passed over: {reason}")
         state.load(self.strategy, checkpoint)
+        recorded, found = self.progress.following, self._following()
+        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
             aside = store.set_aside(store.folder_of(self.config.output_dir), self.progress.step)
@@ -169,12 +180,48 @@ class TrainingLoop:
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
                 set_aside=[str(folder) for folder in aside], passed_over=passed_over,
+                verified=sorted(set(recorded) - set(differing)), differing=differing,
             )  # fmt: skip
+            tqdm.write(f"  as recorded: {', '.join(sorted(set(recorded) - set(differing)))}")
+            for key, (was, now) in differing.items():
+                tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
+            steps = read(self.log.folder / STEPS)
+            self._before = {s["step"]: s["loss"] for s in steps if s["step"] > before.step and s["attempt"] < self.log.attempt}
+
+    def _following(self) -> dict[str, Any]:
+        """What the next step uses, by name; recorded in a checkpoint, compared after it was loaded."""
+        strategy, progress = self.strategy, self.progress
+        generator = torch.Generator().manual_seed(_step_seed(progress.seed, progress.step, 0))
+        return {
+            "learning rate": strategy.learning_rate() if strategy.owns_schedule else self.rate(progress.step),
+            "samples": self.feed.order.take(progress.cursor, 8, self.feed.end)[0].tolist(),
+            "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
+        }
+
+    def _check_space(self) -> None:
+        """Raise `ConfigError` before the first step where the checkpoints will not fit onto the disk."""
+        config, strategy = self.config, self.strategy
+        one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
+        left = self.total_steps - self.progress.step
+        saves = 1 + (left // config.save_steps if config.save_steps else 0)
+        most = min(saves, config.save_total_limit + 1) if config.save_total_limit else saves
+        free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
+        if most * one <= free:
+            return
+        problem = (
+            f"output_dir: {most} checkpoint(s) of {size_words(one)} each need {size_words(most * one)}, and "
+            f"{Path(config.output_dir).absolute()} has {size_words(free)} free. Lower --save_total_limit (one more is on disk "
+            "while it is written), save less often, give another --output_dir, or pass --on_low_disk warn."
+        )
+        if config.on_low_disk == "error":
+            raise ConfigError(problem)
+        tqdm.write(f"  warning: {problem}") if strategy.is_main else None
 
     # --- training
     def run(self) -> Progress:
         """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
         config, progress, strategy = self.config, self.progress, self.strategy
+        self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1]["loss"]) if self._pending else None)
         self.bar = tqdm(
             total=self.total_steps, initial=progress.step, desc="training", unit="step", disable=not strategy.is_main,
             mininterval=1 if sys.stderr.isatty() else 15,
@@ -197,13 +244,18 @@ class TrainingLoop:
                 if config.save_steps and step % config.save_steps == 0:
                     self.save()
                     saved = step
+                if config.async_save:
+                    self._report_saves()
                 if step >= self.total_steps:
                     break
+                if self.preemption.due(step):
+                    self._leave_early(saved)
         self._flush()
         self.bar.close()
         final = self.evaluate() if evaluated != progress.step else None
         if saved != progress.step:
             self.save()
+        self._finish_saves()
         if self.log:
             rate = None if strategy.owns_schedule else self.rate(progress.step)
             seconds = {"training": round(time.monotonic() - start - self.evaluation_seconds, 3),
@@ -269,6 +321,7 @@ class TrainingLoop:
             for record in pending:
                 record["ids"] = record["ids"][record["ids"] >= 0].tolist()
             self.log.steps(pending)
+            self._compare_with_before(pending)
             self.bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tok/s": f"{rate:.0f}"})
         last = pending[-1]
         if self.config.report_to:
@@ -287,6 +340,17 @@ class TrainingLoop:
                 f"step {record['step']}: {what} is {record[key]}; nothing was saved since. Resume from the last "
                 f"checkpoint with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
             )
+
+    def _compare_with_before(self, pending: list[dict[str, Any]]) -> None:
+        """The first losses behind a checkpoint against those that the stopped attempt had there, once."""
+        shared = [record for record in pending if record["step"] in self._before]
+        if shared:
+            assert self.log is not None
+            largest = max(abs(r["loss"] / self._before[r["step"]] - 1) for r in shared)
+            steps = [record["step"] for record in shared]
+            self.log.event("resume_verified", steps=[steps[0], steps[-1]], largest_relative_difference=largest)
+            tqdm.write(f"steps {steps[0]} to {steps[-1]} again: losses within {largest:.1e} of those before the stop")
+        self._before = {}
 
     def _record_memory(self, at_seam: dict[str, int]) -> None:
         """Bytes per rank: gradients at the seam of the first step, optimizer state after it."""
@@ -365,13 +429,55 @@ class TrainingLoop:
         self._flush()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.feed.order.passed
-        start = time.monotonic()
-        record = {"asked": self.strategy.plan.asked, "config": self.config.model_dump()}
-        folder = state.save(self.strategy, self.progress, self.config.output_dir, record, self.config.save_total_limit)
+        self.progress.following = self._following()
+        self.saver.save(self.progress, {"asked": self.strategy.plan.asked, "config": self.config.model_dump()})
+        if not self.config.async_save:
+            self.strategy.on_main(self._report_saves)
+
+    def _report_saves(self) -> None:
+        """Write down what became of the saves that ended. Rank 0 alone knows; the launcher stops the others with it.
+
+        Raises:
+            CheckpointError: one failed, and ``on_save_error`` is stop.
+        """
+        for folder, seconds, problem in self.saver.results():
+            step = store.step_of(folder)
+            assert self.log is not None
+            if problem is None:
+                self.log.event("checkpoint", step=step, folder=str(folder), seconds=round(seconds, 3))
+                tqdm.write(f"step {step}: checkpoint {folder}")
+                continue
+            whole = store.complete(folder.parent)
+            last = f"the last complete one is {whole[-1].name}" if whole else "there is no complete one yet"
+            self.log.event("save_failed", step=step, reason=problem, last_complete=whole[-1].name if whole else None)
+            message = f"{folder}: it could not be saved ({problem}); {last}."
+            if self.config.on_save_error == "stop":
+                raise CheckpointError(
+                    f"{message} Make room, and go on with --resume_from_checkpoint auto; --on_save_error continue trains on "
+                    "without it."
+                )
+            tqdm.write(f"WARNING: step {step}: {message} Training goes on without it.")
+
+    def _finish_saves(self) -> None:
+        self.saver.wait()
+        self.strategy.barrier()
+        if self.config.async_save:
+            self.strategy.on_main(self._report_saves)
+
+    def _leave_early(self, saved: int | None) -> None:
+        """Save, and end the process with `preemption.EXIT_CODE`."""
+        step, reason = self.progress.step, self.preemption.received
+        if saved != step:
+            self.save()
+        self._finish_saves()
+        self.bar.close()
         if self.log:
-            seconds = round(time.monotonic() - start, 3)
-            self.log.event("checkpoint", step=self.progress.step, folder=str(folder), seconds=seconds)
-            tqdm.write(f"step {self.progress.step}: checkpoint {folder}")
+            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE)
+            tqdm.write(f"{reason}: saved at step {step}; go on with --resume_from_checkpoint auto")
+        for tracker in self.strategy.accelerator.trackers:
+            tracker.finish()
+        self.strategy.barrier()
+        leave(EXIT_CODE)
 
 
 def _amount(samples: int) -> str:

@@ -47,6 +47,8 @@ class Progress:
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     best_eval_loss: float | None = None
+    following: dict[str, Any] = field(default_factory=dict)
+    """what the next step will use (learning rate, sample ids, random numbers), for a run that goes on to compare with"""
     eval_loss: float | None = None
     """held-out loss at this very step; None where it was not evaluated here"""
 

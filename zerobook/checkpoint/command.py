@@ -1,15 +1,16 @@
 """``zerobook checkpoint``: what a run has saved, whether it is whole, and what is kept.
 
-    zerobook checkpoint list outputs/run
-    zerobook checkpoint verify outputs/run
-    zerobook checkpoint inspect outputs/run/checkpoints/step-000200
-    zerobook checkpoint pin outputs/run/checkpoints/step-000200
-    zerobook checkpoint prune outputs/run --keep 2
+zerobook checkpoint list outputs/run
+zerobook checkpoint verify outputs/run
+zerobook checkpoint inspect outputs/run/checkpoints/step-000200
+zerobook checkpoint pin outputs/run/checkpoints/step-000200
+zerobook checkpoint prune outputs/run --keep 2
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -67,7 +68,7 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        right = column in ("step", "samples", "held-out loss", "size", "numbers", "tensors")
+        right = column in ("step", "samples", "held-out loss", "size", "numbers", "tensors", "pieces")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     return table
 
@@ -113,10 +114,6 @@ def _verify(checkpoints: list[Path]) -> int:
 
 
 def _inspect(one: Path) -> None:
-    from collections import Counter
-
-    from safetensors import safe_open
-
     reason = store.damage(one)
     if reason is not None:
         raise CheckpointError(reason)
@@ -126,28 +123,16 @@ def _inspect(one: Path) -> None:
     for key, value in progress.items():
         table.add_row(key, str(value))
     console.print(table)
-    numbers: Counter = Counter()
-    tensors: Counter = Counter()
-    shapes = {}
-    for file in sorted(set(index["files"].values())):
-        with safe_open(one / file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                kind, _, parameter = name.partition("/")
-                shape = opened.get_slice(name).get_shape()
-                size = 1
-                for length in shape:
-                    size *= length
-                numbers[kind] += size
-                tensors[kind] += 1
-                if kind == "weight":
-                    shapes[parameter] = (size, shape)
-    table = _table("tensors", "kind", "tensors", "numbers", "size")
-    for kind in numbers:
-        table.add_row(kind, str(tensors[kind]), f"{numbers[kind]:,}", size_words(4 * numbers[kind]))
+    sizes = {name: math.prod(shape) for name, shape in index["shapes"].items()}
+    table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
+    for kind in sorted({name.partition("/")[0] for name in index["pieces"]}):
+        pieces = [p for name, found in index["pieces"].items() if name.startswith(f"{kind}/") for p in found]
+        numbers = sum(sizes.values())
+        table.add_row(kind, str(len(sizes)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
     console.print(table)
     table = _table("largest weights", "name", "shape")
-    for parameter, (_, shape) in sorted(shapes.items(), key=lambda item: -item[1][0])[:5]:
-        table.add_row(parameter, " x ".join(map(str, shape)))
+    for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
+        table.add_row(name, " x ".join(map(str, index["shapes"][name])))
     console.print(table)
     console.print(f"written by {index['written_by']}, Adam has taken {index['adam_steps']} steps")
 

@@ -1,9 +1,9 @@
 """Folders on disk: staged, made durable, renamed when complete, and only then old ones pruned.
 
-    checkpoints/step-000012             complete: every file is in its manifest, with size and digest
-    checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
-    checkpoints/step-000018.abandoned   complete, but of a branch that was given up
-    checkpoints/.step-...               being written or deleted; whoever writes next clears it away
+checkpoints/step-000012             complete: every file is in its manifest, with size and digest
+checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
+checkpoints/step-000018.abandoned   complete, but of a branch that was given up
+checkpoints/.step-...               being written or deleted; whoever writes next clears it away
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _NAME = re.compile(r"step-(\d+)$")
 _ABANDONED = re.compile(r"step-(\d+)\.abandoned$")
 _LEFTOVER = re.compile(r"\.step-\d+(\.abandoned)?\.(partial|replaced|deleted)$")
 _BLOCK = 1 << 22
+_GRACE_S = 15
+"""Loaders' processes hold a killed run's lock until they notice that it is gone."""
 
 
 def folder_of(output_dir: str | Path) -> Path:
@@ -53,8 +55,11 @@ def owned(checkpoints: Path) -> Iterator[None]:
     holder = checkpoints / f"{LOCK}.holder"
     lock = filelock.FileLock(checkpoints / LOCK)
     try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
+        lock.acquire(timeout=_GRACE_S)
+    except (OSError, NotImplementedError) as error:
+        if not isinstance(error, filelock.Timeout):
+            yield  # some network filesystems have no locks
+            return
         who = holder.read_text() if holder.exists() else "another process"
         raise CheckpointError(
             f"{checkpoints}: {who} is training into this folder. Two runs there would overwrite each other: wait for it, stop "
@@ -62,6 +67,7 @@ def owned(checkpoints: Path) -> Iterator[None]:
         ) from None
     try:
         holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        sweep(checkpoints)
         yield
     finally:
         holder.unlink(missing_ok=True)
@@ -75,22 +81,35 @@ def staged(checkpoints: Path, step: int) -> Iterator[Path]:
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
     process killed at any moment leaves either a whole checkpoint or a hidden folder that no reader takes.
     """
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    sweep(checkpoints)
-    final = checkpoints / f"step-{step:06d}"
-    staging = checkpoints / f".{final.name}.partial"
-    staging.mkdir()
+    staging = staging_of(checkpoints, step)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
     yield staging
-    files = {f.name: {"bytes": f.stat().st_size, "xxh3_128": digest(f)} for f in sorted(staging.iterdir())}
-    (staging / MANIFEST).write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=1))
-    for file in staging.iterdir():
-        _fsync(file)
-    _fsync(staging)
+    publish(staging, step)
+
+
+def staging_of(checkpoints: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return checkpoints / f".step-{step:06d}.partial"
+
+
+def publish(staging: Path, step: int, digests: dict[str, str] | None = None) -> None:
+    """Make a complete checkpoint of the files in ``staging``; those in ``digests`` are durable already, and not read again."""
+    checkpoints, digests = staging.parent, digests or {}
+    others = [file for file in sorted(staging.iterdir()) if file.name not in digests]
+    digests = digests | {file.name: digest(file) for file in others}
+    files = {name: {"bytes": (staging / name).stat().st_size, "xxh3_128": found} for name, found in sorted(digests.items())}
+    manifest = staging / MANIFEST
+    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=1))
+    for file in (*others, manifest, staging):
+        fsync(file)
+    final = checkpoints / f"step-{step:06d}"
     replaced = checkpoints / f".{final.name}.replaced"
     if final.exists():  # the same step, saved again by a run that was continued from before it
+        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     staging.rename(final)
-    _fsync(checkpoints)
+    fsync(checkpoints)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -157,8 +176,6 @@ def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], An
         size = file.stat().st_size if file.is_file() else None
         if size != facts["bytes"]:
             return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {facts['bytes']} bytes"
-    if PROGRESS not in files:
-        return f"{checkpoint / MANIFEST}: it lists no {PROGRESS}"
     for name, facts in files.items() if thorough else ():
         found = digest(checkpoint / name, tell)
         if found != facts["xxh3_128"]:
@@ -285,7 +302,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

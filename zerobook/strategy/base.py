@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,21 @@ if TYPE_CHECKING:
     from zerobook.resolve import LaunchPlan
 
 T = TypeVar("T")
+Read = Callable[[int, int], torch.Tensor]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SPLIT = 1 << 18
+"""Numbers; smaller tensors are not worth writing in parts."""
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Piece(NamedTuple):
+    """A stretch of a flattened weight (``key`` None) or moment: ``values``, fp32 [n], from ``start`` on."""
+
+    name: str
+    key: str | None
+    start: int
+    values: torch.Tensor
 
 
 class Strategy:
@@ -94,6 +106,19 @@ class Strategy:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        result, error = self.from_main((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
 
     def once_per_node(self, work: Callable[[], T]) -> T:
         """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
@@ -263,14 +288,54 @@ class Strategy:
 
         Peak memory is one whole tensor per rank.
         """
-        source = parameter if key is None else self._state_of(parameter)[key]
-        return whole(source.detach()).float()
+        return whole(self._tensor(parameter, key).detach()).float()
 
-    def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Write the whole tensor ``value``, held by every rank, into the weight or moment. Collective."""
-        target = parameter if key is None else self._state_of(parameter)[key]
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's share of all weights and moments, so that all ranks together give each number once.
+
+        Nothing is sent between ranks. Values may be live: they hold until the next piece is asked for.
+        """
+        for index, (name, parameter) in enumerate(self.trainable()):
+            for key in (None, *MOMENTS):
+                found = self._piece(index, parameter, key)
+                if found is not None and found[1].numel():
+                    yield Piece(name, key, *found)
+
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
+        """(where it begins in the flattened tensor, fp32 values [n]) of what this rank writes; None where it writes nothing.
+
+        ``index`` counts the parameters. Here, where every rank holds everything, they share the work.
+        """
+        flat = self._tensor(parameter, key).detach().reshape(-1)
+        if flat.numel() < _SPLIT:
+            return (0, flat) if index % self.world_size == self.rank else None
+        part = -(-flat.numel() // self.world_size)
+        start = min(part * self.rank, flat.numel())
+        return start, flat[start : start + part]
+
+    def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        """Bring back a weight (``key`` None) or moment. Collective.
+
+        Args:
+            read: (start, stop) -> fp32 values [stop - start] of the flattened tensor, on the CPU. Each rank calls it for what
+                it needs alone; what all need is read by rank 0 and sent.
+        """
         with torch.no_grad():
-            target.copy_(value)
+            self._tensor(parameter, key).copy_(self._read_by_main(parameter, read))
+
+    def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
+        return parameter if key is None else self._state_of(parameter)[key]
+
+    def _read_by_main(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
+        """The whole tensor, on every rank's device."""
+        shape = self.shape(parameter)
+        if self.is_main:
+            value = read(0, shape.numel()).view(shape).to(self.device)
+        else:
+            value = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if self.world_size > 1:
+            dist.broadcast(value, src=0)
+        return value
 
     def _states(self) -> Iterable[dict[str, Any]]:
         return self._torch_optimizer().state.values()

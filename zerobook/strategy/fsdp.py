@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.strategy.base import Strategy, local, whole
+from zerobook.strategy.base import Read, Strategy, local, whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,19 +57,22 @@ class FullyShardedStrategy(Strategy):
                 module.reshard()
         yield from super().trainable()
 
-    def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
+        tensor = self._tensor(parameter, key).detach()
+        start = _start_of_rows(tensor)
+        if start is None:
+            return super()._piece(index, parameter, key)
+        copies = tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0) > 0  # hybrid: others hold the same
+        return None if copies else (start, tensor.to_local().reshape(-1))
 
-        target = parameter if key is None else self._state_of(parameter)[key]
-        with torch.no_grad():
-            if isinstance(target, DTensor):
-                # every rank holds the value, so each cuts its own piece and nothing is sent
-                mesh = target.device_mesh
-                whole = value.to(mesh.device_type)
-                piece = distribute_tensor(whole, mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(piece.to_local())
-            else:
-                target.copy_(value)
+    def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        tensor = self._tensor(parameter, key).detach()
+        start = _start_of_rows(tensor)
+        if start is None:
+            return super().restore(parameter, key, read)
+        mine = tensor.to_local()
+        if mine.numel():
+            mine.copy_(read(start, start + mine.numel()).view(mine.shape))
 
     def _held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super()._held().items()}
@@ -91,6 +94,18 @@ class FullyShardedStrategy(Strategy):
             "offload": {"optimizer": offload, "parameters": offload},
             "reshard_after_forward": any(group._reshard_after_forward for group in groups),
         }
+
+
+def _start_of_rows(tensor: torch.Tensor) -> int | None:
+    """Where this rank's rows of a sharded tensor begin in the flattened whole; None for a tensor that is not sharded."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return None
+    assert tensor.placements[-1] == Shard(0), f"FSDP2 shards rows, found {tensor.placements}"
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offsets[0]) * torch.Size(tensor.shape[1:]).numel()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobook.strategy.base import Strategy, zero_state
+from zerobook.strategy.base import Read, Strategy, zero_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -131,36 +131,53 @@ class ZeroStrategy(Strategy):
             return safe_get_full_fp32_param(parameter).detach()
         return safe_get_full_optimizer_state(parameter, key).detach()
 
-    def set_tensor(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        if self.plan.zero_stage == 3:
-            # ZeRO-3 cuts equal pieces, the last one padded; the setter narrows without asking
-            size = parameter.ds_tensor.numel() * self.world_size
-            padded = torch.zeros(size, dtype=value.dtype, device=value.device)
-            padded[: value.numel()].copy_(value.flatten())
-        if key is not None:
-            if self.plan.zero_stage == 3:
-                self._set_partition(parameter, padded, key)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-            return
-        # The setters reach the fp32 master only; the copy that the next forward reads is written beside it.
-        if self.plan.zero_stage == 3:
-            self._set_partition(parameter, padded, None)
+        if self.plan.zero_stage != 3:
+            mapping = parameter._hp_mapping
+            return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
+        mine = safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+        start, stop = self._bounds(parameter)
+        return start, mine[: stop - start]
+
+    def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        if self.plan.zero_stage != 3:
+            return self._restore_fragment(parameter, key, read)
+        # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without asking
+        start, stop = self._bounds(parameter)
+        mine = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        if stop > start:
+            mine[: stop - start] = read(start, stop)
+        self.deepspeed_optimizer.set_local_hp_param(mine.to(self.device), parameter, key)
+        if key is None:
+            import deepspeed
+
+            # the setter reaches the fp32 master only; the copies that forwards read are written by their owner
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.rank == 0:
-                    parameter.data.copy_(value.view(parameter.ds_shape))
-        else:
-            safe_set_full_fp32_param(parameter, value)
+                    parameter.data.copy_(read(0, parameter.ds_numel).view(parameter.ds_shape))
+
+    def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        """ZeRO-1 and 2: every rank holds the weight that forwards read, and some a stretch of the fp32 master."""
+        mapping = parameter._hp_mapping
+        value = None
+        if key is None:
+            value = self._read_by_main(parameter, read)
             with torch.no_grad():
                 parameter.data.copy_(value)
+        if mapping is not None:
+            start = mapping.lp_fragment_address.start
+            stop = start + mapping.lp_fragment_address.numel
+            mine = read(start, stop) if value is None else value.flatten()[start:stop]
+            mapping.get_hp_fragment(key).data.copy_(mine)
 
-    def _set_partition(self, parameter: nn.Parameter, padded: torch.Tensor, key: str | None) -> None:
-        piece = parameter.ds_tensor.numel()
-        rank = dist.get_rank(group=parameter.ds_process_group) if parameter.ds_process_group is not None else self.rank
-        self.deepspeed_optimizer.set_local_hp_param(padded.narrow(0, piece * rank, piece), parameter, key)
+    def _bounds(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Which numbers of the flattened weight are this rank's under ZeRO-3, without the padding."""
+        piece, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+        rank = self.rank if group is None else dist.get_rank(group=group)
+        whole = self.shape(parameter).numel()
+        return min(piece * rank, whole), min(piece * (rank + 1), whole)
 
     def scaler_state(self) -> dict[str, Any] | None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)

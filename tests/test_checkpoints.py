@@ -1,0 +1,273 @@
+"""Any cut of the state reads back as any other; every kind of damage is found; what is kept is what was meant."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.checkpoint import save, state, store
+from zerobook.checkpoint.command import checkpoint as command
+from zerobook.checkpoint.command import size_words
+from zerobook.errors import CheckpointError
+from zerobook.progress import Progress
+from zerobook.strategy import MOMENTS, Piece
+
+SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}
+WHOLE = {
+    f"{key}/{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i + 10 * j))
+    for i, (name, shape) in enumerate(SHAPES.items())
+    for j, key in enumerate(("weight", *MOMENTS))
+}
+
+
+def spread(cuts, ranks):
+    """Pieces per rank: every tensor cut at ``cuts``, the stretches dealt out."""
+    dealt = [[] for _ in range(ranks)]
+    for turn, (full, tensor) in enumerate(WHOLE.items()):
+        kind, name = full.split("/", 1)
+        ends = sorted({0, tensor.numel(), *(c for c in cuts if c < tensor.numel())})
+        for nth, (start, stop) in enumerate(itertools.pairwise(ends)):
+            values = tensor.flatten()[start:stop]
+            dealt[(turn + nth) % ranks].append(Piece(name, None if kind == "weight" else kind, start, values))
+    return dealt
+
+
+class FakeStrategy:
+    """One rank of several that save together, as far as `Saver` asks."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank, dealt, barrier):
+        self.rank, self.dealt, self.world_size, self.is_main = rank, dealt, len(dealt), rank == 0
+        self.barrier = barrier
+
+    def pieces(self):
+        return iter(self.dealt[self.rank])
+
+    def trainable(self):
+        return iter([(name, torch.zeros(shape)) for name, shape in SHAPES.items()])
+
+    def shape(self, parameter):
+        return parameter.shape
+
+    def materialise_optimizer(self): ...
+
+    def adam_steps(self):
+        return 4
+
+    def describe(self):
+        return {"strategy": "ZeRO-2", "world_size": self.world_size}
+
+
+def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, break_rank=None):
+    """All ranks save, each in a thread; the results that rank 0 has."""
+    barrier = threading.Barrier(len(dealt))
+    savers = []
+
+    def one(rank):
+        saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait), folder, keep=keep, background=background)
+        savers.append((rank, saver))
+        if rank == break_rank:
+            saver.strategy.pieces = lambda: iter([Piece("a.weight", None, 0, SimpleNamespace())])
+        saver.save(Progress(step=step, eval_loss=loss), {"config": {}})
+        saver.wait()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(dealt))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return dict(savers)[0].results()
+
+
+@given(
+    st.sets(st.integers(1, 34)), st.integers(1, 4), st.integers(0, 34), st.integers(0, 35), st.sampled_from([1, 40, 1 << 20])
+)
+@settings(deadline=None, max_examples=40)
+def test_any_cut_reads_back_as_any_other(tmp_path_factory, cuts, ranks, start, length, file_bytes):
+    folder = tmp_path_factory.mktemp("run")
+    before, save.FILE_BYTES = save.FILE_BYTES, file_bytes
+    try:
+        (result,) = save_all(folder, 3, spread(cuts, ranks))
+    finally:
+        save.FILE_BYTES = before
+    assert result.problem is None and store.damage(result.checkpoint, thorough=True) is None
+    assert not [f for f in result.checkpoint.iterdir() if f.name.startswith("rank-")]
+    found = state.tensors(result.checkpoint)
+    assert set(found) == set(WHOLE) and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
+    reader, stop = state.Reader(result.checkpoint), min(35, start + length)
+    assert torch.equal(reader.read("exp_avg/a.weight", start, stop), WHOLE["exp_avg/a.weight"].flatten()[start:stop])
+    assert reader.bytes_read == 4 * (stop - start)
+
+
+def test_a_share_that_is_missing_or_there_twice_is_no_checkpoint(tmp_path):
+    (good,) = save_all(tmp_path, 1, spread({9}, 2))
+    lost = spread({9}, 2)
+    lost[1].pop()
+    (result,) = save_all(tmp_path, 2, lost)
+    assert "the ranks gave" in result.problem and store.complete(store.folder_of(tmp_path)) == [good.checkpoint]
+    twice = spread({9}, 2)
+    twice[0].append(twice[1][0])
+    (result,) = save_all(tmp_path, 3, twice)
+    assert "numbers, and the ranks gave" in result.problem
+    assert [f.name for f in store.folder_of(tmp_path).iterdir()] == ["step-000001"], "nothing half-made is left"
+
+
+def test_a_rank_that_fails_is_named_and_nothing_is_published(tmp_path):
+    (result,) = save_all(tmp_path, 2, spread({9}, 3), break_rank=2)
+    assert result.problem.startswith("rank 2: AttributeError")
+    assert not list(store.folder_of(tmp_path).iterdir())
+
+
+def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
+    live = {name: tensor.clone() for name, tensor in WHOLE.items()}
+    pieces = [
+        Piece(n.split("/", 1)[1], None if n.startswith("weight") else n.split("/")[0], 0, t.flatten()) for n, t in live.items()
+    ]
+    released, real = threading.Event(), save.write_pieces
+    monkeypatch.setattr(save, "write_pieces", lambda *args: (released.wait(30), real(*args))[1])
+    saver = save.Saver(FakeStrategy(0, [pieces], lambda: None), tmp_path, keep=None, background=True)
+    saver.save(Progress(step=1), {})
+    assert saver.results() == [], "training goes on"
+    for tensor in live.values():
+        tensor.add_(1)
+    released.set()
+    saver.save(Progress(step=2), {})
+    saver.wait()
+    first, second = saver.results()
+    one, two = state.tensors(first.checkpoint), state.tensors(second.checkpoint)
+    assert all(torch.equal(one[n], WHOLE[n]) and torch.equal(two[n], WHOLE[n] + 1) for n in WHOLE)
+    assert json.loads((first.checkpoint / "progress.json").read_text())["step"] == 1
+
+
+def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
+    losses = {1: 3.0, 2: 1.5, 3: None, 4: 2.0, 5: 2.5, 6: None}
+    for step, loss in losses.items():
+        save_all(tmp_path, step, spread(set(), 1), loss=loss)
+    checkpoints = store.folder_of(tmp_path)
+    assert command(["pin", str(checkpoints / "step-000001")]) == 0
+    assert store.best(checkpoints).name == "step-000002"
+    (tmp_path / "half").mkdir()
+    (checkpoints / ".step-000009.partial").mkdir()
+    save_all(tmp_path, 7, spread(set(), 1), keep=2)
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [1, 2, 6, 7]
+    assert store.find(tmp_path, "best").name == "step-000002"
+    command(["unpin", str(checkpoints / "step-000001")])
+    assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 7]
+    with pytest.raises(CheckpointError, match="--keep is None"):
+        command(["prune", str(tmp_path)])
+    store.sweep(checkpoints)
+    assert not (checkpoints / ".step-000009.partial").exists()
+    (tmp_path / "new").mkdir()
+    save_all(tmp_path / "new", 1, spread(set(), 1))
+    with pytest.raises(CheckpointError, match="none is the best"):
+        store.find(tmp_path / "new", "best")
+
+
+def flip(checkpoint):
+    file = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x10
+    file.write_bytes(content)
+
+
+def truncate(checkpoint):
+    file = next(checkpoint.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def link_out(checkpoint):
+    file = next(checkpoint.glob("*.safetensors"))
+    file.rename(checkpoint.parent.parent / "elsewhere")
+    file.symlink_to(checkpoint.parent.parent / "elsewhere")
+
+
+def manifest(checkpoint, **changes):
+    file = checkpoint / store.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DAMAGE = {
+    "flipped": (flip, "its content is damaged"),
+    "missing": (lambda c: next(c.glob("*.safetensors")).unlink(), "missing, the manifest says"),
+    "truncated": (truncate, "bytes, the manifest says"),
+    "other": (lambda c: manifest(c, step=99), "it is the manifest of step 99"),
+    "half": (lambda c: (c / store.MANIFEST).unlink(), "the save was not finished"),
+    "link": (link_out, "leads out of the checkpoint's folder"),
+    "path": (lambda c: manifest(c, files={"../../elsewhere": {"bytes": 0, "xxh3_128": ""}}), "leads out of the checkpoint's"),
+    "newer": (lambda c: manifest(c, format_version=99), "format 99 is newer"),
+    "garbage": (lambda c: (c / store.MANIFEST).write_text("[1]"), "cannot be read: TypeError"),
+    "torn": (lambda c: (c / store.MANIFEST).write_text("{"), "cannot be read: JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
+    harm, words = DAMAGE[kind]
+    for step in (1, 2):
+        save_all(tmp_path, step, spread({9}, 2))
+    good, bad = store.complete(store.folder_of(tmp_path))
+    harm(bad)
+    reasons = []
+    assert store.find(tmp_path, "auto", passed_over=reasons) == good
+    assert len(reasons) == 1 and words in reasons[0]
+    assert command(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("step-000001: whole") and words in said[1]
+    with pytest.raises(CheckpointError, match="Use --resume_from_checkpoint auto"):
+        store.find(tmp_path, str(bad), passed_over=[])
+
+
+def test_a_pickle_is_never_opened(tmp_path):
+    save_all(tmp_path, 1, spread({9}, 1))
+    (one,) = store.complete(store.folder_of(tmp_path))
+    fired = tmp_path / "fired"
+    (one / "tensors.pt").write_bytes(b"cos\nmkdir\n(S'" + str(fired).encode() + b"'\ntR.")
+    assert store.damage(one, thorough=True) is None and len(state.tensors(one)) == 9
+    assert not fired.exists()
+
+
+def test_commands_show_what_there_is(tmp_path, capsys):
+    save_all(tmp_path, 12, spread({9}, 2), loss=1.25)
+    save_all(tmp_path, 24, spread({9}, 2))
+    checkpoints = store.folder_of(tmp_path)
+    truncate(checkpoints / "step-000024")
+    command(["list", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "1.2500" in shown and "best" in shown and "ZeRO-2, 2 processes" in shown and "damaged" in shown
+    command(["inspect", str(checkpoints / "step-000012")])
+    shown = capsys.readouterr().out
+    assert "7 x 5" in shown and "Adam has taken 4 steps" in shown and "eval_loss" in shown
+    with pytest.raises(CheckpointError, match="there are no checkpoints"):
+        command(["list", str(tmp_path / "nothing")])
+    assert [size_words(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.5 kB"]
+
+
+def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_GRACE_S", 0)
+    hold = "import sys, time; from pathlib import Path; from zerobook.checkpoint import store\n"
+    hold += "with store.owned(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "mine\n"
+        with (
+            pytest.raises(CheckpointError, match=f"process {other.pid} on .* is training into this folder"),
+            store.owned(tmp_path),
+        ):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    with store.owned(tmp_path):
+        pass

@@ -1,0 +1,213 @@
+"""Writing checkpoints: each rank its own share, rank 0 makes one checkpoint of them, here or in the background.
+
+Ranks talk through files only, so that a thread can do it while collectives of the training are under way: each leaves
+``rank-N.json`` in the staging folder when its files are durable, or ``rank-N.failed`` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zerobook.checkpoint import store
+from zerobook.errors import CheckpointError
+from zerobook.progress import Progress
+from zerobook.strategy import MOMENTS, Piece, Strategy
+
+FILE_BYTES = 512 << 20
+INDEX = "tensors.json"
+BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
+_POLL_S = 0.02
+
+
+class Saved(NamedTuple):
+    """What became of one save: ``problem`` is None where ``checkpoint`` is complete."""
+
+    checkpoint: Path
+    seconds: float
+    problem: str | None
+
+
+class Saver:
+    """Saves a run's state, at most one checkpoint at a time.
+
+    Args:
+        keep: complete checkpoints that stay, see `store.prune`.
+        background: copy this rank's share to host memory (kept from save to save) and write it while training goes on.
+            Without it the share is written from where it lies, a file's buffer at a time.
+    """
+
+    def __init__(self, strategy: Strategy, output_dir: str, *, keep: int | None, background: bool = False):
+        self.strategy = strategy
+        self.checkpoints = store.folder_of(output_dir)
+        self.keep = keep
+        self.background = background
+        self._host: dict[tuple[str, str | None], torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._results: list[Saved] = []
+
+    def save(self, progress: Progress, config: dict[str, Any]) -> None:
+        """Save the state after a whole step. Collective.
+
+        Returns when the checkpoint is complete or has failed, in the background when the state is copied. `results` says
+        which.
+        """
+        self.wait()
+        strategy, staging = self.strategy, store.staging_of(self.checkpoints, progress.step)
+        start = time.monotonic()
+        if strategy.is_main:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        strategy.barrier()
+        strategy.materialise_optimizer()
+        facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
+        facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
+        if self.background:
+            pieces = self._copies()
+            work = (staging, progress.step, pieces, json.loads(json.dumps(texts)), start)
+            self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(staging, progress.step, strategy.pieces(), texts, start)
+            strategy.barrier()
+
+    def results(self) -> list[Saved]:
+        """What became of the saves that ended since the last call; on rank 0 alone."""
+        done, self._results = self._results, []
+        return done
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _copies(self) -> list[Piece]:
+        copies = []
+        for piece in self.strategy.pieces():
+            key = (piece.name, piece.key)
+            if key not in self._host or self._host[key].shape != piece.values.shape:
+                pinned = piece.values.device.type == "cuda"
+                self._host[key] = torch.empty(piece.values.shape, dtype=torch.float32, pin_memory=pinned)
+            self._host[key].copy_(piece.values, non_blocking=True)
+            copies.append(piece._replace(values=self._host[key]))
+        if self.strategy.device.type == "cuda":
+            torch.cuda.synchronize(self.strategy.device)
+        return copies
+
+    def _write(self, staging: Path, step: int, pieces: Iterable[Piece], texts: dict[str, Any], start: float) -> None:
+        rank = self.strategy.rank
+        try:
+            index = write_pieces(staging, rank, pieces)
+            _publish_file(staging / f"rank-{rank}.json", json.dumps(index))
+        except OSError as error:
+            _leave_word(staging / f"rank-{rank}.failed", f"{error.strerror or error} ({error.filename or staging})")
+        except Exception as error:  # of a thread nobody would hear of it
+            _leave_word(staging / f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
+        if not self.strategy.is_main:
+            return
+        problem: str | None = None
+        try:
+            problem = self._publish(staging, step, texts)
+        except OSError as error:
+            problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
+        except CheckpointError as error:
+            problem = str(error)
+        if problem is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        final = self.checkpoints / f"step-{step:06d}"
+        self._results.append(Saved(final, time.monotonic() - start, problem))
+
+    def _publish(self, staging: Path, step: int, texts: dict[str, Any]) -> str | None:
+        """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
+        indices = []
+        for rank in range(self.strategy.world_size):
+            done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
+            while not done.exists():
+                if failed.exists():
+                    return f"rank {rank}: {failed.read_text()}"
+                time.sleep(_POLL_S)
+            indices.append(json.loads(done.read_text()))
+            done.unlink()
+        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], texts[INDEX]["shapes"])
+        for name, content in texts.items():
+            (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
+        store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
+        store.prune(self.checkpoints, self.keep)
+        return None
+
+
+def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced.
+
+    Returns:
+        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``; ``digests`` of the files.
+    """
+    from safetensors.torch import save_file
+
+    found: dict[str, list] = {}
+    digests: dict[str, str] = {}
+    buffer: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        file = folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors"
+        save_file(buffer, file)
+        store.fsync(file)
+        digests[file.name] = store.digest(file)
+        buffer.clear()
+
+    size = 0
+    for name, key, start, values in pieces:
+        if buffer and size + 4 * values.numel() > FILE_BYTES:
+            flush()
+            size = 0
+        full = f"{key or 'weight'}/{name}"
+        # a copy: what is live is a view of a larger buffer, and changes with the next piece
+        buffer[f"{full}@{start}"] = values.detach().to("cpu", torch.float32, copy=True).contiguous()
+        found.setdefault(full, []).append([start, start + values.numel(), f"tensors-{rank:05d}-{len(digests):05d}.safetensors"])
+        size += 4 * values.numel()
+    if buffer:
+        flush()
+    return {"pieces": found, "digests": digests}
+
+
+def merge(parts: list[dict[str, list]], shapes: dict[str, list[int]]) -> dict[str, list]:
+    """The pieces of all ranks as one table; raises `CheckpointError` where a number is missing or there twice."""
+    merged: dict[str, list] = {}
+    for part in parts:
+        for name, pieces in part.items():
+            merged.setdefault(name, []).extend(pieces)
+    for parameter, shape in shapes.items():
+        for kind in ("weight", *MOMENTS):
+            name, size = f"{kind}/{parameter}", torch.Size(shape).numel()
+            pieces = sorted(merged.get(name, []))
+            ends = [0, *(stop for _, stop, _ in pieces)]
+            if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != size:
+                spans = ", ".join(f"{start} to {stop}" for start, stop, _ in pieces) or "nothing"
+                raise CheckpointError(f"{name}: it has {size} numbers, and the ranks gave {spans}")
+            merged[name] = pieces
+    return merged
+
+
+def _publish_file(file: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    partial = file.with_suffix(".part")
+    partial.write_text(text)
+    partial.rename(file)
+
+
+def _leave_word(file: Path, reason: str) -> None:
+    try:
+        _publish_file(file, reason)
+    except OSError:  # the disk may be too full even for this; make room
+        for own in file.parent.glob(f"tensors-{int(file.stem.removeprefix('rank-')):05d}-*"):
+            own.unlink(missing_ok=True)
+        _publish_file(file, reason)

@@ -1,0 +1,63 @@
+"""Stopping in time: a warning signal to any rank becomes one step at which all ranks save and leave.
+
+SLURM sends SIGUSR1 (``--signal=USR1@120``) or SIGTERM some time before it kills; so do spot machines and ``torchrun`` when
+another node is lost.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from zerobook.strategy import Strategy
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again. ``--max_restarts`` does, as it does for any code but 0."""
+_ASKED = "zerobook/stop/asked"
+
+
+class Preemption:
+    """Turns SIGTERM and SIGUSR1 into a common last step.
+
+    Hosts may be steps apart, since nothing between log points waits for the device. So each rank that hears of a signal
+    (through the process group's store, not a collective) says at which step it is, and from there on ``settle``s its
+    device at every step. Once all have said so, the last step is two behind the furthest: by then every rank knows.
+    """
+
+    def __init__(self, strategy: Strategy, settle: Callable[[], Any]):
+        self.strategy = strategy
+        self.settle = settle
+        self.received: str | None = None
+        self._said = False
+        self._last: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = signal.Signals(number).name
+
+    def due(self, step: int) -> bool:
+        """Whether ``step``, just done, is the last one. Called by every rank behind every step; no collective."""
+        if self.strategy.world_size == 1:
+            return self.received is not None
+        store = dist.distributed_c10d._get_default_store()
+        if self.received and not self._said:
+            store.set(_ASKED, self.received)
+        if not self._said:
+            if not store.check([_ASKED]):
+                return False
+            self._said = True
+            self.received = self.received or store.get(_ASKED).decode()
+            store.set(self._key(self.strategy.rank), str(step))
+        self.settle()
+        keys = [self._key(rank) for rank in range(self.strategy.world_size)]
+        if self._last is None and store.check(keys):
+            self._last = max(int(store.get(key)) for key in keys) + 2
+        return self._last is not None and step >= self._last
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"zerobook/stop/{rank}"
