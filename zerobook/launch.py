@@ -49,6 +49,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     on_cpu = plan.device == "cpu"
     set_environment(plan)
     _hush(plan)
+    _meet_after_restart(on_cpu)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
         os.environ.setdefault("WANDB_DIR", config.output_dir)
@@ -101,6 +102,25 @@ def set_environment(plan: LaunchPlan) -> None:
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+
+
+def _meet_after_restart(on_cpu: bool) -> None:
+    """Form the process group under keys of this attempt, where torchrun has restarted the ranks of a lone node.
+
+    ``--max_restarts`` keeps the store of the attempt before, with its processes' addresses, and torch looks for its peers
+    there (pytorch issue 135712). Agents of several nodes count restarts each for itself, so there nothing is done.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if attempt == "0" or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch.distributed as dist
+
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "gloo" if on_cpu else "cuda:nccl,cpu:gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank,
+        world_size=world_size, timeout=COLLECTIVE_TIMEOUT,
+    )  # fmt: skip
 
 
 def _hush(plan: LaunchPlan) -> None:

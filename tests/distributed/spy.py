@@ -5,7 +5,8 @@
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
 given. Collectives are counted by wrapping torch.distributed before anything imports it; forwards of layers
 (recomputed ones too) by hooks; and so are the processes that load data.
-``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill.
+``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
+``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
 from collections import Counter
@@ -47,7 +49,12 @@ def reduced(group, bucket):
 recipe, *flags = sys.argv[1:]
 output = Path(flags[flags.index("--output_dir") + 1])
 rank = int(os.environ.get("RANK", 0))
-hang_at = int(os.environ.get("ZEROBOOK_SPY_HANG_AT_STEP", 0))
+asked = {
+    key.removeprefix("ZEROBOOK_SPY_").lower(): value for key, value in os.environ.items() if key.startswith("ZEROBOOK_SPY")
+}
+hang_at = int(asked.get("hang_at_step", 0))
+restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+signal_at = int(asked.get("signal_at_step", 0)) if asked.get("signal_attempt", restarts) == restarts else 0
 
 
 def write(record):
@@ -77,6 +84,8 @@ def watch(loop, tokenizer):
         if step == hang_at:
             (output / "hanging").touch()
             time.sleep(3600)
+        if step == signal_at and str(rank) == asked["signal_rank"]:
+            os.kill(os.getpid(), getattr(signal, asked["signal"]))
         hashes = []
         for ids in samples(kwargs):
             hashes.append(hashlib.sha256(tokenizer.decode(ids).encode()).hexdigest()[:16])

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class Saver:
         start = time.monotonic()
         if strategy.is_main:
             shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            with suppress(OSError):  # which the ranks meet again, and say, when they write there
+                staging.mkdir(parents=True)
         strategy.barrier()
         strategy.materialise_optimizer()
         facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
@@ -105,6 +107,10 @@ class Saver:
 
     def _write(self, staging: Path, step: int, pieces: Iterable[Piece], texts: dict[str, Any], start: float) -> None:
         rank = self.strategy.rank
+        if not staging.is_dir():  # rank 0 could not make it
+            if self.strategy.is_main:
+                self._results.append(Saved(self._final(step), 0.0, f"the folder {staging} cannot be made"))
+            return
         try:
             index = write_pieces(staging, rank, pieces)
             _publish_file(staging / f"rank-{rank}.json", json.dumps(index))
@@ -123,8 +129,10 @@ class Saver:
             problem = str(error)
         if problem is not None:
             shutil.rmtree(staging, ignore_errors=True)
-        final = self.checkpoints / f"step-{step:06d}"
-        self._results.append(Saved(final, time.monotonic() - start, problem))
+        self._results.append(Saved(self._final(step), time.monotonic() - start, problem))
+
+    def _final(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
 
     def _publish(self, staging: Path, step: int, texts: dict[str, Any]) -> str | None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
@@ -133,7 +141,8 @@ class Saver:
             done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
             while not done.exists():
                 if failed.exists():
-                    return f"rank {rank}: {failed.read_text()}"
+                    time.sleep(_POLL_S)  # the reason follows the file
+                    return f"rank {rank}: {failed.read_text() or 'it could not write why; the disk may be full'}"
                 time.sleep(_POLL_S)
             indices.append(json.loads(done.read_text()))
             done.unlink()
@@ -205,9 +214,7 @@ def _publish_file(file: Path, text: str) -> None:
 
 
 def _leave_word(file: Path, reason: str) -> None:
-    try:
-        _publish_file(file, reason)
-    except OSError:  # the disk may be too full even for this; make room
-        for own in file.parent.glob(f"tensors-{int(file.stem.removeprefix('rank-')):05d}-*"):
-            own.unlink(missing_ok=True)
-        _publish_file(file, reason)
+    """Say that this rank failed: an empty file needs no room, the reason is written where there is some."""
+    file.touch()
+    with suppress(OSError):
+        file.write_text(reason)

@@ -1,0 +1,169 @@
+"""A save that is killed at any of its file-system calls, or runs out of disk, costs nothing that was complete."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.test_checkpoints import FakeStrategy, spread
+from zerobook.checkpoint import save, state, store
+from zerobook.progress import Progress
+
+WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+class Calls:
+    """Counts a process's changes of the file system, and kills the process right before number ``fatal``."""
+
+    def __init__(self, counter, fatal):
+        self.counter, self.fatal = counter, fatal
+        sys.addaudithook(self._audit)  # there is no way to remove one: for forked children only
+        for module, name in ((os, "fsync"),):
+            setattr(module, name, self._counted(getattr(module, name)))
+        import safetensors.torch
+
+        safetensors.torch.save_file = self._counted(safetensors.torch.save_file)
+
+    def _audit(self, event, args):
+        if event in WATCHED and not (event == "open" and args[1] in ("r", "rb", None)):
+            self._count()
+
+    def _counted(self, inner):
+        def call(*args, **options):
+            self._count()
+            return inner(*args, **options)
+
+        return call
+
+    def _count(self):
+        self.counter.value += 1
+        if self.counter.value == self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank(rank, folder, dealt, barrier, counter, fatal, step):
+    saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait), folder, keep=1, background=step % 2 == 0)
+    if fatal is not None:
+        Calls(counter, fatal)
+    saver.save(Progress(step=step), {"config": {}})
+    saver.wait()
+    os._exit(0)
+
+
+def save_in_processes(folder, step, victim=None, fatal=None):
+    """Two forked ranks save; the launcher's part: once one is dead the other is killed. Returns calls counted."""
+    context = multiprocessing.get_context("fork")
+    barrier, counter = context.Barrier(2), context.Value("i", 0)
+    dealt = spread({step % 30 + 1}, 2)
+    ranks = [
+        context.Process(target=_rank, args=(r, folder, dealt, barrier, counter, fatal if r == victim else None, step))
+        for r in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    while any(process.is_alive() for process in ranks):
+        if any(process.exitcode not in (None, 0) for process in ranks):
+            for process in ranks:
+                process.kill()
+        time.sleep(0.002)
+    for process in ranks:
+        process.join()
+    return counter.value, [process.exitcode for process in ranks]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, victim):
+    checkpoints = store.folder_of(tmp_path)
+    save_in_processes(tmp_path, 1)
+    calls, codes = save_in_processes(tmp_path, 2, victim, fatal=10**6)
+    assert codes == [0, 0] and calls > (15 if victim == 0 else 3)
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2], "save_total_limit 1"
+    step, killed = 3, 0
+    for fatal in range(1, calls + 1):
+        _, codes = save_in_processes(tmp_path, step, victim, fatal)
+        killed += codes[victim] == -signal.SIGKILL
+        with store.owned(checkpoints):  # what the next attempt does first
+            passed_over = []
+            found = store.find(tmp_path, "auto", passed_over=passed_over)
+        assert found is not None and store.damage(found, thorough=True) is None, f"call {fatal}"
+        assert store.step_of(found) in (step - 1, step) and not passed_over
+        assert len(state.tensors(found)) == 9
+        assert not [f for f in checkpoints.iterdir() if f.name.startswith(".step")], "leftovers are swept away"
+        if store.step_of(found) != step - 1:
+            step += 1
+            continue
+        _, codes = save_in_processes(tmp_path, step)
+        assert codes == [0, 0] and store.step_of(store.find(tmp_path, "auto")) == step
+        step += 1
+    assert killed == calls, "every one of the calls was the last of a process"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a tmpfs of 64 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs here: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):
+    codes = save_in_processes(small_disk, 1)[1]
+    assert codes == [0, 0] and store.find(small_disk, "auto") is not None
+    free = shutil.disk_usage(small_disk).free
+    failed = 0
+    for step, room in enumerate(range(0, 32_768, 4096), start=2):  # less and less: every call fails once
+        (small_disk / "ballast").write_bytes(b"x" * max(0, free - room))
+        before = store.find(small_disk, "auto", passed_over=[])
+        save_in_processes(small_disk, step)
+        (small_disk / "ballast").unlink()
+        after = store.find(small_disk, "auto", passed_over=[])
+        assert after is not None and store.step_of(after) in (store.step_of(before), step)
+        failed += store.step_of(after) != step
+        assert not [f for f in store.folder_of(small_disk).iterdir() if f.name.startswith(".step")]
+    assert failed >= 3, "some of them did run out of room"
+    assert save_in_processes(small_disk, 99)[1] == [0, 0] and store.step_of(store.find(small_disk, "auto")) == 99
+
+
+def anonymous_kb():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+
+def _save_and_load_again_and_again(folder, queue):
+    pieces = spread(set(), 1)
+    pieces[0] = [piece._replace(values=torch.randn(1_000_000)) for piece in pieces[0]]
+    strategy = FakeStrategy(0, pieces, lambda: None)
+    strategy.trainable = lambda: iter([(n, torch.empty(1_000_000)) for n in ("a.weight", "b.bias", "c")])
+    saver = save.Saver(strategy, folder, keep=1, background=True)
+    sizes = []
+    for step in range(1, 26):
+        saver.save(Progress(step=step), {})
+        saver.wait()
+        assert len(state.tensors(saver.results()[0].checkpoint)) == 9
+        gc.collect()
+        sizes.append(anonymous_kb())
+    queue.put(sizes)
+
+
+def test_twenty_saves_and_loads_do_not_grow_memory(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_save_and_load_again_and_again, args=(tmp_path, queue))
+    process.start()
+    sizes = queue.get()
+    process.join()
+    assert sizes[-1] < 1.01 * max(sizes[:5]), f"anonymous memory over 25 rounds, kB: {sizes}"
