@@ -12,6 +12,7 @@ commands:
   doctor      where a strategy file leads on this machine, and everything that disagrees
   data        prepare a recipe's data ahead, and look at it
   checkpoint  what a run has saved, whether it is whole, and what is kept
+  export      a checkpoint as a plain transformers folder
   chat        talk to a trained model in the terminal
   eval        its accuracy on multiple-choice task files
 
@@ -23,6 +24,7 @@ COMMANDS = {
     "doctor": ("zerobook.doctor", "doctor"),
     "data": ("zerobook.data.command", "data"),
     "checkpoint": ("zerobook.checkpoint.command", "checkpoint"),
+    "export": ("zerobook.checkpoint.export", "export"),
     "chat": ("zerobook.chat", "chat"),
     "eval": ("zerobook.evaluation.tasks", "evaluate"),
 }

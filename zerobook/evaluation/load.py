@@ -66,7 +66,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
             is not there, or weights that cannot be read.
     """
     _hush()
-    name = _locate(str(path))
+    name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
         model, base = _load_adapter(name, options)
@@ -92,7 +92,7 @@ def _hush() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that peft still uses
 
 
-def _locate(name: str) -> str:
+def locate_result(name: str) -> str:
     """The folder that really holds the files, or ``name`` itself where only the hub can know it."""
     if name.startswith(embedded.PREFIX):
         if name != f"{embedded.PREFIX}smollm2":
@@ -145,7 +145,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str]
     if not Path(asked).exists() and Path(asked).parts[-2:] == (embedded.cache_dir() / "SmolLM2-135M-Instruct").parts[-2:]:
         base = _embedded()  # trained on another machine, or under another home
     try:
-        base = _locate(base)
+        base = locate_result(base)
         model = _load_model(base, options, asked)
     except ConfigError as error:
         raise ConfigError(

@@ -1,0 +1,75 @@
+"""What is exported from a checkpoint is the trained model: tied weights, merged adapters, encoder-decoders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import launch
+from zerobook.checkpoint import store
+from zerobook.checkpoint.export import export
+from zerobook.errors import CheckpointError, ConfigError
+
+IDS = torch.arange(3, 27)[None]
+
+
+@torch.no_grad()
+def logits(model, **more):
+    return model.eval()(input_ids=IDS, **more).logits.float()
+
+
+@pytest.mark.launch
+def test_a_tied_model_exports_from_any_strategys_checkpoint(launches, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = launches("zero2", 2, 2, 1)
+    assert export([str(run.output), "--output", str(tmp_path / "whole")]) == 0
+    assert "its logits differ by 0.0e+00" in capsys.readouterr().out
+    mine = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    theirs = AutoModelForCausalLM.from_pretrained(run.output / "model")
+    assert torch.equal(logits(mine), logits(theirs)) and mine.config.tie_word_embeddings
+    assert mine.lm_head.weight is mine.get_input_embeddings().weight
+    assert AutoTokenizer.from_pretrained(tmp_path / "whole").eos_token_id == 2
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert "| steps | 10 |" in card and "ZeRO-2, 2 processes" in card and "chats.jsonl" in card
+    export([str(run.output), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"])
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16 and (logits(half) - logits(mine)).abs().max() < 0.1
+    with pytest.raises(ConfigError, match="is not empty"):
+        export([str(run.output), "--output", str(tmp_path / "half")])
+
+
+@pytest.mark.launch
+def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tiny, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = launches("zero3", 2, 2, 1, "lora_finetune")
+    base = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    before = logits(base)
+    theirs = logits(PeftModel.from_pretrained(base, run.output / "adapter"))
+    export([str(run.output), "--output", str(tmp_path / "merged")])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (logits(merged) - theirs).abs().max() < 1e-5 * theirs.abs().max() < 1e-2 * (theirs - before).abs().max()
+    export([str(run.output), "--output", str(tmp_path / "kept"), "--keep_adapter"])
+    kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "kept")
+    assert torch.equal(logits(kept), theirs) and not (tmp_path / "kept" / "model.safetensors").exists()
+
+    begun = launch("single", 1, "lora_finetune", tmp_path / "begun", model_name_or_path=tiny / "llama", learning_rate=1e-30,
+                   train_file=tiny / "few.jsonl", max_train_steps=1, max_seq_length=64, max_train_samples=4)  # fmt: skip
+    (checkpoint,) = store.complete(store.folder_of(begun.output))
+    with pytest.raises(CheckpointError, match=r"what it was before training: every lora_B is 0|does not"):
+        export([str(checkpoint), "--output", str(tmp_path / "nothing")])
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.launch
+def test_an_encoder_decoder_exports_with_the_way_it_generates(tiny, tmp_path):
+    from transformers import AutoModelForSeq2SeqLM
+
+    run = launch("fsdp", 2, "seq2seq_chatbot", tmp_path / "run", dataset_name="embedded:chatterbot", model_name_or_path=tiny / "bart",
+                 max_train_samples=8, max_eval_samples=2, num_beams=2, max_train_steps=3, learning_rate=1e-3)  # fmt: skip
+    export([str(run.output), "--output", str(tmp_path / "out")])
+    mine, theirs = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tmp_path / "out", run.output / "model"))
+    assert torch.equal(logits(mine, decoder_input_ids=IDS), logits(theirs, decoder_input_ids=IDS))
+    assert mine.final_logits_bias.abs().sum() > 0, "a buffer that is not trained is kept"

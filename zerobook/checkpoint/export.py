@@ -1,0 +1,214 @@
+"""``zerobook export``: a checkpoint as a plain transformers folder, reloaded and compared before it is called done.
+
+zerobook export outputs/run --output exported
+zerobook export outputs/run/checkpoints/step-000200 --output exported --dtype bfloat16
+zerobook export outputs/run --checkpoint best --output adapter --keep_adapter
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobook.checkpoint import store
+from zerobook.checkpoint.state import Reader
+from zerobook.errors import CheckpointError, ConfigError
+
+_TOKENS = 24
+_ALLOWED = 1e-5
+"""Difference of logits, as a share of the largest, between the model that was written and what reloads."""
+
+
+def export(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
+    parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
+    parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    parser.add_argument("--keep_adapter", action="store_true", help="LoRA: write the adapter alone, do not merge it")
+    known = parser.parse_args(arguments)
+    facts = export_checkpoint(
+        _find(Path(known.path).expanduser(), known.checkpoint), Path(known.output).expanduser(),
+        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter,
+    )  # fmt: skip
+    for line in facts["notes"]:
+        print(f"  note: {line}")
+    print(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
+    return 0
+
+
+def _find(path: Path, which: str) -> Path:
+    if (path / store.MANIFEST).exists():
+        reason = store.damage(path, thorough=True)
+        if reason is not None:
+            raise CheckpointError(reason)
+        return path
+    passed_over: list[str] = []
+    found = store.find(path, which, passed_over=passed_over)
+    for reason in passed_over:
+        print(f"  passed over: {reason}")
+    if found is None:
+        raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
+    return found
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, merge: bool) -> dict[str, Any]:
+    """Write ``checkpoint``'s model to ``folder``, reload it, and compare the logits of a fixed batch.
+
+    Args:
+        dtype: of the written weights.
+        merge: fold LoRA's matrices into the model's; without it the adapter alone is written.
+
+    Returns:
+        ``folder``, ``difference`` (of logits, as a share of the largest), and ``notes`` for people.
+
+    Raises:
+        CheckpointError: an adapter that has not been trained, or a folder that does not reload to the same model.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
+    config = store.read_json(checkpoint / "config.json")["config"]
+    notes: list[str] = []
+    model, base = _base_model(config, checkpoint)
+    adapted = "lora_r" in config
+    if adapted:
+        model = _adapted(model, config)
+    _fill(model, checkpoint)
+    if adapted and config.get("load_in_4bit"):
+        notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
+    if adapted and merge:
+        model = model.merge_and_unload()
+    model.eval().to(dtype if not adapted or merge else torch.float32)
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        _write(model, config, base, staging)
+        (staging / "README.md").write_text(_card(config, checkpoint, base, adapted and not merge, notes))
+        difference = _difference(model, _reload(staging, model, base, dtype))
+        if difference > _ALLOWED:
+            raise CheckpointError(
+                f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
+                f"largest, allowed is {_ALLOWED:.0e}. Nothing was kept."
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            folder.rmdir()
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return {"folder": folder, "difference": difference, "notes": notes}
+
+
+def _base_model(config: dict[str, Any], checkpoint: Path) -> tuple[nn.Module, str]:
+    """The model that the run began with, in fp32, and where it is found."""
+    import transformers
+
+    from zerobook.evaluation.load import locate_result
+
+    name = config["model_name_or_path"]
+    source = str(checkpoint.parents[1] / "initial_model") if name is None else locate_result(name)
+    options = {"trust_remote_code": config["trust_remote_code"]}
+    if not Path(source).exists():
+        options["revision"] = config["model_revision"]
+    try:
+        facts = transformers.AutoConfig.from_pretrained(source, **options)
+        kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
+        return getattr(transformers, kind).from_pretrained(source, dtype=torch.float32, **options), source
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: the model that it was trained from, {name or source}, does not load: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _adapted(model: nn.Module, config: dict[str, Any]) -> nn.Module:
+    from zerobook.adapters import add_lora
+
+    return add_lora(
+        model, rank=config["lora_r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"],
+        targets=config["lora_target_modules"], seed=config["seed"],
+    )  # fmt: skip
+
+
+def _fill(model: nn.Module, checkpoint: Path) -> None:
+    """Put the trained weights into ``model``; raises where an adapter is still what it began as."""
+    reader, parameters = Reader(checkpoint), dict(model.named_parameters())
+    trained = False
+    for name, shape in reader.index["shapes"].items():
+        if name not in parameters or list(parameters[name].shape) != shape:
+            there = list(parameters[name].shape) if name in parameters else "not there"
+            raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
+        value = reader.whole(f"weight/{name}")
+        trained = trained or "lora_" not in name or ("lora_B" in name and bool(value.any()))
+        with torch.no_grad():
+            parameters[name].copy_(value)
+    if not trained:
+        raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
+
+
+def _write(model: nn.Module, config: dict[str, Any], base: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model.config.use_cache = True
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(config["tokenizer_name"] or base, trust_remote_code=config["trust_remote_code"])
+    if config["chat_template"] and Path(config["chat_template"]).expanduser().exists():
+        tokenizer.chat_template = Path(config["chat_template"]).expanduser().read_text(encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+
+
+def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    if (folder / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        kind = type(model.get_base_model())
+        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), folder).eval()
+    kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def _difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference of two models' logits on fixed random tokens, as a share of the largest logit."""
+    ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
+    mine, theirs = (model(**batch).logits.float() for model in (one, other))
+    return float((mine - theirs).abs().max() / mine.abs().max())
+
+
+def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, notes: list[str]) -> str:
+    progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
+    name = config["model_name_or_path"] or config.get("config_name")
+    data = config["dataset_name"] or config["train_file"] or ", ".join(spec["path"] for spec in config["datasets"] or [])
+    loss = progress["eval_loss"]
+    head = ["---", "library_name: peft" if adapter else "library_name: transformers"]
+    if (
+        config["model_name_or_path"]
+        and not Path(config["model_name_or_path"]).exists()
+        and ":" not in config["model_name_or_path"]
+    ):
+        head.append(f"base_model: {config['model_name_or_path']}")
+    rows = {
+        "trained from": name,
+        "trained on": data,
+        "steps": progress["step"],
+        "samples seen": f"{progress['samples']:,}",
+        "supervised tokens seen": f"{progress['tokens']:,}",
+        "global batch": progress["global_batch"],
+        "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
+        "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
+        "strategy": f"{index['written_by']['strategy']}, {index['written_by']['world_size']} processes",
+        "data fingerprint": progress["data_fingerprint"],
+    }
+    lines = [*head, "---", "", f"# {checkpoint.parents[1].name}, step {progress['step']}", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items()]
+    return "\n".join([*lines, "", *(f"Note: {note}." for note in notes)]) + "\n"
