@@ -42,7 +42,7 @@ def commands(text: str) -> list[tuple[str, str | None]]:
     found = []
     for block in blocks(text, "bash"):
         needs = None
-        for line in block.strip().splitlines():
+        for line in re.sub(r"\s*\\\n\s*", " ", block).strip().splitlines():
             if line.startswith("# needs:"):
                 needs = line.removeprefix("# needs:").strip()
             else:
