@@ -105,7 +105,7 @@ def test_the_embedded_base_is_found_under_another_home(tiny, run, tmp_path, monk
     file.write_text(json.dumps(config))
     monkeypatch.setattr(embedded, "smollm2", lambda: print("converting") or tiny / "llama")
     assert torch.equal(logits(load_result(folder).model), logits(load_result(run).model))
-    assert load._locate("embedded:smollm2") == str(tiny / "llama")
+    assert load.locate_result("embedded:smollm2") == str(tiny / "llama")
     assert capsys.readouterr() == ("", "converting\n" * 2), "stdout is for answers"
 
 

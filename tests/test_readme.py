@@ -154,7 +154,7 @@ def launch_lines() -> list:
     """Every ``accelerate launch`` that is shown and not run, as it stands in its file."""
     found = [("README.md", line) for line, needs in commands(README) if needs and line.startswith("accelerate ")]
     for page in PAGES[1:]:
-        found += [(page.name, line) for line, _ in commands(page.read_text())]
+        found += [(page.name, line) for line, _ in commands(page.read_text()) if line.startswith("accelerate ")]
     for file in sorted((ROOT / "recipes").glob("*.py")):
         source = file.read_text().split('"""')[1]
         shown = re.findall(r"^    (accelerate launch .*(?:(?<=\\)\n.*)*)", source, re.M)

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 
 from recipes.causal_lm import CausalLMConfig
 from zerobook.checkpoint import state
+from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
 from zerobook.strategy import ReplicatedStrategy
@@ -131,7 +132,9 @@ def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_appli
     step(strategy)
     step(strategy, scale=float("inf"))
     step(strategy)
-    folder = state.save(strategy, Progress(step=3), str(tmp_path), {}, None)
+    saver = Saver(strategy, str(tmp_path), keep=None)
+    saver.save(Progress(step=3), {})
+    (saved,) = saver.results()
 
     class Scheduled(ReplicatedStrategy):
         schedule_step = None
@@ -140,7 +143,7 @@ def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_appli
             self.schedule_step = step
 
     resumed = make(Scheduled, copy.deepcopy(two_layers()))
-    assert state.load(resumed, folder).step == 3
+    assert state.load(resumed, saved.checkpoint).step == 3
     assert resumed.adam_steps() == resumed.schedule_step == 2
 
 

@@ -25,7 +25,13 @@ def flags(tiny):
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    "strategy", ["zero2", "fsdp", pytest.param("ddp", marks=pytest.mark.full), pytest.param("zero3", marks=pytest.mark.full)]
+    "strategy",
+    [
+        "zero2",
+        pytest.param("fsdp", marks=pytest.mark.full),
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("zero3", marks=pytest.mark.full),
+    ],
 )
 def test_saving_in_the_background_saves_the_same(tiny, tmp_path, strategy):
     here = launch(strategy, 2, "causal_lm", tmp_path / "here", **flags(tiny))
@@ -73,6 +79,7 @@ def test_a_warning_to_one_rank_saves_on_all_and_a_restart_goes_on(tiny, tmp_path
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_full_disk_stops_the_run_or_is_trained_through(tiny, tmp_path):
     if os.geteuid():
         pytest.skip("mounting a tmpfs needs root")

@@ -55,10 +55,10 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
     kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "kept")
     assert torch.equal(logits(kept), theirs) and not (tmp_path / "kept" / "model.safetensors").exists()
 
-    begun = launch("single", 1, "lora_finetune", tmp_path / "begun", model_name_or_path=tiny / "llama", learning_rate=1e-30,
+    begun = launch("single", 1, "lora_finetune", tmp_path / "begun", model_name_or_path=tiny / "llama", num_warmup_steps=1,
                    train_file=tiny / "few.jsonl", max_train_steps=1, max_seq_length=64, max_train_samples=4)  # fmt: skip
     (checkpoint,) = store.complete(store.folder_of(begun.output))
-    with pytest.raises(CheckpointError, match=r"what it was before training: every lora_B is 0|does not"):
+    with pytest.raises(CheckpointError, match="what it was before training: every lora_B is 0"):
         export([str(checkpoint), "--output", str(tmp_path / "nothing")])
     assert not (tmp_path / "nothing").exists()
 
@@ -67,8 +67,11 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
 def test_an_encoder_decoder_exports_with_the_way_it_generates(tiny, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 
-    run = launch("fsdp", 2, "seq2seq_chatbot", tmp_path / "run", dataset_name="embedded:chatterbot", model_name_or_path=tiny / "bart",
-                 max_train_samples=8, max_eval_samples=2, num_beams=2, max_train_steps=3, learning_rate=1e-3)  # fmt: skip
+    run = launch(
+        "fsdp", 2, "seq2seq_chatbot", tmp_path / "run", dataset_name="embedded:chatterbot", model_name_or_path=tiny / "bart",
+        max_source_length=64, max_target_length=32, val_max_target_length=32, max_train_samples=8, max_eval_samples=2,
+        num_beams=2, max_train_steps=3, learning_rate=1e-3,
+    )  # fmt: skip
     export([str(run.output), "--output", str(tmp_path / "out")])
     mine, theirs = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tmp_path / "out", run.output / "model"))
     assert torch.equal(logits(mine, decoder_input_ids=IDS), logits(theirs, decoder_input_ids=IDS))

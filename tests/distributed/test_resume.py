@@ -97,6 +97,7 @@ def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed_under, launche
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
     """Weights and moments that live on disk are read from it, and come back onto it."""
     nvme = flags(tiny) | {"model_name_or_path": tiny / "wide", "max_train_steps": 8, "learning_rate": 1e-3}

@@ -86,7 +86,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, mer
         notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
     if adapted and merge:
         model = model.merge_and_unload()
-    model.eval().to(dtype if not adapted or merge else torch.float32)
+    model.eval()
+    if merge or not adapted:
+        _cast(model, dtype)
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -151,6 +153,14 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
             parameters[name].copy_(value)
     if not trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights and saved buffers to ``dtype``, as ``from_pretrained`` has them; tables of rotary frequencies stay fp32."""
+    saved = model.state_dict(keep_vars=True)
+    for tensor in {id(t): t for t in saved.values() if t.is_floating_point()}.values():
+        tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def _write(model: nn.Module, config: dict[str, Any], base: str, folder: Path) -> None:
