@@ -1,6 +1,6 @@
-"""Turns what the parity tests measured into docs/parity.md.
+"""Turns what the tests of whole matrices measured into docs/parity.md and docs/resume.md.
 
-usage: parity_table.py MEASURED.jsonl OUT.md
+usage: parity_table.py MEASURED.jsonl DOCS_FOLDER
 """
 
 import json
@@ -12,6 +12,28 @@ from pathlib import Path
 
 from zerobook.loop import versions
 
+PARITY = """# Any strategy, the same training: measured
+
+Ten AdamW steps of 4 chats of uneven lengths, fp32, through `accelerate launch` with the shipped file, against one
+process with the same settings. The loss and norm columns are the largest relative difference over the ten steps,
+the weight column the largest absolute difference after them. Written by `make test-full`.
+
+Not all rows train alike; each is compared with one process that trains as it does, at the rate and with the epsilon of Adam
+that stand in the row. `causal_lm` trains all weights of a tiny Llama, `lora_finetune` adapters of rank 32 on the same 4 chats
+at every step: half of an adapter has no gradient at first, where a small epsilon would blow rounding up to whole steps. The
+model called wide has tensors that are large enough to be swapped to disk.
+
+On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
+"""
+RESUME = """# Any checkpoint, any strategy: measured
+
+Twenty AdamW steps of 4 chats, fp32, through `accelerate launch` with the shipped files. The tenth step's checkpoint goes on
+under another strategy or number of processes; the ten steps that follow are compared with those of a run never stopped.
+Losses and norms: the largest relative difference over the ten steps. Moments: the largest difference of any of Adam's moments
+after them, as a share of its tensor's largest. The tokens that reached the model were the same in every row. With zeroed
+moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
+"""
+
 
 def cpu() -> str:
     """The processor's name where the kernel tells it, else its architecture."""
@@ -21,40 +43,43 @@ def cpu() -> str:
     return f"{names[0]} ({platform.machine()})" if names else f"{platform.machine()} CPU"
 
 
+def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Markdown: the text, what it was measured with, and a table."""
+    found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
+    lines = [f"Hardware: {cpu()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {found}.", ""]
+    lines += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    return text + "\n" + "\n".join(lines) + "\n"
+
+
 def main(source: str, target: str) -> None:
-    rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    found = versions()
-    lines = [
-        "# Any strategy, the same training: measured",
-        "",
-        "Ten AdamW steps of 4 chats of uneven lengths, fp32, through `accelerate launch` with the shipped file, against one",
-        "process with the same settings. The loss and norm columns are the largest relative difference over the ten steps,",
-        "the weight column the largest absolute difference after them. Written by `make test-full`.",
-        "",
-        "Not all rows train alike; each is compared with one process that trains as it does:",
-        "",
-        "- causal_lm: all weights of a tiny Llama, rate 3e-3 after 2 steps of warm-up, Adam's epsilon 1e-8;",
-        "- lora_finetune: adapters of rank 32, the same 4 chats at every step, rate 2.5e-3 after 2 steps of warm-up, epsilon",
-        "  1e-6, since half of an adapter has no gradient at the first step, where Adam would blow rounding up to whole steps;",
-        "- zero3_nvme with causal_lm: a wider model, whose tensors are large enough to be swapped, rate 4e-3 without warm-up,",
-        "  epsilon 1e-6.",
-        "",
-        "On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload",
-        "from.",
-        "",
-        f"Hardware: {cpu()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. "
-        + ", ".join(f"{name} {version}" for name, version in found.items() if name != "zerobook") + ".",
-        "",
-        "| strategy file | recipe | processes | loss | gradient norm | weights | loss fell by |",
-        "|---|---|---|---|---|---|---|",
+    measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
+    parity = [
+        [r["strategy"], r["recipe"], r["model"], str(r["processes"]), f"{r['rate']:g}", f"{r['epsilon']:g}", f"{r['loss']:.1e}",
+         f"{r['norm']:.1e}", f"{r['weight']:.1e}", f"{r['fall']:.0%}"]
+        for r in measured if r["table"] == "parity"
     ]  # fmt: skip
-    for row in rows:
-        lines.append(
-            f"| {row['strategy']} | {row['recipe']} | {row['processes']} | {row['loss']:.1e} | {row['norm']:.1e} | "
-            f"{row['weight']:.1e} | {row['fall']:.0%} |"
-        )
-    Path(target).write_text("\n".join(lines) + "\n")
-    print(f"wrote {target}: {len(rows)} rows")
+    resume = [
+        [r["recipe"], r["writer"], r["reader"], f"{r['loss']:.1e}", f"{r['norm']:.1e}", f"{r['moments']:.1e}"]
+        for r in measured if r["table"] == "resume"
+    ]  # fmt: skip
+    columns = [
+        "strategy file",
+        "recipe",
+        "model",
+        "processes",
+        "rate",
+        "epsilon",
+        "loss",
+        "gradient norm",
+        "weights",
+        "loss fell by",
+    ]
+    for name, text, heads, rows in (
+        ("parity.md", PARITY, columns, parity),
+        ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
+    ):
+        (Path(target) / name).write_text(page(text, heads, rows))
+        print(f"wrote {Path(target) / name}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,10 @@ def test_same_training_as_one_process(launches, strategy, recipe):
     loss, norm = largest_difference(run.losses, one.losses), largest_difference(run.norms, one.norms)
     ours, reference = run.state(), one.state()
     weight, far = weight_differences(ours, reference)
-    record(strategy, recipe, processes, loss=loss, norm=norm, weight=weight, fall=1 - run.losses[-1] / run.losses[0])
+    asked = run.event("run_start")["config"]
+    record("parity", strategy=strategy, recipe=recipe, processes=processes, loss=loss, norm=norm, weight=weight,
+           fall=1 - run.losses[-1] / run.losses[0], model=model, rate=asked["learning_rate"],
+           epsilon=asked["adam_epsilon"])  # fmt: skip
     assert loss < TOLERANCE and norm < TOLERANCE
     # Adam divides by the root of the squared gradient: where that is near zero, rounding moves a weight by a
     # share of the learning rate. Such weights are few, and bounded by a hundredth of one step.
@@ -263,9 +267,9 @@ def test_ddp_sends_gradients_once_a_step(launches):
     assert calls(run.output)["gradient buckets"] == 10  # the tiny model fits into one
 
 
-def record(strategy: str, recipe: str, processes: int, **measured: float) -> None:
-    """Keep what was measured, where the environment asks for it, for the table in docs/parity.md."""
+def record(table: str, **row: Any) -> None:
+    """Keep what was measured, where the environment asks for it, for the tables in docs/."""
     file = os.environ.get("ZEROBOOK_PARITY_RECORD")
     if file:
         with Path(file).open("a") as handle:
-            handle.write(json.dumps({"strategy": strategy, "recipe": recipe, "processes": processes, **measured}) + "\n")
+            handle.write(json.dumps({"table": table, **row}) + "\n")
