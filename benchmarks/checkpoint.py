@@ -35,8 +35,16 @@ def memory(key: str) -> int:
 
 def one_rank(folder: Path, out: Path, phase: str) -> None:
     """What each launched process does."""
-    sys.argv = [sys.argv[0], "--model_name_or_path", "embedded:smollm2", "--dataset_name", "embedded:stdlib",
-                "--output_dir", str(folder / "run")]  # fmt: skip
+    flags = [
+        "--model_name_or_path",
+        "embedded:smollm2",
+        "--dataset_name",
+        "embedded:stdlib",
+        "--output_dir",
+        str(folder / "run"),
+    ]
+    flags += ["--output_dir", str(folder / "run")]
+    sys.argv = [sys.argv[0], *flags, *(["--resume_from_checkpoint", "auto"] if phase == "load" else [])]
     import torch
 
     from zerobook.checkpoint import state, store
@@ -47,7 +55,8 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     from zerobook.progress import Progress
 
     config, sources, _ = parse(RecipeConfig)
-    strategy = build(config, plan_for_this_process(config, sources))
+    plan = plan_for_this_process(config, sources)
+    strategy = build(config, plan)
     strategy.prepare(load_causal_lm(config, strategy), config, 1)
     strategy.materialise_optimizer()
     checkpoints = store.folder_of(config.output_dir)
@@ -79,7 +88,8 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         behind = Saver(strategy, config.output_dir, keep=1, background=True)
 
         def save(saver: Saver) -> None:
-            saver.save(Progress(step=1), {})
+            progress = Progress(step=1, global_batch=plan.world_size * config.per_device_train_batch_size)
+            saver.save(progress, {"asked": plan.asked, "config": config.model_dump()})
 
         def copy() -> None:
             for source, target in zip(mine, spare, strict=True):

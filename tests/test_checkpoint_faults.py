@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from tests.test_checkpoints import FakeStrategy, spread
 from zerobook.checkpoint import save, state, store
 from zerobook.progress import Progress
+from zerobook.strategy import MOMENTS, Piece
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -167,3 +169,36 @@ def test_twenty_saves_and_loads_do_not_grow_memory(tmp_path):
     sizes = queue.get()
     process.join()
     assert sizes[-1] < 1.01 * max(sizes[:5]), f"anonymous memory over 25 rounds, kB: {sizes}"
+
+
+def _save_once(folder, queue):
+    save.FILE_BYTES = 16 << 20
+    pieces = [Piece(f"layer{i}", None, 0, torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
+    pieces += [piece._replace(key=key) for key in MOMENTS for piece in pieces[:64]]  # 768 MiB, of which 256 are in memory
+    strategy = FakeStrategy(0, [pieces], lambda: None)
+    strategy.trainable = lambda: iter([(f"layer{i}", torch.empty(1 << 20)) for i in range(64)])
+    before = anonymous_kb()
+    peak, done = [before], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            peak.append(anonymous_kb())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    saver = save.Saver(strategy, folder, keep=1)
+    saver.save(Progress(step=1), {})
+    done.set()
+    watcher.join()
+    queue.put((max(peak) - before, saver.results()[0].problem))
+
+
+def test_a_save_takes_a_few_files_of_memory_however_large_the_state(tmp_path):
+    """768 MiB of state in files of 16: what is buffered, and what safetensors copies of it to write."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_save_once, args=(tmp_path, queue))
+    process.start()
+    extra, problem = queue.get()
+    process.join()
+    assert problem is None and extra < 4 * 16 * 1024, f"{extra} kB above what was held"

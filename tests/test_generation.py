@@ -26,7 +26,7 @@ from zerobook.modeling import check_positions, load_seq2seq_lm
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
 ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
-    barrier=lambda: None, plan=SimpleNamespace(precision="no"),
+    barrier=lambda: None, gather=lambda value: [value], plan=SimpleNamespace(precision="no"),
 )  # fmt: skip
 
 

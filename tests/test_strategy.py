@@ -143,7 +143,7 @@ def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_appli
             self.schedule_step = step
 
     resumed = make(Scheduled, copy.deepcopy(two_layers()))
-    assert state.load(resumed, saved.checkpoint).step == 3
+    assert state.load(resumed, saved.checkpoint)[0].step == 3
     assert resumed.adam_steps() == resumed.schedule_step == 2
 
 

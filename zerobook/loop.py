@@ -168,7 +168,8 @@ class TrainingLoop:
     def _resume(self, checkpoint: Any, passed_over: list[str]) -> None:
         for reason in passed_over:
             tqdm.write(f"passed over: {reason}")
-        state.load(self.strategy, checkpoint)
+        _, mine = state.load(self.strategy, checkpoint)
+        bytes_read = self.strategy.gather(mine)
         recorded, found = self.progress.following, self._following()
         differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
@@ -180,7 +181,7 @@ class TrainingLoop:
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
                 set_aside=[str(folder) for folder in aside], passed_over=passed_over,
-                verified=sorted(set(recorded) - set(differing)), differing=differing,
+                bytes_read=bytes_read, verified=sorted(set(recorded) - set(differing)), differing=differing,
             )  # fmt: skip
             tqdm.write(f"  as recorded: {', '.join(sorted(set(recorded) - set(differing)))}")
             for key, (was, now) in differing.items():
@@ -356,10 +357,7 @@ class TrainingLoop:
         """Bytes per rank: gradients at the seam of the first step, optimizer state after it."""
         strategy = self.strategy
         mine = strategy.memory() | {"gradients": at_seam["gradients"]}
-        every: list[Any] = [mine]
-        if strategy.world_size > 1:
-            every = [None] * strategy.world_size
-            torch.distributed.all_gather_object(every, mine)
+        every = strategy.gather(mine)
         if self.log:
             trained = sum(strategy.shape(p).numel() for _, p in strategy.trainable())
             self.log.event("memory", per_rank_bytes=every, trained_parameters=trained)

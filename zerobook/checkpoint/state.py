@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-import torch.distributed as dist
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import INDEX
@@ -44,8 +43,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     token, problem, where = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
     if problem is not None:
         raise ConfigError(problem)
-    nodes: list[Any] = [None] * strategy.world_size
-    dist.all_gather_object(nodes, None if (folder / token).exists() else socket.gethostname())
+    nodes = strategy.gather(None if (folder / token).exists() else socket.gethostname())
     if strategy.is_main:
         (folder / token).unlink()
     blind = sorted({node for node in nodes if node is not None})
@@ -60,10 +58,13 @@ def read_progress(checkpoint: Path) -> Progress:
     return Progress.from_json(store.read_json(checkpoint / store.PROGRESS))
 
 
-def load(strategy: Strategy, checkpoint: Path) -> Progress:
+def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     """Bring weights, moments and step count back, in this process, under any strategy. Collective.
 
     Each rank reads its own share of the moments; weights that every rank holds whole are read by rank 0 and sent.
+
+    Returns:
+        (the loop's state, bytes of tensors that this rank read).
 
     Raises:
         CheckpointError: on every rank, where the checkpoint is of another model: names the first
@@ -82,7 +83,7 @@ def load(strategy: Strategy, checkpoint: Path) -> Progress:
     strategy.load_scaler_state(progress.scaler)
     # fp16 skips steps that overflow: Adam and the schedule have seen fewer than the loop
     strategy.set_schedule_step(index["adam_steps"])
-    return progress
+    return progress, reader.bytes_read
 
 
 class Reader:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
@@ -102,11 +101,7 @@ class GenerationScorer:
             )
             texts = [self._text(ids) for ids in generated.tolist()]
             mine += [(index, text) for index, text in zip(indices, texts, strict=True) if index < len(self.rows)]
-        everyone: list[Any] = [mine]
-        if strategy.world_size > 1:
-            everyone = [None] * strategy.world_size
-            dist.all_gather_object(everyone, mine)
-        return [text for _, text in sorted(pair for rank in everyone for pair in rank)]
+        return [text for _, text in sorted(pair for rank in strategy.gather(mine) for pair in rank)]
 
     def _text(self, ids: list[int]) -> list[int]:
         """Without the decoder's start token and what pads behind the end token (which may be the same id)."""

@@ -107,6 +107,14 @@ class Strategy:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable ``value``, by rank, on every rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def on_main(self, work: Callable[[], T]) -> T:
         """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
         result, error = None, None
@@ -144,9 +152,7 @@ class Strategy:
             store.set(keys[self.rank], pickle.dumps(result))
             store.wait(keys, timedelta(days=7))
             result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
-            errors: list[Any] = [None] * self.world_size
-            dist.all_gather_object(errors, error)
-            error = next((met for met in errors if met is not None), None)
+            error = next((met for met in self.gather(error) if met is not None), None)
         if error is not None:
             raise error
         return result
