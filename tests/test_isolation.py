@@ -31,12 +31,12 @@ def load(tiny, name, attention):
     return model
 
 
-def run(model, row, start):
-    """(logits, loss, gradients) of the tokens from ``start`` on."""
-    batch = isolating(strategy(model), PackedCollator(0, pad_to_multiple_of=8))([row, packed(A)])
+def run(model, row, start, flatten=False):
+    """(logits, loss, gradients) of the tokens of B, which stands at ``start``."""
+    batch = isolating(strategy(model), PackedCollator(0, pad_to_multiple_of=8, flatten=flatten))([row, packed(A)])
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     labels = batch.pop("labels")
-    labels[0, :start] = IGNORE
-    labels[1:] = IGNORE
+    labels[0, :start] = labels[0, start + len(B) :] = labels[1:] = IGNORE
     model.zero_grad()
     logits = model(**batch).logits
     loss = causal_lm_loss(logits, labels)
@@ -60,11 +60,31 @@ def test_another_neighbour_changes_nothing(tiny, name, attention):
     assert (logits - run(model, joined, len(A))[0]).abs().max() > 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: flash and flex attention need a GPU")
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_another_neighbour_changes_nothing_on_a_gpu(tiny, attention):
+    """In bf16, so within its rounding; the control differs by far more."""
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn", reason="not run: flash-attn is not installed")
+    model = load(tiny, "llama", attention).to("cuda", torch.bfloat16)
+    flat = attention == "flash_attention_2"
+    logits, loss, gradients = run(model, packed(A, B), len(A), flat)
+    for other in (packed([50 + i for i in range(len(A))], B), packed(B)):
+        start = len(other["input_ids"]) - len(B)
+        other_logits, other_loss, other_gradients = run(model, other, start, flat)
+        assert (logits - other_logits).abs().max() < 2e-2 * logits.abs().max()
+        assert abs(loss - other_loss) < 1e-2 * loss
+        assert (gradients - other_gradients).abs().max() < 2e-2 * gradients.abs().max()
+    joined = packed(A, B) | {"position_ids": np.arange(len(A) + len(B))}
+    assert (logits - run(model, joined, len(A), flat)[0]).abs().max() > 5e-2 * logits.abs().max()
+
+
 def strategy(model):
     return SimpleNamespace(
         model=model,
         unwrapped=model,
-        device=torch.device("cpu"),
+        device=model.device,
         plan=SimpleNamespace(precision="no"),
         sum_over_ranks=lambda t: t,
         world_size=1,
