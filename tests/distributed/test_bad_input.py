@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.harness import ROOT
+from tests.harness import ROOT, launch
 
 
 def run(recipe: str, output, **flags) -> subprocess.CompletedProcess:
@@ -78,3 +78,18 @@ def test_a_tokenizer_without_a_pad_token_is_a_stated_fallback(tiny, folder, tmp_
     result = run("causal_lm", tmp_path / "run", block_size=64, max_train_steps=2, max_eval_samples=4, **flags)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "the tokenizer has no pad token; its end-of-text token '<|im_end|>' pads, masked everywhere" in result.stdout
+
+
+@pytest.mark.launch
+def test_a_run_that_diverges_stops_and_saves_nothing_over(tiny, tmp_path):
+    run = launch(
+        "ddp", 2, "causal_lm", tmp_path / "run", expect=1, model_name_or_path=tiny / "llama", learning_rate=1e30,
+        train_file=tiny / "chats.jsonl", block_size=64, max_train_steps=12, per_device_train_batch_size=2, logging_steps=4,
+        max_grad_norm=0, save_steps=3,
+    )  # fmt: skip
+    crash = run.event("crash")
+    assert f"DivergenceError: step {crash['step']}: {crash['reason'].removesuffix(' is not finite')} is" in run.text
+    assert "a lower --learning_rate than 1e+30" in run.text
+    saved = [int(f.name.split("-")[1]) for f in (run.output / "checkpoints").glob("step-*")]
+    assert all(step < crash["step"] for step in saved), "what is not finite is not saved"
+    assert not [s for s in run.steps if s["step"] > crash["step"] + 4]

@@ -103,3 +103,20 @@ use_cpu: false
     assert start["sources"]["gradient_accumulation_steps"] == "the Accelerate YAML or launcher"
     assert largest_difference(run.losses, one.losses) < TOLERANCE
     assert largest_difference(run.norms, one.norms) < TOLERANCE
+
+
+@pytest.mark.launch
+def test_dropout_draws_the_same_after_a_resume_and_differs_by_step_and_rank(tiny, tmp_path):
+    flags = dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", max_train_samples=4, validation_split_percentage=0,
+        max_seq_length=64, lora_r=8, lora_dropout=0.5, learning_rate=5e-3, per_device_train_batch_size=2, max_train_steps=8,
+        save_steps=4, logging_steps=1,
+    )  # fmt: skip
+    whole = launch("ddp", 2, "lora_finetune", tmp_path / "whole", **flags)
+    checkpoint = whole.output / "checkpoints" / "step-000004"
+    run = launch("ddp", 2, "lora_finetune", tmp_path / "run", resume_from_checkpoint=checkpoint, **flags)
+    assert largest_difference(run.losses, whole.losses[4:]) < TOLERANCE
+    without = launch("ddp", 2, "lora_finetune", tmp_path / "without", **(flags | {"lora_dropout": 0.0}))
+    assert largest_difference(without.losses[1:], whole.losses[1:]) > 1e-3, "the control: dropout does change the losses"
+    other = launch("ddp", 2, "lora_finetune", tmp_path / "other", **(flags | {"seed": 7}))
+    assert largest_difference(sorted(other.losses), sorted(whole.losses)) > 1e-3
