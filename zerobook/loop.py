@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +15,12 @@ from tqdm import tqdm
 
 from zerobook import __version__
 from zerobook.checkpoint import state, store
-from zerobook.checkpoint.command import size_words
-from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
+from zerobook.checkpoint.keeper import Keeper
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import SampleOrder
-from zerobook.errors import CheckpointError, ConfigError, DivergenceError
+from zerobook.errors import CheckpointError, DivergenceError
 from zerobook.isolation import isolating
 from zerobook.loss import Objective
 from zerobook.preemption import EXIT_CODE, Preemption
@@ -77,13 +73,9 @@ class TrainingLoop:
             micro=config.per_device_train_batch_size,
             accumulation=config.gradient_accumulation_steps,
         )
-        state.check_shared(strategy, config.output_dir)
-        self._own_checkpoints()
+        self.keeper = Keeper(strategy, config)
+        checkpoint = self.keeper.checkpoint
         self.log = RunLog(config.output_dir) if strategy.is_main else None
-        passed_over: list[str] = []
-        checkpoint = strategy.on_main(
-            lambda: store.find(config.output_dir, config.resume_from_checkpoint, passed_over=passed_over)
-        )
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
         self.feed = self._training_feed()
@@ -95,8 +87,7 @@ class TrainingLoop:
             total=self.total_steps,
         )
         strategy.prepare(model, config, self.total_steps)
-        self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
-        self._check_space()
+        self.keeper.check_space(self.total_steps - self.progress.step)
         if data.train.isolated:
             self.collate = self.feed.collate = isolating(strategy, collate)
         self.evaluation_seconds = 0.0
@@ -104,7 +95,7 @@ class TrainingLoop:
         self._before: dict[int, float] = {}  # losses that an earlier attempt had behind the checkpoint
         self._start(sources)
         if checkpoint:
-            self._resume(checkpoint, passed_over)
+            self._resume(checkpoint)
         self.progress.total_steps = self.total_steps
         self.progress.global_batch = self.layout.global_batch
         self.progress.world_size = strategy.world_size
@@ -160,27 +151,21 @@ class TrainingLoop:
             tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
         tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
 
-    def _own_checkpoints(self) -> None:
-        """Until this process ends, no other run writes here. Raises `CheckpointError` on every rank where one does."""
-        self._ownership = ExitStack()
-        self.strategy.on_main(lambda: self._ownership.enter_context(store.owned(store.folder_of(self.config.output_dir))))
-
-    def _resume(self, checkpoint: Any, passed_over: list[str]) -> None:
-        for reason in passed_over:
+    def _resume(self, checkpoint: Any) -> None:
+        for reason in self.keeper.passed_over:
             tqdm.write(f"passed over: {reason}")
-        _, mine = state.load(self.strategy, checkpoint)
-        bytes_read = self.strategy.gather(mine)
+        bytes_read = self.keeper.load()
         recorded, found = self.progress.following, self._following()
         differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
-            aside = store.set_aside(store.folder_of(self.config.output_dir), self.progress.step)
+            aside = store.set_aside(self.keeper.folder, self.progress.step)
             before = self.progress
             self.log.event(
                 "resume", checkpoint=str(checkpoint), step=before.step, cursor=before.cursor, samples=before.samples,
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
-                set_aside=[str(folder) for folder in aside], passed_over=passed_over,
+                set_aside=[str(folder) for folder in aside], passed_over=self.keeper.passed_over,
                 bytes_read=bytes_read, verified=sorted(set(recorded) - set(differing)), differing=differing,
             )  # fmt: skip
             tqdm.write(f"  as recorded: {', '.join(sorted(set(recorded) - set(differing)))}")
@@ -199,25 +184,6 @@ class TrainingLoop:
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }
 
-    def _check_space(self) -> None:
-        """Raise `ConfigError` before the first step where the checkpoints will not fit onto the disk."""
-        config, strategy = self.config, self.strategy
-        one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
-        left = self.total_steps - self.progress.step
-        saves = 1 + (left // config.save_steps if config.save_steps else 0)
-        most = min(saves, config.save_total_limit + 1) if config.save_total_limit else saves
-        free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        if most * one <= free:
-            return
-        problem = (
-            f"output_dir: {most} checkpoint(s) of {size_words(one)} each need {size_words(most * one)}, and "
-            f"{Path(config.output_dir).absolute()} has {size_words(free)} free. Lower --save_total_limit (one more is on disk "
-            "while it is written), save less often, give another --output_dir, or pass --on_low_disk warn."
-        )
-        if config.on_low_disk == "error":
-            raise ConfigError(problem)
-        tqdm.write(f"  warning: {problem}") if strategy.is_main else None
-
     # --- training
     def run(self) -> Progress:
         """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
@@ -229,7 +195,7 @@ class TrainingLoop:
         )  # fmt: skip
         start = time.monotonic()
         self._window = (start, progress.tokens)
-        evaluated = saved = None
+        evaluated = saved = final = None
         if config.eval_on_start and progress.step == 0:
             self.evaluate()
         strategy.model.train()
@@ -237,26 +203,28 @@ class TrainingLoop:
             for plan, micro_batches in self.feed:
                 self._step(plan, micro_batches)
                 step = progress.step
-                if step % config.logging_steps == 0:
+                last = step >= self.total_steps
+                if last or step % config.logging_steps == 0:
                     self._flush()
-                if config.eval_steps and step % config.eval_steps == 0:
-                    self.evaluate()
+                if last or (config.eval_steps and step % config.eval_steps == 0):
+                    final = self.evaluate()  # before the checkpoint, which says what it is worth
                     evaluated = step
                 if config.save_steps and step % config.save_steps == 0:
                     self.save()
                     saved = step
-                if config.async_save:
-                    self._report_saves()
-                if step >= self.total_steps:
+                if config.async_save and self.log:
+                    self.keeper.report(self.log)
+                if last:
                     break
                 if self.preemption.due(step):
                     self._leave_early(saved)
         self._flush()
         self.bar.close()
-        final = self.evaluate() if evaluated != progress.step else None
+        if evaluated != progress.step:
+            final = self.evaluate()
         if saved != progress.step:
             self.save()
-        self._finish_saves()
+        self.keeper.finish(self.log)
         if self.log:
             rate = None if strategy.owns_schedule else self.rate(progress.step)
             seconds = {"training": round(time.monotonic() - start - self.evaluation_seconds, 3),
@@ -428,46 +396,14 @@ class TrainingLoop:
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.feed.order.passed
         self.progress.following = self._following()
-        self.saver.save(self.progress, {"asked": self.strategy.plan.asked, "config": self.config.model_dump()})
-        if not self.config.async_save:
-            self.strategy.on_main(self._report_saves)
-
-    def _report_saves(self) -> None:
-        """Write down what became of the saves that ended. Rank 0 alone knows; the launcher stops the others with it.
-
-        Raises:
-            CheckpointError: one failed, and ``on_save_error`` is stop.
-        """
-        for folder, seconds, problem in self.saver.results():
-            step = store.step_of(folder)
-            assert self.log is not None
-            if problem is None:
-                self.log.event("checkpoint", step=step, folder=str(folder), seconds=round(seconds, 3))
-                tqdm.write(f"step {step}: checkpoint {folder}")
-                continue
-            whole = store.complete(folder.parent)
-            last = f"the last complete one is {whole[-1].name}" if whole else "there is no complete one yet"
-            self.log.event("save_failed", step=step, reason=problem, last_complete=whole[-1].name if whole else None)
-            message = f"{folder}: it could not be saved ({problem}); {last}."
-            if self.config.on_save_error == "stop":
-                raise CheckpointError(
-                    f"{message} Make room, and go on with --resume_from_checkpoint auto; --on_save_error continue trains on "
-                    "without it."
-                )
-            tqdm.write(f"WARNING: step {step}: {message} Training goes on without it.")
-
-    def _finish_saves(self) -> None:
-        self.saver.wait()
-        self.strategy.barrier()
-        if self.config.async_save:
-            self.strategy.on_main(self._report_saves)
+        self.keeper.save(self.progress, self.log)
 
     def _leave_early(self, saved: int | None) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`."""
         step, reason = self.progress.step, self.preemption.received
         if saved != step:
             self.save()
-        self._finish_saves()
+        self.keeper.finish(self.log)
         self.bar.close()
         if self.log:
             self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE)

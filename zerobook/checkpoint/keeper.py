@@ -1,0 +1,103 @@
+"""A run's own checkpoints, from its first look at the folder to its last save."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from tqdm import tqdm
+
+from zerobook.checkpoint import state, store
+from zerobook.checkpoint.command import size_words
+from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
+from zerobook.config import RecipeConfig
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.progress import Progress
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Strategy
+
+
+class Keeper:
+    """Holds ``config.output_dir``'s checkpoints for this run. All methods are collective, `report` in the background excepted.
+
+    Attributes:
+        checkpoint: what the run goes on from, or None.
+        passed_over: why newer ones were not taken; rank 0 alone knows.
+
+    Raises:
+        CheckpointError: another run writes there, or what was asked for is not whole.
+        ConfigError: a node does not see the folder.
+    """
+
+    def __init__(self, strategy: Strategy, config: RecipeConfig):
+        self.strategy, self.config = strategy, config
+        self.folder = store.folder_of(config.output_dir)
+        self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
+        self.passed_over: list[str] = []
+        state.check_shared(strategy, config.output_dir)
+        self._ownership = ExitStack()  # until the process ends
+        strategy.on_main(lambda: self._ownership.enter_context(store.owned(self.folder)))
+        asked = config.resume_from_checkpoint
+        self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
+
+    def check_space(self, steps: int) -> None:
+        """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk."""
+        config, strategy = self.config, self.strategy
+        one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
+        saves = 1 + (steps // config.save_steps if config.save_steps else 0)
+        most = min(saves, config.save_total_limit + 1) if config.save_total_limit else saves
+        free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
+        if most * one <= free:
+            return
+        problem = (
+            f"output_dir: {most} checkpoint(s) of {size_words(one)} each need {size_words(most * one)}, and "
+            f"{Path(config.output_dir).absolute()} has {size_words(free)} free. Lower --save_total_limit (one more is on disk "
+            "while it is written), save less often, give another --output_dir, or pass --on_low_disk warn."
+        )
+        if config.on_low_disk == "error":
+            raise ConfigError(problem)
+        if strategy.is_main:
+            tqdm.write(f"  warning: {problem}")
+
+    def load(self) -> list[int]:
+        """Bring `checkpoint` back; returns the bytes of tensors that each rank read."""
+        assert self.checkpoint is not None
+        _, mine = state.load(self.strategy, self.checkpoint)
+        return self.strategy.gather(mine)
+
+    def save(self, progress: Progress, log: RunLog | None) -> None:
+        """Save the state after a whole step; in the background, only begin to."""
+        self.saver.save(progress, {"asked": self.strategy.plan.asked, "config": self.config.model_dump()})
+        if not self.config.async_save:
+            self.strategy.on_main(lambda: self.report(log))
+
+    def finish(self, log: RunLog | None) -> None:
+        """Wait for what is under way."""
+        self.saver.wait()
+        self.strategy.barrier()
+        self.strategy.on_main(lambda: self.report(log))
+
+    def report(self, log: RunLog | None) -> None:
+        """Write down what became of the saves that ended since the last call. Rank 0 knows, and the launcher stops all with it.
+
+        Raises:
+            CheckpointError: one failed, and ``on_save_error`` is stop.
+        """
+        for folder, seconds, problem in self.saver.results():
+            step = store.step_of(folder)
+            assert log is not None
+            if problem is None:
+                log.event("checkpoint", step=step, folder=str(folder), seconds=round(seconds, 3))
+                tqdm.write(f"step {step}: checkpoint {folder}")
+                continue
+            whole = store.complete(folder.parent)
+            last = f"the last complete one is {whole[-1].name}" if whole else "there is no complete one yet"
+            log.event("save_failed", step=step, reason=problem, last_complete=whole[-1].name if whole else None)
+            message = f"{folder}: it could not be saved ({problem}); {last}."
+            if self.config.on_save_error == "stop":
+                raise CheckpointError(
+                    f"{message} Make room, and go on with --resume_from_checkpoint auto; --on_save_error continue trains on "
+                    "without it."
+                )
+            tqdm.write(f"WARNING: step {step}: {message} Training goes on without it.")
