@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.test_parity import largest_difference, record
-from tests.harness import launch, seen, sequence
-from zerobook.checkpoint import store
+from tests.harness import launch, reseal, seen, sequence
 
 TOLERANCE = 1e-5
 HALF, STEPS = 10, 20
@@ -105,17 +104,13 @@ def spoil(checkpoint, target, how):
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(checkpoint, target)
-    manifest = json.loads((target / store.MANIFEST).read_text())
     if how == "steps":
         index = json.loads((target / "tensors.json").read_text())
         (target / "tensors.json").write_text(json.dumps(index | {"adam_steps": 0}))
     for file in target.glob("*.safetensors") if how == "moments" else ():
         tensors = load_file(file)
         save_file({name: t if name.startswith("weight/") else torch.zeros_like(t) for name, t in tensors.items()}, file)
-    for name, facts in manifest["files"].items():
-        facts |= {"bytes": (target / name).stat().st_size, "xxh3_128": store.digest(target / name)}
-    (target / store.MANIFEST).write_text(json.dumps(manifest))
-    assert store.damage(target, thorough=True) is None
+    reseal(target)
 
 
 @pytest.mark.launch
