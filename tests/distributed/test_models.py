@@ -106,6 +106,7 @@ use_cpu: false
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_dropout_draws_the_same_after_a_resume_and_differs_by_step_and_rank(tiny, tmp_path):
     flags = dict(
         model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", max_train_samples=4, validation_split_percentage=0,
