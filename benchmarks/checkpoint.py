@@ -5,7 +5,7 @@
 - a save, digests included, against writing and syncing the same bytes as they are;
 - the stall of a background save against copying the same bytes in memory;
 - verifying, in bytes a second of one core;
-- loading under another strategy against loading under the one that wrote it;
+- loading what another strategy wrote against loading what the same one wrote, under the same one;
 - the memory that a save takes above what the training holds.
 
 About five minutes and 5 GB of disk. Launched by itself, once a strategy, through ``accelerate launch``.
@@ -14,9 +14,11 @@ About five minutes and 5 GB of disk. Launched by itself, once a strategy, throug
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -69,9 +71,17 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         strategy.barrier()
         found.setdefault(name, []).append(time.perf_counter() - start)
 
-    if phase == "load":
+    steps = itertools.count(1)
+
+    def save(saver: Saver) -> None:
+        progress = Progress(step=next(steps), global_batch=plan.world_size * config.per_device_train_batch_size)
+        saver.save(progress, {"asked": plan.asked, "config": config.model_dump()})
+
+    if phase == "write":
+        save(Saver(strategy, config.output_dir, keep=1))
+    elif phase == "load":
         for _ in range(3):
-            timed("load", lambda: state.load(strategy, checkpoints / "step-000001"))
+            timed("load", lambda: state.load(strategy, store.complete(checkpoints)[-1]))
     else:
         mine = [piece.values.detach().cpu().clone() for piece in strategy.pieces()]
         spare = [torch.empty_like(values) for values in mine]
@@ -84,12 +94,8 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
 
-        here = Saver(strategy, config.output_dir, keep=1)
-        behind = Saver(strategy, config.output_dir, keep=1, background=True)
-
-        def save(saver: Saver) -> None:
-            progress = Progress(step=1, global_batch=plan.world_size * config.per_device_train_batch_size)
-            saver.save(progress, {"asked": plan.asked, "config": config.model_dump()})
+        here = Saver(strategy, config.output_dir, keep=None)
+        behind = Saver(strategy, config.output_dir, keep=None, background=True)
 
         def copy() -> None:
             for source, target in zip(mine, spare, strict=True):
@@ -110,14 +116,16 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
             timed("stall", lambda: save(behind))
             behind.wait()
             strategy.barrier()
+            if strategy.is_main:
+                store.prune(checkpoints, 1)
         found["bytes"] = [sum(4 * values.numel() for values in mine)]
         found["extra"] = [extra]
         if strategy.is_main:
             for _ in range(3):
                 start = time.perf_counter()
-                assert store.damage(checkpoints / "step-000001", thorough=True) is None
+                assert store.damage(store.complete(checkpoints)[-1], thorough=True) is None
                 found.setdefault("verify", []).append(time.perf_counter() - start)
-            found["stored"] = [store.bytes_of(checkpoints / "step-000001")]
+            found["stored"] = [store.bytes_of(store.complete(checkpoints)[-1])]
         strategy.barrier()
     if strategy.is_main:
         out.write_text(json.dumps(found))
@@ -140,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoint.json")
     parser.add_argument("--folder", type=Path, help="where to write; a disk like that of real runs")
-    parser.add_argument("--phase", choices=["save", "load"], help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=["save", "write", "load"], help=argparse.SUPPRESS)
     known = parser.parse_args()
     if known.phase:
         return one_rank(known.folder, known.out, known.phase)
@@ -151,9 +159,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=known.folder) as name:
         folder = Path(name)
         saved = launched(folder, "zero2", "save")
-        loads = {
-            reader: statistics.median(launched(folder, reader, "load")["load"]) for reader in ("zero2", "fsdp", "ddp", "zero3")
-        }
+        readers = ("zero2", "fsdp", "zero3", "ddp")
+        loads = {"zero2": {reader: statistics.median(launched(folder, reader, "load")["load"]) for reader in readers}}
+        for writer in readers[1:]:
+            shutil.rmtree(folder / "run")
+            launched(folder, writer, "write")
+            loads[writer] = {r: statistics.median(launched(folder, r, "load")["load"]) for r in (writer, "zero2")}
     middle = {key: statistics.median(saved[key]) for key in ("raw", "save", "copy", "stall", "verify")}
     result = {
         "date": str(date.today()),
@@ -163,7 +174,12 @@ def main() -> None:
         "save_rate_of_raw_write": round(middle["raw"] / middle["save"], 3),
         "background_stall_of_memory_copy": round(middle["stall"] / middle["copy"], 3),
         "verify_gigabytes_a_second": round(saved["stored"][0] / middle["verify"] / 1e9, 2),
-        "load_of_same_strategy": {name: round(seconds / loads["zero2"], 3) for name, seconds in loads.items()},
+        "load_of_the_writers_own": {
+            f"{writer}, read under {reader}": round(seconds / loads[reader][reader], 3)
+            for writer, found in loads.items()
+            for reader, seconds in found.items()
+            if reader != writer
+        },
         "extra_memory_of_a_save_bytes": saved["extra"][0],
         "all": saved,
     }

@@ -7,6 +7,7 @@ Ranks talk through files only, so that a thread can do it while collectives of t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -23,6 +24,8 @@ from zerobook.progress import Progress
 from zerobook.strategy import MOMENTS, Piece, Strategy
 
 FILE_BYTES = 512 << 20
+HEADER_BYTES = 1 << 16
+"""Kept for a file's header: some 400 tensors; with more, another file begins."""
 INDEX = "tensors.json"
 BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
 _POLL_S = 0.02
@@ -42,7 +45,7 @@ class Saver:
     Args:
         keep: complete checkpoints that stay, see `store.prune`.
         background: copy this rank's share to host memory (kept from save to save) and write it while training goes on.
-            Without it the share is written from where it lies, a file's buffer at a time.
+            Without it the share is written from where it lies.
     """
 
     def __init__(self, strategy: Strategy, output_dir: str, *, keep: int | None, background: bool = False):
@@ -155,37 +158,67 @@ class Saver:
 
 
 def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced.
+    """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced. Nothing is buffered.
 
     Returns:
         ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``; ``digests`` of the files.
     """
-    from safetensors.torch import save_file
-
     found: dict[str, list] = {}
     digests: dict[str, str] = {}
-    buffer: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors"
-        save_file(buffer, file)
-        store.fsync(file)
-        digests[file.name] = store.digest(file)
-        buffer.clear()
-
-    size = 0
+    file: _File | None = None
     for name, key, start, values in pieces:
-        if buffer and size + 4 * values.numel() > FILE_BYTES:
-            flush()
-            size = 0
         full = f"{key or 'weight'}/{name}"
-        # a copy: what is live is a view of a larger buffer, and changes with the next piece
-        buffer[f"{full}@{start}"] = values.detach().to("cpu", torch.float32, copy=True).contiguous()
-        found.setdefault(full, []).append([start, start + values.numel(), f"tensors-{rank:05d}-{len(digests):05d}.safetensors"])
-        size += 4 * values.numel()
-    if buffer:
-        flush()
+        if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
+            digests[file.path.name] = file.close()
+            file = None
+        file = file or _File(folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors")
+        file.add(f"{full}@{start}", values)
+        found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
+    if file is not None:
+        digests[file.path.name] = file.close()
     return {"pieces": found, "digests": digests}
+
+
+class _File:
+    """A safetensors file that is written from the front, tensor by tensor, and its header last, into room kept for it.
+
+    The format: 8 bytes with the header's length, the header (JSON, filled up with spaces), the tensors' bytes
+    (https://github.com/huggingface/safetensors#format). The library wants all tensors at once, and copies them twice.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._header: dict[str, Any] = {}
+        self._length = 2
+        self._end = 0
+        self._file = path.open("wb")
+        self._file.seek(8 + HEADER_BYTES)
+
+    def _entry(self, name: str, numbers: int) -> dict[str, Any]:
+        return {"dtype": "F32", "shape": [numbers], "data_offsets": [self._end, self._end + 4 * numbers]}
+
+    def has_room(self, name: str, numbers: int) -> bool:
+        length = self._length + len(json.dumps({name: self._entry(name, numbers)}))
+        return length <= HEADER_BYTES and self._end + 4 * numbers <= FILE_BYTES
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Append ``values``, [n]; they are not kept."""
+        self._header[name] = self._entry(name, values.numel())
+        self._length += len(json.dumps({name: self._header[name]}))
+        self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
+        self._end += 4 * values.numel()
+
+    def close(self) -> str:
+        """Make the file durable; returns its digest."""
+        header = json.dumps(self._header).encode()
+        room = max(HEADER_BYTES, -(-len(header) // 8) * 8)
+        assert room == HEADER_BYTES, f"{self.path}: a header of {len(header)} bytes"
+        self._file.seek(0)
+        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return store.digest(self.path)
 
 
 def merge(parts: list[dict[str, list]], shapes: dict[str, list[int]]) -> dict[str, list]:
