@@ -78,6 +78,8 @@ def main(source: str, target: str) -> None:
         ("parity.md", PARITY, columns, parity),
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
     ):
+        if not rows:
+            continue
         (Path(target) / name).write_text(page(text, heads, rows))
         print(f"wrote {Path(target) / name}: {len(rows)} rows")
 

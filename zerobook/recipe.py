@@ -37,7 +37,9 @@ def run_recipe(main: Callable[[], Any]) -> None:
 
 
 def leave(code: int = 0) -> None:
-    """End a launched process with ``code`` after all that was registered for its end; one process alone just returns.
+    """End a launched process with ``code`` after all that was registered for its end.
+
+    One process alone returns, or raises `SystemExit` where ``code`` is not 0.
 
     gloo's threads drop their last tensors some time after a collective has returned. Where that falls into the
     interpreter's own shutdown, the process aborts ("terminate called without an active exception") and the launcher
@@ -46,6 +48,8 @@ def leave(code: int = 0) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
+        if code:
+            sys.exit(code)
         return
     dist.destroy_process_group()
     atexit._run_exitfuncs()

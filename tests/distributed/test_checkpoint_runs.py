@@ -79,6 +79,15 @@ def test_a_warning_to_one_rank_saves_on_all_and_a_restart_goes_on(tiny, tmp_path
 
 
 @pytest.mark.launch
+def test_one_process_alone_leaves_too(tiny, tmp_path):
+    warned = {"signal": "SIGTERM", "signal_at_step": 6, "signal_rank": 0}
+    run = launch("single", 1, "causal_lm", tmp_path / "run", spy=warned, expect=1, **flags(tiny))
+    told = run.event("preempted")
+    assert (told["step"], told["signal"]) == (6, "SIGTERM") and "exit status 75" in run.text
+    assert [e["step"] for e in run.events if e["type"] == "checkpoint"] == [4, 6] and run.steps[-1]["step"] == 6
+
+
+@pytest.mark.launch
 @pytest.mark.full
 def test_a_full_disk_stops_the_run_or_is_trained_through(tiny, tmp_path):
     if os.geteuid():

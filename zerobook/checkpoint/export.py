@@ -94,7 +94,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, mer
     try:
         _write(model, config, base, staging)
         (staging / "README.md").write_text(_card(config, checkpoint, base, adapted and not merge, notes))
-        difference = _difference(model, _reload(staging, model, base, dtype))
+        difference = _difference(model, _reload(staging, model, base, dtype, config["trust_remote_code"]))
         if difference > _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
@@ -174,7 +174,7 @@ def _write(model: nn.Module, config: dict[str, Any], base: str, folder: Path) ->
     tokenizer.save_pretrained(folder)
 
 
-def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype) -> nn.Module:
+def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype, remote: bool) -> nn.Module:
     import transformers
 
     if (folder / "adapter_config.json").exists():
@@ -183,7 +183,7 @@ def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype) -> nn
         kind = type(model.get_base_model())
         return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), folder).eval()
     kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
-    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype).eval()
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
 
 
 @torch.no_grad()

@@ -46,9 +46,15 @@ class Keeper:
         config, strategy = self.config, self.strategy
         one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
         saves = 1 + (steps // config.save_steps if config.save_steps else 0)
-        most = min(saves, config.save_total_limit + 1) if config.save_total_limit else saves
+        most, there = saves, 0
+        if config.save_total_limit:
+            kept = config.save_total_limit + bool(config.eval_steps)  # the best stays besides
+            most = min(saves, kept + 1)
+            there = strategy.on_main(
+                lambda: sum(map(store.bytes_of, store.complete(self.folder)))
+            )  # makes room as it is pruned
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        if most * one <= free:
+        if most * one <= free + there:
             return
         problem = (
             f"output_dir: {most} checkpoint(s) of {size_words(one)} each need {size_words(most * one)}, and "

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from zerobook.config import DatasetSpec, RecipeConfig
-from zerobook.data import embedded
+from zerobook.data import embedded, sources
 from zerobook.data.sources import Source, Splits, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
@@ -87,6 +87,8 @@ def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, encoder
     if config.streaming:
         ahead = workers if strategy.accelerator.is_local_main_process and not _ONLY.get() else 0
         data = library.streaming(data, ahead)
+        if strategy.is_main and not data.held_out:
+            tqdm.write("streaming: nothing is held out of a stream; give --validation_file to measure a loss")
     if _ONLY.get():
         raise OnlyPrepared(data, tokenizer)
     return data
@@ -186,13 +188,14 @@ class Library:
     def stream(self, ahead: int) -> Stream:
         """The training datasets, nothing of them prepared yet."""
         specs = self.config.dataset_specs()
-        sources = [self._splits(spec).train for spec in specs]
+        found = [self._splits(spec).train for spec in specs]
         keys = ("packing", "seed", "on_bad_sample")
-        facts = [self._settings(s, (src.sketch or src.digest)(), None) for s, src in zip(specs, sources, strict=True)]
+        facts = [self._settings(s, (source.sketch or source.digest)(), None) for s, source in zip(specs, found, strict=True)]
+        cut = [sources.SHARD_BYTES, sources.SHARD_ROWS]
         return Stream(
             shards=self,
             counts=[len(self._shards(index)) for index in range(len(specs))],
-            fingerprint=_fingerprint([facts, {key: getattr(self.config, key) for key in keys}]),
+            fingerprint=_fingerprint([facts, cut, {key: getattr(self.config, key) for key in keys}]),
             isolated=self.config.packing,
             longest_sample=self.length,
             largest_id=self.vocabulary - 1,
@@ -228,7 +231,7 @@ class Library:
             spec = self.config.dataset_specs()[dataset]
             source = self._splits(spec).train
             settings = self._settings(spec, (source.sketch or source.digest)(), None)
-            self._stream_names[dataset] = f"stream-{_fingerprint(settings)}"
+            self._stream_names[dataset] = f"stream-{_fingerprint([settings, sources.SHARD_BYTES, sources.SHARD_ROWS])}"
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
