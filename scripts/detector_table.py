@@ -7,7 +7,7 @@ FOLDER holds `curves/NAME.csv` (step,loss), `grad_norm/NAME.csv` where there is 
 
 Published rules, each as its repository has it (read in November 2026):
   llm-foundry KillLossSpike    5 losses in a row at least twice the mean of the last 100, or half of the last 100 above the cap
-  Lightning SpikeDetection     a loss 2 x the running mean of 10 above it (rtol 2.0) and higher than the one before, or not finite
+  Lightning SpikeDetection     a loss thrice the running mean of 10 (rtol 2.0) and above the one before, or not finite
   OLMo-core SkipStepOptimizer  loss or gradient norm 6 standard deviations above the mean of the last 128
   Megatron-LM rerun machine    loss above 10 x the largest seen
   median and MAD               8 scaled MADs above the median of the last 100, three points in a row
@@ -212,7 +212,7 @@ def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict
         others = [i for i, c in enumerate(curves) if c.source != source]
         worth = [_worth([mark[i] for i in others]) for mark in marks]
         best = worth.index(max(worth))
-        words = f"near {options[best].near}, window {options[best].window}, drift {options[best].drift}, evidence {options[best].evidence}"
+        words = ", ".join(f"{key} {getattr(options[best], key)}" for key in ("near", "window", "drift", "evidence"))
         chosen[words] = chosen.get(words, 0) + 1
         for i, c in enumerate(curves):
             if c.source == source:
@@ -248,7 +248,9 @@ def main() -> int:
     held_out, chosen = leave_one_out(curves)
     lines.append(row("Zerobook, settings chosen on the other sources", held_out))
     count = f"{len(curves)} curves from {len(sources)} sources, {sum(len(c.points) for c in curves):,} points."
-    choices = "; ".join(f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1]))
+    choices = "; ".join(
+        f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
+    )
     text = f"{count}\n\n" + "\n".join(lines) + f"\n\nChosen without the source that was judged: {choices}.\n"
     print(text)
     if known.write:

@@ -132,6 +132,14 @@ class RecipeConfig(BaseModel):
     resume_from_checkpoint: str | None = Field(
         None, description="auto (the newest whole one), best (lowest held-out loss), or a folder"
     )
+    on_spike: Literal["log", "skip", "rollback", "stop"] = Field(
+        "rollback", description="log: watch only; skip: leave its samples out from now on; rollback: go back, by a ladder; stop"
+    )
+    max_rollbacks: int = Field(8, ge=0, description="rollbacks of a run; then it stops")
+    rollback_lr_factor: float = Field(
+        0.5, gt=0, lt=1, description="share of the learning rate after a rollback that skipping did not help"
+    )
+    rollback_lr_steps: int = Field(500, ge=1, description="steps on which the rate comes back to its schedule after that")
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 

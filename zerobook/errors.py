@@ -37,3 +37,7 @@ class CheckpointError(ZerobookError):
 
 class DivergenceError(ZerobookError):
     """Training produced a loss or gradient that is not finite."""
+
+
+class RunLogError(ZerobookError):
+    """A runlog that cannot be written or read."""

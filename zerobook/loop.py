@@ -26,7 +26,12 @@ from zerobook.loss import Objective
 from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
 from zerobook.recipe import leave
-from zerobook.runlog.writer import STEPS, RunLog, read
+from zerobook.runlog.attempt import begin, interventions, last_words
+from zerobook.runlog.lines import backwards
+from zerobook.runlog.policy import EXIT_CODE as HANDED_OVER
+from zerobook.runlog.policy import Measure, joined, ranges, rate_share
+from zerobook.runlog.watch import Watch
+from zerobook.runlog.writer import STEPS, RunLog
 from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
 
@@ -75,12 +80,15 @@ class TrainingLoop:
         )
         self.keeper = Keeper(strategy, config)
         checkpoint = self.keeper.checkpoint
-        self.log = RunLog(config.output_dir) if strategy.is_main else None
+        self.log: RunLog | None = None
+        strategy.on_main(self._open_log)
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
+        ladder = self._decided_before() if checkpoint else {}
+        self.watch = Watch(config, strategy, self.keeper, self.log, detector=self.progress.detector, ladder=ladder)
         self.feed = self._training_feed()
-        self.total_steps = config.max_train_steps or self.progress.step + self.feed.steps()
-        self.rate = learning_rate_schedule(
+        self.total_steps = self.end_step
+        self.schedule = learning_rate_schedule(
             config.lr_scheduler_type,
             peak=config.learning_rate,
             warmup=config.num_warmup_steps,
@@ -91,6 +99,10 @@ class TrainingLoop:
         if data.train.isolated:
             self.collate = self.feed.collate = isolating(strategy, collate)
         self.evaluation_seconds = 0.0
+        self.waited = 0.0  # s for data, since the last log point
+        self._evaluated: int | None = None
+        self._evaluation: dict[str, Any] | None = None
+        self._saved: int | None = None
         self._pending: list[dict[str, Any]] = []
         self._before: dict[int, float] = {}  # losses that an earlier attempt had behind the checkpoint
         self._start(sources)
@@ -101,6 +113,9 @@ class TrainingLoop:
         self.progress.world_size = strategy.world_size
 
     # --- set-up
+    def _open_log(self) -> None:
+        self.log = RunLog(self.config.output_dir)  # stays here: it cannot be sent to other ranks, as a result would be
+
     def _check_data(self, checkpoint: Any) -> None:
         train, progress = self.data.train, self.progress
         if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
@@ -118,10 +133,13 @@ class TrainingLoop:
         order = part.order(
             seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
         )
-        return Feed(
+        feed = Feed(
             part, order, self.layout, self.collate, cursor=progress.cursor, end=end,
             workers=config.dataloader_num_workers, pin_memory=self.strategy.device.type == "cuda",
         )  # fmt: skip
+        # what is left out shortens epochs; the schedule stays as it was laid out
+        self.end_step = config.max_train_steps or progress.step + feed.steps()
+        return feed
 
     def _start(self, sources: Resolved) -> None:
         config, strategy = self.config, self.strategy
@@ -129,17 +147,18 @@ class TrainingLoop:
             strategy.accelerator.init_trackers("zerobook", config=_flat(config.model_dump()))
         if self.log is None:
             return
-        self.log.event(
-            "run_start",
-            argv=sys.argv,
+        begin(
+            self.log,
             config=config.model_dump(),
+            versions=versions(),
+            step=self.progress.step,
+            argv=sys.argv,
             sources=dict(sources),
             plan=strategy.plan.record(),
             live=strategy.describe(),
             batch=batch_arithmetic(self.layout),
             total_steps=self.total_steps,
             data={"train": len(self.data.train), "report": self.data.report, "bad_samples": self.data.bad_samples},
-            versions=versions(),
         )
         tqdm.write(f"live engine: {describe_line(strategy.describe())}")
         tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {_amount(len(self.data.train))}")
@@ -154,7 +173,7 @@ class TrainingLoop:
     def _resume(self, checkpoint: Any) -> None:
         for reason in self.keeper.passed_over:
             tqdm.write(f"passed over: {reason}")
-        bytes_read = self.keeper.load()
+        _, bytes_read = self.keeper.load()
         recorded, found = self.progress.following, self._following()
         differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
@@ -171,8 +190,19 @@ class TrainingLoop:
             tqdm.write(f"  as recorded: {', '.join(sorted(set(recorded) - set(differing)))}")
             for key, (was, now) in differing.items():
                 tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
-            steps = read(self.log.folder / STEPS)
-            self._before = {s["step"]: s["loss"] for s in steps if s["step"] > before.step and s["attempt"] < self.log.attempt}
+            self._before = _losses_behind(self.log, before.step)
+
+    def _decided_before(self) -> dict[str, Any]:
+        """Take over what earlier attempts decided after this checkpoint was written; returns their ladder's state."""
+        skips, cuts, ladder = self.strategy.on_main(lambda: interventions(self.log.folder))  # type: ignore[union-attr]
+        progress = self.progress
+        progress.skip_ranges = joined(progress.skip_ranges, skips)
+        progress.rate_cuts += [cut for cut in cuts if cut not in progress.rate_cuts and cut[0] >= progress.step]
+        return ladder
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the step after ``step`` others."""
+        return self.schedule(step) * rate_share(self.progress.rate_cuts, step)
 
     def _following(self) -> dict[str, Any]:
         """What the next step uses, by name; recorded in a checkpoint, compared after it was loaded."""
@@ -195,45 +225,58 @@ class TrainingLoop:
         )  # fmt: skip
         start = time.monotonic()
         self._window = (start, progress.tokens)
-        evaluated = saved = final = None
-        if config.eval_on_start and progress.step == 0:
-            self.evaluate()
-        strategy.model.train()
-        if progress.step < self.total_steps:
-            for plan, micro_batches in self.feed:
-                self._step(plan, micro_batches)
-                step = progress.step
-                last = step >= self.total_steps
-                if last or step % config.logging_steps == 0:
-                    self._flush()
-                if last or (config.eval_steps and step % config.eval_steps == 0):
-                    final = self.evaluate()  # before the checkpoint, which says what it is worth
-                    evaluated = step
-                if config.save_steps and step % config.save_steps == 0:
-                    self.save()
-                    saved = step
-                if config.async_save and self.log:
-                    self.keeper.report(self.log)
-                if last:
-                    break
-                if self.preemption.due(step):
-                    self._leave_early(saved)
-        self._flush()
-        self.bar.close()
-        if evaluated != progress.step:
-            final = self.evaluate()
-        if saved != progress.step:
-            self.save()
-        self.keeper.finish(self.log)
+        with last_words(self.log, config.output_dir, strategy.rank):
+            if config.eval_on_start and progress.step == 0:
+                self.evaluate()
+            strategy.model.train()
+            while (measure := self._until_trouble()) is not None:
+                self._act(measure)
+            self.bar.close()
+            if self._evaluated != progress.step:
+                self.evaluate()
+            if self._saved != progress.step:
+                self.save()
+            self.keeper.finish(self.log)
         if self.log:
             rate = None if strategy.owns_schedule else self.rate(progress.step)
             seconds = {"training": round(time.monotonic() - start - self.evaluation_seconds, 3),
                        "evaluation": round(self.evaluation_seconds, 3)}  # fmt: skip
-            self.log.event("run_end", progress=progress.to_json(), learning_rate_after=rate, eval=final, seconds=seconds)
+            self.log.event(
+                "run_end", progress=progress.to_json(), learning_rate_after=rate, eval=self._evaluation, seconds=seconds
+            )
             tqdm.write(f"{seconds['training']:.1f} s training (saving included), {seconds['evaluation']:.1f} s evaluation")
         for tracker in strategy.accelerator.trackers:  # end_training would end the process group too
             tracker.finish()
         return progress
+
+    def _until_trouble(self) -> Measure | None:
+        """Train to the end, or until something has to be done about a spike; returns that."""
+        config, progress = self.config, self.progress
+        steps = iter(self.feed)
+        while progress.step < self.end_step:
+            asked = time.monotonic()
+            found = next(steps, None)
+            self.waited += time.monotonic() - asked
+            if found is None:
+                break
+            self._step(*found)
+            step = progress.step
+            last = step >= self.end_step
+            evaluates = last or (config.eval_steps and step % config.eval_steps == 0)
+            saves = config.save_steps and step % config.save_steps == 0
+            if evaluates or saves or step % config.logging_steps == 0:
+                measure = self._flush()
+                if measure is not None:
+                    return measure
+            if evaluates:
+                self.evaluate()  # before the checkpoint, which says what it is worth
+            if saves:
+                self.save()
+            if config.async_save and self.log:
+                self.keeper.report(self.log)
+            if not last and self.preemption.due(step):
+                self._leave_early()
+        return None
 
     def _step(self, plan: Any, micro_batches: Any) -> None:
         strategy, progress = self.strategy, self.progress
@@ -272,43 +315,146 @@ class TrainingLoop:
         labels = batch.pop("labels")
         return self.objective.loss(self.strategy.model(**batch).logits, labels)
 
-    def _flush(self) -> None:
-        """The log point: the only place where the host waits for losses and norms."""
+    def _flush(self) -> Measure | None:
+        """The log point: the only place where the host waits for losses and norms. Returns what is to be done about them."""
         pending, self._pending = self._pending, []
         if not pending:
-            return
-        losses = self.strategy.sum_over_ranks(torch.stack([record["loss"] for record in pending])).tolist()
-        for record, loss in zip(pending, losses, strict=True):
-            record["loss"] = loss
-            record["grad_norm"] = float(record["grad_norm"])
+            return None
+        for record, (loss, norm) in zip(pending, self._reduced(pending), strict=True):
+            record["loss"], record["grad_norm"] = loss, norm
         now, tokens = time.monotonic(), self.progress.tokens
         rate = (tokens - self._window[1]) / max(now - self._window[0], 1e-9)
+        waited, self.waited = self.waited / max(now - self._window[0], 1e-9), 0.0
         self._window = (now, tokens)
+        last = pending[-1]
         if self.log:
             for facts in self.feed.order.news():
                 self.log.event("shard", **facts)
             for record in pending:
                 record["ids"] = record["ids"][record["ids"] >= 0].tolist()
             self.log.steps(pending)
+            self.log.event(
+                "metrics", durable=False, steps=[pending[0]["step"], last["step"]], loss=last["loss"],
+                mean_loss=sum(r["loss"] for r in pending) / len(pending), grad_norm=last["grad_norm"],
+                learning_rate=last["learning_rate"], tokens_per_second=round(rate, 1), data_wait=round(waited, 4),
+            )  # fmt: skip
             self._compare_with_before(pending)
-            self.bar.set_postfix({"loss": f"{losses[-1]:.4f}", "tok/s": f"{rate:.0f}"})
-        last = pending[-1]
+            self.bar.set_postfix({"loss": f"{last['loss']:.4f}", "tok/s": f"{rate:.0f}"})
         if self.config.report_to:
             values = {"loss": last["loss"], "grad_norm": last["grad_norm"], "learning_rate": last["learning_rate"],
-                      "tokens_per_second": rate, "epoch": self.progress.epoch}  # fmt: skip
-            self.strategy.accelerator.log(values, step=last["step"])
-        # every rank holds the same sums and norms, so all stop together; fp16's scaler skips steps that overflow by itself
-        finite = ("loss",) if self.strategy.plan.precision == "fp16" else ("loss", "grad_norm")
-        bad = [(record, key) for record in pending for key in finite if not math.isfinite(record[key])]
-        if bad:
-            record, key = bad[0]
-            what = {"loss": "the loss", "grad_norm": "the gradient norm"}[key]
-            if self.log:
-                self.log.event("crash", reason=f"{what} is not finite", step=record["step"], value=str(record[key]))
-            raise DivergenceError(
-                f"step {record['step']}: {what} is {record[key]}; nothing was saved since. Resume from the last "
-                f"checkpoint with a lower --learning_rate than {self.config.learning_rate}, or more --num_warmup_steps."
+                      "tokens_per_second": rate, "epoch": self.progress.epoch, "step": last["step"]}  # fmt: skip
+            self.strategy.accelerator.log(values, step=self._tracker_step(last["step"]))
+        measure = self.watch.see(pending)
+        if measure is None and self.watch.dead():
+            self._give_up(last)
+        return measure
+
+    def _reduced(self, pending: list[dict[str, Any]]) -> list[tuple[float, float]]:
+        """(loss summed over ranks, gradient norm) of each step, the same bits on every rank: all decide from them alike."""
+        losses = torch.stack([record["loss"] for record in pending]).float()
+        norms = torch.stack([torch.as_tensor(record["grad_norm"], device=losses.device).float() for record in pending])
+        if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
+            norms = torch.zeros_like(norms)
+        return [tuple(pair) for pair in self.strategy.sum_over_ranks(torch.stack([losses, norms], dim=1)).tolist()]
+
+    def _tracker_step(self, step: int) -> int:
+        """Trackers take no step twice: steps done again count on."""
+        return step + self.progress.redone
+
+    def _give_up(self, last: dict[str, Any]) -> None:
+        raise DivergenceError(
+            f"step {last['step']}: the loss is {last['loss']}, and none was finite for a while; nothing was saved since. "
+            f"Resume from the last checkpoint with a lower --learning_rate than {self.config.learning_rate}, or more "
+            "--num_warmup_steps."
+        )
+
+    # --- what is done about a spike
+    def _act(self, measure: Measure) -> None:
+        """Carry out what was decided. The log has it before it is done."""
+        log, cause = self.log, self.watch.seq
+        if measure.kind == "stop":
+            self._hand_over(measure)
+        left_out = self._samples_of(*measure.steps) if measure.steps else []
+        cut = [measure.to_step, measure.rate_factor, self.config.rollback_lr_steps] if measure.rate_factor else None
+        step = self.progress.step
+        intent = None
+        if log:
+            if measure.goes_back:
+                cause = intent = log.event("rollback", phase="intent", parent=cause, measure=measure.kind, from_step=step,
+                                           to_step=measure.to_step, why=measure.reason)  # fmt: skip
+            if left_out:
+                count = sum(b - a for a, b in left_out)
+                log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
+                tqdm.write(f"  {count} samples of steps {measure.steps[0]} to {measure.steps[1]} are left out from now on")
+            if cut:
+                log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
+                tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
+        skip_ranges = joined(self.progress.skip_ranges, left_out)
+        if not measure.goes_back:
+            self.progress.skip_ranges = skip_ranges
+            self.feed = self._training_feed()
+            return
+        self._go_back(measure, intent, skip_ranges, [*self.progress.rate_cuts, *([cut] if cut else [])])
+
+    def _go_back(self, measure: Measure, intent: int | None, skip_ranges: list, rate_cuts: list) -> None:
+        """Weights, moments, schedule, sample order, random numbers, loss scale and detector, as the checkpoint has them."""
+        assert measure.to_step is not None
+        start, progress, strategy = time.monotonic(), self.progress, self.strategy
+        self.keeper.finish(self.log)  # a save under way is of what is given up
+        aside = strategy.on_main(lambda: store.set_aside(self.keeper.folder, measure.to_step))
+        del self.feed
+        loaded, bytes_read = self.keeper.load(measure.to_step)
+        recorded, given_up = loaded.following, progress.step - loaded.step
+        kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
+                "total_steps": progress.total_steps, "world_size": progress.world_size,
+                "global_batch": progress.global_batch}  # fmt: skip
+        vars(progress).update(vars(loaded) | kept)
+        self.feed = self._training_feed()
+        self._before = self.watch.back(measure, loaded.detector, intent)
+        self._evaluated = self._saved = None
+        strategy.model.train()
+        found = self._following()
+        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
+        seconds = time.monotonic() - start
+        if self.log:
+            self.log.branch += 1
+            self.log.event(
+                "rollback", phase="outcome", parent=intent, step=progress.step, steps_given_up=given_up,
+                seconds=round(seconds, 3), bytes_read=bytes_read, set_aside=[str(folder) for folder in aside],
+                verified=sorted(set(recorded) - set(differing)), differing=differing,
+            )  # fmt: skip
+            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
+        self.bar.n = progress.step
+        self.bar.refresh()
+        self._window = (time.monotonic(), progress.tokens)
+
+    def _samples_of(self, first: int, last: int) -> list[list[int]]:
+        """[start, end) of the samples that these steps took, through packs."""
+        order, part = self.feed.order, self.feed.part
+        rows = [order.take(a, self.layout.global_batch, b)[0] for a, b in self.watch.cursors(first, last)]
+        return ranges([sample for ids in rows for row in ids.tolist() for sample in part.samples_of(row)])
+
+    def _hand_over(self, measure: Measure) -> None:
+        """Stop, and say to people what was seen and tried."""
+        self.keeper.finish(self.log)
+        self.bar.close()
+        if self.log:
+            best = self.keeper.before(measure.onset)
+            self.log.event("stop", parent=self.watch.seq, step=self.progress.step, rule=measure.rule, why=measure.reason,
+                           exit_code=HANDED_OVER, go_on_from=str(best) if best else None)  # fmt: skip
+            tqdm.write(
+                f"STOPPED at step {self.progress.step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
+                f"{best or 'none'}.\n  Go on from there with a lower --learning_rate than {self.config.learning_rate}, more "
+                f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {self.config.output_dir}` "
+                "tells all of it."
             )
+        self._leave(HANDED_OVER)
+
+    def _leave(self, code: int) -> None:
+        for tracker in self.strategy.accelerator.trackers:
+            tracker.finish()
+        self.strategy.barrier()
+        leave(code)
 
     def _compare_with_before(self, pending: list[dict[str, Any]]) -> None:
         """The first losses behind a checkpoint against those that the stopped attempt had there, once."""
@@ -317,8 +463,8 @@ class TrainingLoop:
             assert self.log is not None
             largest = max(abs(r["loss"] / self._before[r["step"]] - 1) for r in shared)
             steps = [record["step"] for record in shared]
-            self.log.event("resume_verified", steps=[steps[0], steps[-1]], largest_relative_difference=largest)
-            tqdm.write(f"steps {steps[0]} to {steps[-1]} again: losses within {largest:.1e} of those before the stop")
+            self.log.event("verify", after="steps done again", steps=[steps[0], steps[-1]], largest_relative_difference=largest)
+            tqdm.write(f"steps {steps[0]} to {steps[-1]} again: losses within {largest:.1e} of those before")
         self._before = {}
 
     def _record_memory(self, at_seam: dict[str, int]) -> None:
@@ -340,6 +486,7 @@ class TrainingLoop:
             None where nothing is held out and nothing scores.
         """
         strategy, step = self.strategy, self.progress.step
+        self._evaluated, self._evaluation = step, None
         if not self.data.held_out and not self.scorers:
             return None
         start = time.monotonic()
@@ -360,11 +507,12 @@ class TrainingLoop:
             self.log.event("eval", step=step, seconds=seconds, samples=samples, **result)
             tqdm.write(f"step {step}: " + describe_evaluation(result))
         if self.config.report_to:
-            strategy.accelerator.log(_tracked(result), step=step)
+            strategy.accelerator.log(_tracked(result), step=self._tracker_step(step))
         if "loss" in result:
             best = self.progress.best_eval_loss
             self.progress.best_eval_loss = result["loss"] if best is None else min(best, result["loss"])
             self.progress.eval_loss = result["loss"]
+        self._evaluation = result
         return result
 
     @torch.no_grad()
@@ -391,27 +539,42 @@ class TrainingLoop:
         return result
 
     def save(self) -> None:
-        """A checkpoint of this step. Losses are flushed first, so a non-finite one is never saved over."""
-        self._flush()
+        """A checkpoint of this step, unless its loss is not finite: what is good would be pruned for it."""
+        step = self.progress.step
+        if self.watch.history and not math.isfinite(self.watch.history[-1].loss):
+            if self.log:
+                self.log.event("checkpoint", state="not_saved", step=step, reason="the loss is not finite")
+            return
+        self._saved = step
+        self.watch.saved(step)
+        self.progress.detector = self.watch.detector.state()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.feed.order.passed
         self.progress.following = self._following()
         self.keeper.save(self.progress, self.log)
 
-    def _leave_early(self, saved: int | None) -> None:
-        """Save, and end the process with `preemption.EXIT_CODE`."""
+    def _leave_early(self) -> None:
+        """Save, and end the process with `preemption.EXIT_CODE`. What asks for a rollback is not saved."""
         step, reason = self.progress.step, self.preemption.received
-        if saved != step:
+        if self._flush() is None and self._saved != step:
             self.save()
         self.keeper.finish(self.log)
         self.bar.close()
         if self.log:
             self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE)
             tqdm.write(f"{reason}: saved at step {step}; go on with --resume_from_checkpoint auto")
-        for tracker in self.strategy.accelerator.trackers:
-            tracker.finish()
-        self.strategy.barrier()
-        leave(EXIT_CODE)
+        self._leave(EXIT_CODE)
+
+
+def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
+    """What earlier attempts recorded behind ``step``, as far as it is the newest stretch of the log."""
+    found: dict[int, float] = {}
+    for record in backwards(log.folder / STEPS):
+        if record is None or record["step"] <= step:
+            break
+        if record["loss"] is not None:
+            found.setdefault(record["step"], record["loss"])
+    return found
 
 
 def _amount(samples: int) -> str:

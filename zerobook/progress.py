@@ -42,6 +42,10 @@ class Progress:
     """rows of each shard that a stream has reached, in the order of the run, per dataset"""
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
+    rate_cuts: list[list[float]] = field(default_factory=list)
+    """[step, factor, steps of the way back] of each cut of the learning rate"""
+    redone: int = 0
+    """steps that were done and given up: ``step + redone`` never goes backwards"""
     detector: dict[str, Any] = field(default_factory=dict)
     """the spike detector's own state"""
     scaler: dict[str, Any] | None = None

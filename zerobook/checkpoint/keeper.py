@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Keeper:
     Attributes:
         checkpoint: what the run goes on from, or None.
         passed_over: why newer ones were not taken; rank 0 alone knows.
+        proven: steps of checkpoints that training went on well from; rank 0 alone knows.
 
     Raises:
         CheckpointError: another run writes there, or what was asked for is not whole.
@@ -35,6 +37,7 @@ class Keeper:
         self.folder = store.folder_of(config.output_dir)
         self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
         self.passed_over: list[str] = []
+        self.proven: set[int] = set()
         state.check_shared(strategy, config.output_dir)
         self._ownership = ExitStack()  # until the process ends
         strategy.on_main(lambda: self._ownership.enter_context(store.owned(self.folder)))
@@ -50,9 +53,8 @@ class Keeper:
         if config.save_total_limit:
             kept = config.save_total_limit + bool(config.eval_steps)  # the best stays besides
             most = min(saves, kept + 1)
-            there = strategy.on_main(
-                lambda: sum(map(store.bytes_of, store.complete(self.folder)))
-            )  # makes room as it is pruned
+            # pruning what is there makes room
+            there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
         if most * one <= free + there:
             return
@@ -66,11 +68,53 @@ class Keeper:
         if strategy.is_main:
             tqdm.write(f"  warning: {problem}")
 
-    def load(self) -> list[int]:
-        """Bring `checkpoint` back; returns the bytes of tensors that each rank read."""
-        assert self.checkpoint is not None
-        _, mine = state.load(self.strategy, self.checkpoint)
-        return self.strategy.gather(mine)
+    def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
+        """Bring `checkpoint` back, or the one of ``step``.
+
+        Returns:
+            (the loop's state in it, bytes of tensors that each rank read).
+        """
+        checkpoint = self.checkpoint if step is None else self._of(step)
+        assert checkpoint is not None
+        progress, mine = state.load(self.strategy, checkpoint)
+        return progress, self.strategy.gather(mine)
+
+    # --- what there is to go back to; rank 0
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Steps of the whole checkpoints: those proven good, and the others."""
+        there = [store.step_of(c) for c in store.complete(self.folder)]
+        return [s for s in there if s in self.proven], [s for s in there if s not in self.proven]
+
+    def prove(self, steps: Collection[int], log: RunLog | None) -> None:
+        """Training went on well from these; the newest of them is not pruned until another is."""
+        if log is None:
+            return
+        for step in sorted(set(steps) & set(self.steps()[1])):
+            self.proven.add(step)
+            log.event("checkpoint", state="proven_good", step=step)
+        self.protect()
+
+    def protect(self, *steps: int) -> None:
+        """From now on, the newest proven checkpoint and those of ``steps`` are not pruned."""
+        self.saver.protected = frozenset([*self.steps()[0][-1:], *steps])
+
+    def before(self, step: int) -> Path | None:
+        """The newest whole checkpoint from before ``step``."""
+        whole = [checkpoint for checkpoint in store.complete(self.folder) if store.step_of(checkpoint) < step]
+        return whole[-1] if whole else None
+
+    def reads_before(self, step: int) -> Callable[[str, int], float] | None:
+        """(weight's name, place in it) -> its value in that checkpoint; None where there is none."""
+        checkpoint = self.before(step)
+        if checkpoint is None:
+            return None
+        reader = state.Reader(checkpoint)
+        return lambda name, place: float(reader.read(f"weight/{name}", place, place + 1)[0])
+
+    def _of(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    # --- saving
 
     def save(self, progress: Progress, log: RunLog | None) -> None:
         """Save the state after a whole step; in the background, only begin to."""
@@ -94,7 +138,7 @@ class Keeper:
             step = store.step_of(folder)
             assert log is not None
             if problem is None:
-                log.event("checkpoint", step=step, folder=str(folder), seconds=round(seconds, 3))
+                log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 continue
             whole = store.complete(folder.parent)

@@ -53,6 +53,8 @@ class Saver:
         self.checkpoints = store.folder_of(output_dir)
         self.keep = keep
         self.background = background
+        self.protected: frozenset[int] = frozenset()
+        """steps whose checkpoints are not pruned"""
         self._host: dict[tuple[str, str | None], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
@@ -153,7 +155,7 @@ class Saver:
         for name, content in texts.items():
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
         store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
-        store.prune(self.checkpoints, self.keep)
+        store.prune(self.checkpoints, self.keep, self.protected)
         return None
 
 

@@ -13,14 +13,14 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zerobook.errors import CheckpointError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 LOCK = ".lock"
@@ -279,15 +279,15 @@ def _marker(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}.pinned")
 
 
-def prune(checkpoints: Path, keep: int | None) -> list[Path]:
+def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
 
-    Those that are pinned, and the one with the lowest held-out loss, stay besides.
+    Those that are pinned, those of the steps ``protected``, and the one with the lowest held-out loss, stay besides.
     """
     abandoned = sorted(c for c in checkpoints.iterdir() if _ABANDONED.match(c.name))
     there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
     favourite = best(checkpoints)
-    old = [c for c in (there[:-keep] if keep else []) if c != favourite]
+    old = [c for c in (there[:-keep] if keep else []) if c != favourite and step_of(c) not in protected]
     for checkpoint in old:
         doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
         checkpoint.rename(doomed)  # at once no checkpoint any more, however far the deletion comes

@@ -34,7 +34,7 @@ def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
         path = path / "runlog" / "steps.jsonl"
     if not path.exists():
         raise DataError(f"{path}: there is no such file. Give a trainer_state.json, a CSV, JSON Lines, or a run's output_dir.")
-    norms = {step: value for step, value in _pairs(Path(grad_norm), NORM)} if grad_norm else {}
+    norms = dict(_pairs(Path(grad_norm), NORM)) if grad_norm else {}
     points = []
     for row in _rows(path, LOSS):
         step, loss = _number(row, STEP), _number(row, LOSS)
@@ -66,7 +66,8 @@ def _rows(path: Path, wanted: tuple[str, ...]) -> Iterable[dict[str, Any]]:
     if not (columns & set(STEP) and columns & set(wanted)):
         found = ", ".join(sorted(columns)[:12]) or "none"
         raise DataError(
-            f"{path}: this is no loss curve: it needs a column of {', '.join(STEP)} and one of {', '.join(wanted)}; found: {found}."
+            f"{path}: this is no loss curve: it needs a column of {', '.join(STEP)} and one of {', '.join(wanted)}; "
+            f"found: {found}."
         )
     return ({_plain(key): value for key, value in row.items() if key is not None} for row in rows)
 
@@ -109,9 +110,7 @@ def _number(row: dict[str, Any], names: tuple[str, ...]) -> float | None:
     return None
 
 
-def replay(
-    points: Iterable[Point], settings: Settings | None = None, each: Callable[[], None] | None = None
-) -> list[Finding]:
+def replay(points: Iterable[Point], settings: Settings | None = None, each: Callable[[], None] | None = None) -> list[Finding]:
     """All that the detector says of a curve, in order. ``each`` is called once a point, for a progress bar."""
     detector = Detector(settings)
     found = []

@@ -473,9 +473,7 @@ class Detector:
 
     def _ended(self, kind: str, point: Point, now: _Excursion, reason: str) -> Finding:
         points = now.high if kind == "outlier" else len(now.losses) - now.back
-        return Finding(
-            kind=kind, step=point.step, onset=now.onset, points=points, base=now.base, peak=now.peak, reason=reason
-        )
+        return Finding(kind=kind, step=point.step, onset=now.onset, points=points, base=now.base, peak=now.peak, reason=reason)
 
 
 def _outlier_words(gone: _Excursion) -> str:

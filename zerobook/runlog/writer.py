@@ -1,85 +1,148 @@
-"""Append-only JSON Lines, one ``write`` a line, so that a crash can tear the last line at most."""
+"""Append-only JSON Lines, one ``write`` a line, so that a crash can tear the last line at most.
+
+Nothing heavy is imported here: the log opens in milliseconds, without torch.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
+import threading
 import time
+from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
+from zerobook.errors import RunLogError
+from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, repair
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
+LAST_WORDS = ("run_end", "crash", "preempted", "stop")
+"""An attempt whose last event is none of these was ended from outside."""
+
+__all__ = ["EVENTS", "LAST_WORDS", "STEPS", "RunLog", "read"]
 
 
 class RunLog:
     """Writes ``events.jsonl`` and ``steps.jsonl`` under ``output_dir/runlog``. One process writes.
 
-    Every event carries ``seq`` (gap-free over the whole file) and ``attempt`` (+1 per process
-    start). ``steps.jsonl`` holds one line per optimizer step: loss (nats per supervised token, over
-    all ranks), gradient norm before clipping, learning rate, tokens, sample ids in order.
+    Every event carries ``seq`` (gap-free over the whole file), ``attempt`` (+1 per process start), ``branch`` (+1 whenever
+    steps are done again, so that (branch, step) is unique), ``utc``, ``monotonic`` (s, comparable within an attempt),
+    where something caused it ``parent``, the cause's seq, and a CRC. ``steps.jsonl`` holds one line per optimizer step: loss
+    (nats per supervised token, over all ranks), gradient norm before clipping, learning rate, tokens, sample ids in order.
+
+    A full disk loses nothing at once: lines are held in memory, `BACKLOG` at most, and written once there is room.
+
+    Raises:
+        RunLogError: another process writes this log, or a newer version did.
     """
+
+    BACKLOG = 100_000
 
     def __init__(self, output_dir: str | Path):
         self.folder = Path(output_dir) / "runlog"
         self.folder.mkdir(parents=True, exist_ok=True)
-        torn = [cut_torn_line(self.folder / name) for name in (EVENTS, STEPS)]
-        last = last_line(self.folder / EVENTS)
-        self.seq = last["seq"] + 1 if last else 0
-        self.attempt = last["attempt"] + 1 if last else 1
-        self._events = os.open(self.folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._steps = os.open(self.folder / STEPS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for name, text in zip((EVENTS, STEPS), torn, strict=True):
-            if text is not None:
-                self.event("torn_line", file=name, kept_as=f"{name}.torn", bytes=len(text))
+        self._files = {name: _File(self.folder / name) for name in (EVENTS, STEPS)}
+        check_format(self.folder / EVENTS)
+        repaired = [facts for name in (EVENTS, STEPS) if (facts := repair(self.folder / name))]
+        last, damaged = newest(self.folder / EVENTS)
+        self.seq: int = last["seq"] + 1 + damaged if last else damaged
+        self.attempt: int = last["attempt"] + 1 if last else 1
+        self.branch: int = last["branch"] if last else 0
+        self._lock = threading.RLock()  # samples of the machine come from a thread
+        self._backlog: deque[tuple[str, bytes]] = deque(maxlen=self.BACKLOG)
+        self._lost = 0
+        if last is None:
+            self.event("runlog", format=FORMAT)
+        elif damaged:
+            self.event("repaired", file=EVENTS, damaged_lines_at_the_end=damaged)
+        for facts in repaired:
+            self.event("repaired", **facts)
 
-    def event(self, kind: str, **facts: Any) -> None:
-        """Append one event and make it durable."""
-        record = {
-            "seq": self.seq,
-            "attempt": self.attempt,
-            "type": kind,
-            "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "monotonic": round(time.monotonic(), 3),
-            **facts,
-        }
-        os.write(self._events, orjson.dumps(record, default=str) + b"\n")
-        os.fsync(self._events)
-        self.seq += 1
+    def event(self, kind: str, /, *, parent: int | None = None, durable: bool = True, **facts: Any) -> int:
+        """Append one event; returns its seq.
+
+        Args:
+            parent: seq of the event that caused it.
+            durable: wait until the disk has it. Without, it outlives this process, but not a loss of power.
+        """
+        with self._lock:
+            record = {
+                "seq": self.seq,
+                "attempt": self.attempt,
+                "branch": self.branch,
+                "type": kind,
+                "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "monotonic": round(time.monotonic(), 3),
+                **({} if parent is None else {"parent": parent}),
+                **facts,
+            }
+            self.seq += 1
+            self._write(EVENTS, encode(record), durable)
+            return record["seq"]
 
     def steps(self, records: list[dict[str, Any]]) -> None:
         """Append a block of step records in one write."""
-        lines = b"".join(orjson.dumps({"attempt": self.attempt, **r}, default=list) + b"\n" for r in records)
-        os.write(self._steps, lines)
+        own = {"attempt": self.attempt, "branch": self.branch}
+        with self._lock:
+            self._write(STEPS, b"".join(encode(own | record) for record in records), durable=False)
 
     def close(self) -> None:
-        os.close(self._events)
-        os.close(self._steps)
+        for file in self._files.values():
+            file.close()
+
+    def _write(self, name: str, lines: bytes, durable: bool) -> None:
+        was_full = bool(self._backlog)
+        if len(self._backlog) == self.BACKLOG:
+            self._lost += 1
+        self._backlog.append((name, lines))
+        try:
+            while self._backlog:
+                file, waiting = self._backlog[0]
+                self._files[file].append(waiting, durable)
+                self._backlog.popleft()
+        except OSError as error:
+            if not was_full:
+                words = (
+                    f"WARNING: {self.folder}: the runlog cannot be written ({error.strerror}); training goes on, and "
+                    f"{self.BACKLOG:,} lines are held in memory until there is room."
+                )
+                print(words, file=sys.stderr, flush=True)
+            return
+        if was_full:
+            lost, self._lost = self._lost, 0
+            print(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
+            self.event("written_late", lost=lost)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """All whole lines of a runlog file, oldest first."""
-    if not file.exists():
-        return []
-    return [orjson.loads(line) for line in file.read_bytes().split(b"\n")[:-1] if line]
+class _File:
+    """An appended file that is never left with half a line by an error of the disk, and that one process has."""
 
+    def __init__(self, path: Path):
+        self.path = path
+        self.handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self.handle)
+            raise RunLogError(
+                f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
+            ) from error
 
-def last_line(file: Path) -> dict[str, Any] | None:
-    lines = read(file)
-    return lines[-1] if lines else None
+    def append(self, content: bytes, durable: bool) -> None:
+        before = os.fstat(self.handle).st_size
+        try:
+            written = os.write(self.handle, content)
+            if written != len(content):
+                raise OSError(28, "No space left on device")
+        except OSError:
+            os.ftruncate(self.handle, before)
+            raise
+        if durable:
+            os.fsync(self.handle)
 
-
-def cut_torn_line(file: Path) -> bytes | None:
-    """Cut what follows the last newline, keep it in ``FILE.torn``, and return it; None where nothing is torn."""
-    if not file.exists():
-        return None
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    torn = content[whole:]
-    if not torn:
-        return None
-    file.with_name(file.name + ".torn").write_bytes(torn)
-    os.truncate(file, whole)
-    return torn
+    def close(self) -> None:
+        os.close(self.handle)

@@ -14,7 +14,9 @@ checkpoint independent of the strategy that wrote it. These calls are collective
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -46,6 +48,44 @@ class Piece(NamedTuple):
     key: str | None
     start: int
     values: torch.Tensor
+
+
+class Replicas(NamedTuple):
+    """Copies of the weights that differ. ``tensors`` of them do; ``name`` is the first, with each rank's checksum, the
+    ``places`` (flattened) where ranks differ from rank 0, and each rank's ``values`` there."""
+
+    name: str
+    tensors: int
+    checksums: list[int]
+    places: list[int]
+    values: list[list[float]]
+
+    def words(self, read: Callable[[str, int], float] | None) -> str:
+        """Whose copy it is, and what it holds.
+
+        Args:
+            read: (name, place) -> the value in the last checkpoint, which decides where no majority does.
+        """
+        counts = Counter(self.checksums)
+        place = self.places[0] if self.places else 0
+        there = [values[0] if values else math.nan for values in self.values]
+        majority, votes = counts.most_common(1)[0]
+        if votes > len(self.checksums) / 2:
+            ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
+        elif read is not None:
+            before = read(self.name, place)  # a frozen weight is in no checkpoint, and its first rank is as good as any
+            far = [abs(value - before) if math.isfinite(value) else math.inf for value in there]
+            ranks = [far.index(max(far))]
+        else:
+            ranks = list(range(len(self.checksums)))
+        who = (
+            f"rank {ranks[0]}'s copy of {self.name} is"
+            if len(ranks) == 1
+            else f"ranks {ranks}: their copies of {self.name} are"
+        )
+        others = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(there))
+        more = f", and {self.tensors - 1} more tensors differ" if self.tensors > 1 else ""
+        return f"{who} not the others' (element {place}: {others}){more}"
 
 
 class Strategy:
@@ -128,6 +168,30 @@ class Strategy:
             raise error
         return result  # type: ignore[return-value]
 
+    def differing_replicas(self) -> Replicas | None:
+        """Where every rank holds all weights: do all hold the same? None where they do. Collective.
+
+        Reads every weight once. The first tensor that differs is looked at more closely.
+        """
+        if self.world_size == 1 or self.shards_parameters:
+            return None
+        named = list(self.model.named_parameters())
+        sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
+        every = [torch.empty_like(sums) for _ in range(self.world_size)]
+        dist.all_gather(every, sums)
+        table = torch.stack(every)
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        if not differing:
+            return None
+        name, parameter = named[differing[0]]
+        mine = _bits(parameter)
+        reference = mine.clone()
+        dist.broadcast(reference, src=0)
+        odd = (mine != reference).nonzero().flatten()[:16].tolist()
+        places = sorted({place for rank in self.gather(odd) for place in rank})
+        values = self.gather(parameter.detach().flatten()[places].float().tolist())
+        return Replicas(_unwrapped_name(name), len(differing), table[:, differing[0]].tolist(), places, values)
+
     def once_per_node(self, work: Callable[[], T]) -> T:
         """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
 
@@ -180,6 +244,8 @@ class Strategy:
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
+            # The fused one can leave a step out on the device's own word; fp16's scaler does so by itself.
+            fused=self.plan.precision != "fp16",
         )
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -231,7 +297,7 @@ class Strategy:
             self._unscaled = True
 
     def apply(self, learning_rate: float | None) -> torch.Tensor | float:
-        """Clip, step, and drop the gradients.
+        """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
 
         Args:
             learning_rate: the rate of this step; None where the strategy owns the schedule.
@@ -243,7 +309,10 @@ class Strategy:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self._unscale()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf"))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf")))
+        inner = self._torch_optimizer()
+        if inner.defaults.get("fused"):
+            inner.found_inf = (~torch.isfinite(norm)).float()  # decided on the device: the host need not wait
         self.optimizer.step()
         self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
@@ -263,9 +332,7 @@ class Strategy:
         """(name, parameter) of every trained weight, in one order on all ranks and strategies."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                for wrapper in _WRAPPERS:
-                    name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
-                yield name, parameter
+                yield _unwrapped_name(name), parameter
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """The whole parameter's shape, also where this rank holds a part."""
@@ -430,6 +497,18 @@ def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Non
         state["step"] = 0
     for key in MOMENTS:
         state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _unwrapped_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
+    return name
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The flattened tensor as integers, so that nothing that is not a number is equal to nothing."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(integers[tensor.element_size()])
 
 
 def whole(tensor: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.strategy.base import Read, Strategy, local, whole
+from zerobook.strategy.base import Read, Strategy, local
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,9 +43,6 @@ class FullyShardedStrategy(Strategy):
             super().prepare(model, config, total_steps)
         # it calls the encoder by itself, and what encoder and decoder share is gathered by the whole model's hooks
         register_fsdp_forward_method(self.model, "generate")
-
-    def apply(self, learning_rate: float | None) -> torch.Tensor | float:
-        return whole(super().apply(learning_rate))
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         from torch.distributed.fsdp import FSDPModule

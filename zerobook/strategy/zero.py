@@ -43,6 +43,9 @@ class ZeroStrategy(Strategy):
             objects.append(self._schedule(objects[1], config, total_steps))
         self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
         self.deepspeed_optimizer = self.model.optimizer
+        if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
+            # there, DeepSpeed applies what is not finite unless it is asked to look
+            self.deepspeed_optimizer.check_grad_overflow = True
         stage = self.model.zero_optimization_stage()
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")

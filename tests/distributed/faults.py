@@ -1,0 +1,108 @@
+"""Runs a recipe in which something goes wrong, as it does on real machines and with real data.
+
+    ZEROBOOK_FAULT=labels ZEROBOOK_FAULT_AT=31 ZEROBOOK_FAULT_STEPS=6 accelerate launch ... faults.py recipes/NAME.py [flags]
+
+labels  the rows that rank 1 takes in those steps have wrong labels, whenever they are taken
+rate    the learning rate is 60 times too high in those steps, once
+nan     a gradient on rank 1 is not a number from that step on, until the run goes back
+bit     an exponent bit of one weight flips on rank 1 at that step, once
+
+It writes every poisoned row that reaches a model to ``fault-RANK.jsonl`` in the output folder.
+"""
+
+import json
+import math
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+FAULT = os.environ.get("ZEROBOOK_FAULT")
+AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))
+STEPS = int(os.environ.get("ZEROBOOK_FAULT_STEPS", 1))
+RANK = int(os.environ.get("RANK", 0))
+recipe, *flags = sys.argv[1:]
+output = Path(flags[flags.index("--output_dir") + 1])
+
+
+def window(loop):
+    return AT <= loop.progress.step + 1 < AT + STEPS
+
+
+def wrong_labels(loop):
+    """Every word is followed by the same one, these rows say."""
+    from zerobook.data import feed
+
+    layout, order = loop.layout, loop.feed.order
+    cursor = 0
+    bad = set()
+    for step in range(1, AT + STEPS):
+        ids, cursor = order.take(cursor, layout.global_batch, loop.feed.end)
+        if step >= AT:
+            micro = [ids[(m * layout.world_size + 1) * layout.micro :][: layout.micro] for m in range(layout.accumulation)]
+            bad |= {int(row) for part in micro for row in part}
+    (output / "poisoned.json").write_text(json.dumps(sorted(bad))) if RANK == 0 else None
+    get = feed._Rows.__getitem__
+
+    def poisoned(self, index):
+        row = get(self, index)
+        if index in bad and self.rows is loop.feed.part:
+            with (output / f"fault-{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps({"row": index, "redone": loop.progress.redone, "step": loop.progress.step + 1}) + "\n")
+            labels = row["labels"].copy()
+            labels[labels >= 0] = 5
+            row = row | {"labels": labels}
+        return row
+
+    feed._Rows.__getitem__ = poisoned
+
+
+def high_rate(loop):
+    rate = loop.rate
+    loop.rate = lambda step: rate(step) * (60 if AT <= step + 1 < AT + STEPS and not loop.progress.redone else 1)
+
+
+def not_a_number(loop):
+    def hook(module, args, result):
+        if RANK == 1 and result.requires_grad and loop.progress.step + 1 >= AT and not loop.progress.redone:
+            result.register_hook(lambda gradient: gradient * math.nan)
+
+    loop.strategy.unwrapped.get_input_embeddings().register_forward_hook(hook)
+
+
+def flipped_bit(loop):
+    step = loop._step
+    done = []
+
+    def stepping(plan, batches):
+        if loop.progress.step + 1 == AT and not done:
+            done.append(True)
+            for piece in loop.strategy.pieces():
+                if RANK == 1 and piece.key is None:
+                    piece.values.view(torch.int32)[0] ^= 1 << 30
+                    break
+        step(plan, batches)
+
+    loop._step = stepping
+
+
+def main():
+    from zerobook.loop import TrainingLoop
+
+    run = TrainingLoop.run
+
+    def running(self):
+        output.mkdir(parents=True, exist_ok=True)
+        {"labels": wrong_labels, "rate": high_rate, "nan": not_a_number, "bit": flipped_bit}[FAULT](self)
+        return run(self)
+
+    if FAULT:
+        TrainingLoop.run = running
+    sys.argv = [recipe, *flags]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

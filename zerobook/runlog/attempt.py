@@ -1,0 +1,149 @@
+"""What an attempt writes first and last, and what it learns from the attempts before it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zerobook.runlog.lines import backwards, stream
+from zerobook.runlog.machine import Sampler, nearly_full
+from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
+
+
+def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
+    """Write how the last attempt ended where it could not, then ``run_start``, ``env``, and what differs from last time.
+
+    Args:
+        step: where this attempt goes on from; with steps recorded behind it, a new branch begins.
+    """
+    before = _before(log)
+    if before["last"] and before["last"]["type"] not in LAST_WORDS:
+        _obituary(log, before)
+    newest = next((record for record in backwards(log.folder / STEPS) if record), None)
+    if newest is not None and newest["step"] > step:
+        log.branch += 1
+    log.event("run_start", step=step, config=config, versions=versions, **facts)
+    env = environment()
+    log.event("env", **env, durable=False)
+    if before["run_start"] is not None:
+        _differences(log, "config_diff", before["run_start"]["config"], config)
+        was = {**(before["env"] or {}), **before["run_start"]["versions"]}
+        _differences(log, "env_diff", was, {**env, **versions})
+
+
+def _before(log: RunLog) -> dict[str, Any]:
+    """The newest event of the attempt before this one, its newest ``machine`` sample, ``run_start`` and ``env``."""
+    found: dict[str, Any] = {"last": None, "machine": None, "run_start": None, "env": None}
+    for record in backwards(log.folder / EVENTS):
+        if record is None or record["attempt"] == log.attempt:
+            continue
+        found["last"] = found["last"] or record
+        kind = record["type"]
+        if kind in found and found[kind] is None:
+            found[kind] = record
+        if found["run_start"] is not None:
+            break
+    return found
+
+
+def _obituary(log: RunLog, before: dict[str, Any]) -> None:
+    last, sample = before["last"], before["machine"]
+    reason = "it ended without a word: killed from outside, out of memory, or the power went"
+    full = nearly_full(sample) if sample else None
+    if full:
+        reason = f"it ended without a word, probably killed for memory: {full} at its last sample"
+    log.event("crash", of_attempt=last["attempt"], reason=reason, last_event=last["seq"], last_utc=last["utc"],
+              machine=sample["seq"] if sample else None)  # fmt: skip
+
+
+def _differences(log: RunLog, kind: str, was: dict[str, Any], now: dict[str, Any]) -> None:
+    keys = (set(was) | set(now)) - {"seq", "attempt", "branch", "type", "utc", "monotonic", "parent"}
+    differing = {key: [was.get(key), now.get(key)] for key in sorted(keys) if _json(was.get(key)) != _json(now.get(key))}
+    if differing:
+        log.event(kind, differing=differing)
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def environment() -> dict[str, Any]:
+    """Host, hardware and the recipe's git commit; no variables, which may hold secrets."""
+    memory = psutil.virtual_memory()
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "host_memory": memory.total,
+        "gpus": _gpus(),
+        "git": _git(),
+    }
+
+
+def _gpus() -> list[str]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def _git() -> dict[str, Any] | None:
+    here = Path(__file__).resolve().parents[2]
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "changed_files": len(ask("status", "--porcelain").splitlines())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def interventions(folder: Path) -> tuple[list[list[int]], list[list[float]], dict[str, Any]]:
+    """(skipped sample ranges, cuts of the learning rate, the ladder's state) that the log holds."""
+    skips: list[list[int]] = []
+    cuts: list[list[float]] = []
+    ladder: dict[str, Any] = {}
+    for record in stream(folder / EVENTS):
+        if record["type"] == "skip":
+            skips += record["ranges"]
+        elif record["type"] == "lr_change":
+            cuts.append(record["cut"])
+        elif record["type"] == "decision":
+            ladder = record["ladder"]
+    return skips, cuts, ladder
+
+
+@contextmanager
+def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterator[None]:
+    """Around the training: samples the machine, and an error that ends it is written down before it goes on its way.
+
+    Rank 0 writes ``crash`` (``stop`` for Ctrl-C) into the log, another rank ``runlog/crash-rank-R.txt``.
+    """
+    sampler = Sampler(log) if log else None
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        where = traceback.format_exc()
+        if log is None:
+            file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
+            file.write_text(where)
+        elif isinstance(error, KeyboardInterrupt):
+            log.event("stop", reason="interrupted from the keyboard")
+        else:
+            log.event("crash", reason=str(error) or type(error).__name__, error=type(error).__name__, traceback=where[-4000:])
+        raise
+    finally:
+        if sampler:
+            sampler.stop()

@@ -1,0 +1,154 @@
+"""The lines of a runlog: how one is written, checked and read again, from either end of the file.
+
+A line is a JSON object whose last member is ``crc``, the CRC-32 of the bytes before it:
+``{"seq":7,...,"crc":"89abcdef"}``.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from zerobook.errors import RunLogError
+
+FORMAT = 2
+_TAIL = len(b',"crc":"00000000"}')
+_BLOCK = 1 << 16
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """One line, with its CRC and newline. What JSON does not know is written as text."""
+    body = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)[:-1]
+    return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, set | range) else str(value)
+
+
+class BadLine(ValueError):
+    """Not a whole line of a runlog."""
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The record of one line without its newline. Raises `BadLine`, saying what is wrong."""
+    body, tail = line[:-_TAIL], line[-_TAIL:]
+    if not tail.startswith(b',"crc":"'):
+        raise BadLine("it has no checksum at its end")
+    if tail[8:16] != b"%08x" % zlib.crc32(body):
+        raise BadLine("its checksum does not fit")
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadLine(f"it is no JSON: {error}") from None
+    del record["crc"]
+    return record
+
+
+class Damage(NamedTuple):
+    """``line`` counts from 1."""
+
+    line: int
+    reason: str
+
+
+def read(file: Path, damaged: list[Damage] | None = None) -> list[dict[str, Any]]:
+    """All sound lines of a runlog file, oldest first.
+
+    Args:
+        damaged: gets what is wrong with the others; a line without a newline at the end, which is still being written or
+            was torn, is left out without a word.
+    """
+    return list(stream(file, damaged))
+
+
+def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str, Any]]:
+    """`read`, one at a time, with little memory."""
+    if not file.exists():
+        return
+    with file.open("rb") as handle:
+        for number, line in enumerate(handle, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decode(line[:-1])
+            except BadLine as error:
+                if damaged is not None:
+                    damaged.append(Damage(number, str(error)))
+
+
+def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Lines, newest first, reading no more of the file than is asked for; None for a damaged one."""
+    if not file.exists():
+        return
+    with file.open("rb") as handle:
+        place = handle.seek(0, os.SEEK_END)
+        rest = b""
+        whole = False  # the newest line counts only with its newline
+        while place > 0:
+            size = min(_BLOCK, place)
+            place -= size
+            handle.seek(place)
+            parts = (handle.read(size) + rest).split(b"\n")
+            if not whole and len(parts) > 1:
+                parts, whole = parts[:-1], True
+            rest = parts[0]
+            if not whole:
+                continue
+            for line in reversed(parts[1:]):
+                yield _sound(line)
+        if whole:
+            yield _sound(rest)
+
+
+def _sound(line: bytes) -> dict[str, Any] | None:
+    try:
+        return decode(line)
+    except BadLine:
+        return None
+
+
+def newest(file: Path) -> tuple[dict[str, Any] | None, int]:
+    """(the newest sound line, how many damaged ones come after it)."""
+    damaged = 0
+    for record in backwards(file):
+        if record is not None:
+            return record, damaged
+        damaged += 1
+    return None, damaged
+
+
+def check_format(events: Path) -> None:
+    """Raise `RunLogError` where a newer version wrote the log."""
+    first = next(stream(events), None)
+    if first and first.get("format", FORMAT) > FORMAT:
+        raise RunLogError(
+            f"{events}: it has format {first['format']}, and this version of Zerobook knows formats up to {FORMAT}. Update "
+            "Zerobook, or give another --output_dir."
+        )
+
+
+def repair(file: Path) -> dict[str, Any] | None:
+    """Cut what follows the last newline and keep it in ``FILE.torn``; returns what was done, None where nothing is torn."""
+    size = file.stat().st_size if file.exists() else 0
+    if not size:
+        return None
+    with file.open("rb") as handle:
+        place, torn = size, b""
+        while place > 0 and b"\n" not in torn:
+            block = min(_BLOCK, place)
+            place -= block
+            handle.seek(place)
+            torn = handle.read(block) + torn
+    torn = torn[torn.rfind(b"\n") + 1 :]
+    if not torn:
+        return None
+    with file.with_name(file.name + ".torn").open("ab") as aside:
+        aside.write(torn + b"\n")
+    os.truncate(file, size - len(torn))
+    return {"file": file.name, "torn_bytes": len(torn), "kept_as": f"{file.name}.torn"}

@@ -1,0 +1,117 @@
+"""What the machine is doing, sampled into the log beside the training: host memory, and GPUs where there are any.
+
+A process that is killed for memory leaves no word; the last sample tells the next attempt how full it was.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zerobook.runlog.writer import RunLog
+
+FULL = 0.92
+"""Share of memory in use from which a warning is given."""
+SECONDS = 30.0
+
+
+def sample() -> dict[str, Any]:
+    """Bytes, shares and degrees Celsius, now.
+
+    ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
+    memory of this process and its children.
+    """
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    used, total = memory.total - memory.available, memory.total
+    limit = _cgroup("memory.max")
+    if limit is not None and limit < total:
+        used, total = (_cgroup("memory.current") or 0) - (_cgroup_cache() or 0), limit
+    own = 0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with suppress(psutil.Error):
+            own += process.memory_info().rss
+    return {"memory_used": used, "memory_total": total, "swap_used": swap.used, "own": own, "gpus": _gpus()}
+
+
+def nearly_full(record: dict[str, Any]) -> str | None:
+    """``host memory 23.1 of 24.0 GiB`` where a sample is above `FULL`; None where there was room."""
+    if record["memory_used"] < FULL * record["memory_total"]:
+        return None
+    return f"host memory {record['memory_used'] / 2**30:.1f} of {record['memory_total'] / 2**30:.1f} GiB"
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_cache() -> int | None:
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), None)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    found = []
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            found.append(
+                {"memory_used": memory.used, "memory_total": memory.total,
+                 "utilisation": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+                 "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)}
+            )  # fmt: skip
+    except pynvml.NVMLError:
+        return found
+    return found
+
+
+class Sampler:
+    """Writes a ``machine`` event every `SECONDS`, from a thread, until `stop`."""
+
+    def __init__(self, log: RunLog, seconds: float = SECONDS):
+        self.log, self.seconds = log, seconds
+        self._end = threading.Event()
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="machine samples", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self.once()
+            if self._end.wait(self.seconds):
+                return
+
+    def once(self) -> None:
+        now = sample()
+        seq = self.log.event("machine", durable=False, **now)
+        full = nearly_full(now)
+        if full and not self._warned:
+            self.log.event("memory_warning", parent=seq, reason=full)
+            words = (
+                f"WARNING: {full} are in use. A process that runs out is killed without a word: use fewer "
+                "--dataloader_num_workers, less offload to host memory, or a machine with more."
+            )
+            print(words, file=sys.stderr, flush=True)
+        self._warned = bool(full)
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(timeout=5)
