@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all; the runlog survives a torn line; locks that nobody holds go."""
+"""Checkpoints appear whole or not at all; locks that nobody holds go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from zerobook import ops
 from zerobook.checkpoint import state, store
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
-from zerobook.runlog.writer import RunLog, read
 
 
 def make(folder, step, content=b"abc"):
@@ -136,23 +135,6 @@ def test_progress_round_trips_and_refuses_a_partial_record():
     del record["cursor"]
     with pytest.raises(CheckpointError, match=r"missing \['cursor'\]"):
         Progress.from_json(record)
-
-
-def test_runlog_goes_on_after_a_torn_line(tmp_path):
-    log = RunLog(tmp_path)
-    log.event("run_start", config={"seed": 1})
-    log.steps([{"step": 1, "loss": 2.0}])
-    log.close()
-    events = tmp_path / "runlog" / "events.jsonl"
-    with events.open("ab") as file:
-        file.write(b'{"seq": 1, "type": "che')
-    log = RunLog(tmp_path)
-    log.event("resume")
-    found = read(events)
-    assert [e["seq"] for e in found] == [0, 1, 2]
-    assert [e["attempt"] for e in found] == [1, 2, 2]
-    assert found[1]["type"] == "torn_line" and found[1]["bytes"] == 23
-    assert events.with_name("events.jsonl.torn").read_bytes() == b'{"seq": 1, "type": "che'
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -12,6 +13,7 @@ commands:
   doctor      where a strategy file leads on this machine, and everything that disagrees
   data        prepare a recipe's data ahead, and look at it
   checkpoint  what a run has saved, whether it is whole, and what is kept
+  runlog      what happened to a run, why, and what it cost; the logbook
   export      a checkpoint as a plain transformers folder
   chat        talk to a trained model in the terminal
   eval        its accuracy on multiple-choice task files
@@ -24,6 +26,7 @@ COMMANDS = {
     "doctor": ("zerobook.doctor", "doctor"),
     "data": ("zerobook.data.command", "data"),
     "checkpoint": ("zerobook.checkpoint.command", "checkpoint"),
+    "runlog": ("zerobook.runlog.command", "runlog"),
     "export": ("zerobook.checkpoint.export", "export"),
     "chat": ("zerobook.chat", "chat"),
     "eval": ("zerobook.evaluation.tasks", "evaluate"),
@@ -56,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

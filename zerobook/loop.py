@@ -338,6 +338,7 @@ class TrainingLoop:
                 mean_loss=sum(r["loss"] for r in pending) / len(pending), grad_norm=last["grad_norm"],
                 learning_rate=last["learning_rate"], tokens_per_second=round(rate, 1), data_wait=round(waited, 4),
             )  # fmt: skip
+            self.log.take_notes()
             self._compare_with_before(pending)
             self.bar.set_postfix({"loss": f"{last['loss']:.4f}", "tok/s": f"{rate:.0f}"})
         if self.config.report_to:

@@ -168,16 +168,21 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
     found: dict[str, list] = {}
     digests: dict[str, str] = {}
     file: _File | None = None
-    for name, key, start, values in pieces:
-        full = f"{key or 'weight'}/{name}"
-        if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
+    try:
+        for name, key, start, values in pieces:
+            full = f"{key or 'weight'}/{name}"
+            if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
+                digests[file.path.name] = file.close()
+                file = None
+            file = file or _File(folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors")
+            file.add(f"{full}@{start}", values)
+            found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
+        if file is not None:
             digests[file.path.name] = file.close()
-            file = None
-        file = file or _File(folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors")
-        file.add(f"{full}@{start}", values)
-        found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
-    if file is not None:
-        digests[file.path.name] = file.close()
+    except OSError:
+        if file is not None:
+            file.abandon()
+        raise
     return {"pieces": found, "digests": digests}
 
 
@@ -209,6 +214,12 @@ class _File:
         self._length += len(json.dumps({name: self._header[name]}))
         self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
         self._end += 4 * values.numel()
+
+    def abandon(self) -> None:
+        """Give its room back: on a full disk, nobody could even write down that it is full."""
+        os.truncate(self.path, 0)
+        with suppress(OSError):  # what is buffered does not fit either
+            self._file.close()
 
     def close(self) -> str:
         """Make the file durable; returns its digest."""

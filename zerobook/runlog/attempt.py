@@ -133,7 +133,11 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
     """
     sampler = Sampler(log) if log else None
     try:
-        yield
+        try:
+            yield
+        finally:
+            if sampler:
+                sampler.stop()
     except (Exception, KeyboardInterrupt) as error:
         where = traceback.format_exc()
         if log is None:
@@ -144,6 +148,3 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         else:
             log.event("crash", reason=str(error) or type(error).__name__, error=type(error).__name__, traceback=where[-4000:])
         raise
-    finally:
-        if sampler:
-            sampler.stop()

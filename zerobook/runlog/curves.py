@@ -110,6 +110,14 @@ def _number(row: dict[str, Any], names: tuple[str, ...]) -> float | None:
     return None
 
 
+def points_of(records: Iterable[dict[str, Any]]) -> Iterator[Point]:
+    """The points of our own per-step records; where one lacks a number, it was not finite."""
+    for record in records:
+        loss, norm = (math.nan if record[key] is None else record[key] for key in ("loss", "grad_norm"))
+        masked = not (math.isfinite(loss) and math.isfinite(norm))
+        yield Point(step=record["step"], loss=loss, grad_norm=norm, learning_rate=record["learning_rate"], masked=masked)
+
+
 def replay(points: Iterable[Point], settings: Settings | None = None, each: Callable[[], None] | None = None) -> list[Finding]:
     """All that the detector says of a curve, in order. ``each`` is called once a point, for a progress bar."""
     detector = Detector(settings)

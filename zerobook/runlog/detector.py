@@ -46,6 +46,8 @@ class Settings:
     """odd data lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
+    absurd: float = 100.0
+    """times the level, or the run's first loss, that no data does to sound weights"""
     precursor: float = 8.0
     """excess of a gradient norm that arms"""
     chronic: int = 3
@@ -137,7 +139,7 @@ class _Series:
         state = state or {"near": [], "excess": [], "first": None}
         self.near = _Rolling(settings.near, state["near"])
         self.excess = _Rolling(settings.window, state["excess"])
-        self.size = _Rolling(settings.window, [abs(value) for value in state["excess"]])
+        self.size = _Rolling(4 * settings.near, [abs(value) for value in state["excess"]])
         self.first: float | None = state["first"]
 
     def level(self) -> float:
@@ -277,6 +279,13 @@ class Detector:
         self._watch_norm(point, found)
         if not len(self.loss.near):
             self.loss.accept(loss)
+        elif self._absurd(loss) and not (self.excursion and self.excursion.judged):
+            self.excursion = self.excursion or self._begin(point)
+            self.excursion.confirmed, self.excursion.judged = True, "divergence"
+            self._extend(point)
+            found.append(
+                self._ended("divergence", point, self.excursion, f"a loss of {loss:.4g}: no data does that to sound weights")
+            )
         elif self.excursion is None or not self.excursion.confirmed:
             self._calm_point(point, stride, found)
         else:
@@ -307,6 +316,10 @@ class Detector:
         elif count == self.settings.outlier_steps + 1:
             found.append(self._finding("divergence", point, f"{loss} was not finite in {count} steps in a row"))
         return False
+
+    def _absurd(self, loss: float) -> bool:
+        assert self.loss.first is not None
+        return loss > self.settings.absurd * max(abs(self.loss.level()), abs(self.loss.first), 1.0)
 
     # --- the gradient norm, which often moves first
     def _watch_norm(self, point: Point, found: list[Finding]) -> None:
@@ -340,9 +353,7 @@ class Detector:
         excess = (loss - base) / unit
         self.evidence = max(0.0, self.evidence + min(excess, s.cap) - s.drift)
         if excess >= s.high:
-            if self.excursion is None:
-                rate = self.rates[-1] if self.rates else None
-                self.excursion = _Excursion(onset=point.step, base=base, unit=unit, rate=rate)
+            self.excursion = self.excursion or self._begin(point)
             self._extend(point)
             self.excursion.high += 1
             enough = math.ceil(s.outlier_steps / stride) + 1
@@ -366,6 +377,10 @@ class Detector:
                     self.loss.accept(value)
                 else:
                     self.loss.learn(value - gone.base)
+
+    def _begin(self, point: Point) -> _Excursion:
+        rate = self.rates[-1] if self.rates else None
+        return _Excursion(onset=point.step, base=self.loss.level(), unit=self.loss.unit(), rate=rate)
 
     def _extend(self, point: Point) -> None:
         assert self.excursion is not None

@@ -20,10 +20,11 @@ from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, re
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
+NOTES = "notes.jsonl"
 LAST_WORDS = ("run_end", "crash", "preempted", "stop")
 """An attempt whose last event is none of these was ended from outside."""
 
-__all__ = ["EVENTS", "LAST_WORDS", "STEPS", "RunLog", "read"]
+__all__ = ["EVENTS", "LAST_WORDS", "NOTES", "STEPS", "RunLog", "leave_note", "read"]
 
 
 class RunLog:
@@ -36,13 +37,16 @@ class RunLog:
 
     A full disk loses nothing at once: lines are held in memory, `BACKLOG` at most, and written once there is room.
 
+    Args:
+        attempt: this process trains. Without, it only adds something to what the last attempt wrote.
+
     Raises:
         RunLogError: another process writes this log, or a newer version did.
     """
 
     BACKLOG = 100_000
 
-    def __init__(self, output_dir: str | Path):
+    def __init__(self, output_dir: str | Path, *, attempt: bool = True):
         self.folder = Path(output_dir) / "runlog"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = {name: _File(self.folder / name) for name in (EVENTS, STEPS)}
@@ -50,7 +54,7 @@ class RunLog:
         repaired = [facts for name in (EVENTS, STEPS) if (facts := repair(self.folder / name))]
         last, damaged = newest(self.folder / EVENTS)
         self.seq: int = last["seq"] + 1 + damaged if last else damaged
-        self.attempt: int = last["attempt"] + 1 if last else 1
+        self.attempt: int = last["attempt"] + attempt if last else 1
         self.branch: int = last["branch"] if last else 0
         self._lock = threading.RLock()  # samples of the machine come from a thread
         self._backlog: deque[tuple[str, bytes]] = deque(maxlen=self.BACKLOG)
@@ -90,6 +94,16 @@ class RunLog:
         with self._lock:
             self._write(STEPS, b"".join(encode(own | record) for record in records), durable=False)
 
+    def take_notes(self) -> None:
+        """Take in what people have left in `NOTES` while this process holds the log."""
+        file = self.folder / NOTES
+        if file.exists():
+            taken = file.with_suffix(".taken")
+            file.rename(taken)  # at once, so that no note is taken twice or lost between
+            for note in read(taken):
+                self.event("note", **note)
+            taken.unlink()
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()
@@ -116,6 +130,12 @@ class RunLog:
             lost, self._lost = self._lost, 0
             print(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
             self.event("written_late", lost=lost)
+
+
+def leave_note(folder: Path, text: str, by: str) -> None:
+    """Leave a note for the process that holds the log."""
+    with (folder / NOTES).open("ab") as file:
+        file.write(encode({"text": text, "by": by, "left": datetime.now(UTC).isoformat(timespec="seconds")}))
 
 
 class _File:

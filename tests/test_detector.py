@@ -1,0 +1,244 @@
+"""What counts as a spike: made-up curves whose answer is known, and rules that hold for any curve."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.errors import DataError
+from zerobook.runlog.curves import read, replay
+from zerobook.runlog.detector import Detector, Point
+
+STEPS = 400
+
+
+def noise(scale=0.03, seed=0, steps=STEPS, level=2.0, fall=6.0):
+    """A curve that falls to ``level`` with normal noise of ``scale`` of it."""
+    rng = random.Random(seed)
+    return [(level + fall * math.exp(-i / 30)) * (1 + rng.gauss(0, scale)) for i in range(steps)]
+
+
+def kinds(losses, first=1, stride=1, **columns):
+    points = [
+        Point(step=first + i * stride, loss=loss, **{name: column[i] for name, column in columns.items()})
+        for i, loss in enumerate(losses)
+    ]
+    return [(f.kind, f.onset) for f in replay(points) if f.kind not in ("armed", "outlier", "chronic")]
+
+
+def lifted(losses, start, shape):
+    """``losses`` with ``shape`` (factors) from ``start`` on."""
+    return [loss * (shape[i - start] if 0 <= i - start < len(shape) else 1) for i, loss in enumerate(losses)]
+
+
+HEALTHY = {
+    "smooth": noise(0.01),
+    "noisy": noise(0.25),
+    "two modes": [loss * random.Random(i).choice((1, 1.5)) for i, loss in enumerate(noise(0.02))],
+    "rare second mode": [loss * (1.6 if random.Random(i).random() < 0.1 else 1) for i, loss in enumerate(noise(0.02))],
+    "epoch stairs": [loss * 0.7 ** (i // 80) for i, loss in enumerate(noise(0.02))],
+    "bf16": [round(loss * 64) / 64 for loss in noise(0.004)],
+    "near zero": [max(1e-4, 0.002 * abs(random.Random(i).gauss(1, 0.8))) if i > 60 else 3 / (i + 1) for i in range(STEPS)],
+    "negative": [loss - 5 for loss in noise(0.02)],
+    "constant": [0.5] * STEPS,
+    "plateau, then learning": [5.4 + random.Random(i).gauss(0, 0.05) - (i > 200) * (i - 200) * 0.02 for i in range(STEPS)],
+    "a rise in warm-up": [3 + 0.2 * min(i, 12) / 12 + random.Random(i).gauss(0, 0.05) for i in range(60)],
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_curve_gives_no_alarm(name):
+    assert kinds(HEALTHY[name]) == []
+
+
+@pytest.mark.parametrize("points", [1, 2, 3])
+def test_odd_data_is_noted_and_nothing_is_done(points):
+    losses = lifted(noise(0.02), 200, [1.8] * points)
+    (found,) = [f for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)) if f.kind == "outlier"]
+    assert (found.onset, found.points, found.asks) == (200, points, False) and kinds(losses) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ([1.6] * 5, [("spike", 201), ("spike_end", 201)]),
+        ([2.5 - 1.4 * i / 16 for i in range(16)], [("spike", 201), ("damage", 201), ("spike_end", 201)]),
+        ([1.2 * 1.05**i for i in range(50)] + [13.0] * 10, [("spike", 201), ("divergence", 201), ("spike_end", 201)]),
+        ([5.0] * 200, [("spike", 201), ("divergence", 201), ("level_shift", 201)]),
+        ([1.2] * 200, [("spike", 201), ("level_shift", 201)]),
+    ],
+    ids=["benign", "damaging", "rising", "high for good", "a small step"],
+)
+def test_shapes_are_told_apart(shape, expected):
+    assert kinds(lifted(noise(0.02), 200, shape)) == expected
+
+
+def test_a_step_that_a_raised_rate_explains_is_accepted_and_one_that_nothing_explains_is_not():
+    losses = lifted(noise(0.02), 200, [1.2] * 200)
+    flat, raised = [1e-3] * STEPS, [1e-3 if i < 195 else 3e-3 for i in range(STEPS)]
+    assert kinds(losses, learning_rate=raised) == [("spike", 201), ("level_shift", 201)]
+    assert [kind for kind, _ in kinds(losses, learning_rate=flat)][:2] == ["spike", "divergence"]
+
+
+def test_weights_made_anew_are_a_reset():
+    assert kinds(noise(0.02, fall=20)[:200] + noise(0.02, seed=1, fall=20)[:100])[-1] == ("reset", 201)
+
+
+def test_two_points_are_enough_where_points_are_far_apart():
+    losses = lifted(noise(0.02), 200, [2.0, 2.0])
+    assert kinds(losses) == []
+    assert kinds(losses, first=0, stride=100)[0] == ("spike", 20_000)
+
+
+def test_what_is_not_finite_is_a_divergence_at_once_and_masked_updates_after_four():
+    losses = noise(0.02)
+    assert kinds([*losses[:50], math.inf, *losses[50:80]])[0] == ("divergence", 51)
+
+    def masked(count):
+        points = [Point(step=i, loss=x, masked=100 <= i < 100 + count) for i, x in enumerate(losses)]
+        return [(f.kind, f.step) for f in replay(points)]
+
+    assert masked(3) == [("outlier", 100)]
+    assert masked(6) == [("outlier", 100), ("divergence", 103)]
+
+
+def test_an_absurd_loss_is_a_divergence_at_once():
+    assert kinds(lifted(noise(0.02), 200, [1e4])) == [("divergence", 201), ("spike_end", 201)]
+
+
+def test_a_gradient_norm_arms_before_the_loss_moves():
+    norms = [1.0 + 0.1 * random.Random(i).random() for i in range(STEPS)]
+    norms[195] = 9.0
+    points = [
+        Point(step=i, loss=x, grad_norm=g)
+        for i, (x, g) in enumerate(zip(lifted(noise(0.02), 200, [2] * 30), norms, strict=True))
+    ]
+    detector = Detector()
+    found = [f for p in points[:215] for f in detector.update(p)]
+    assert [(f.kind, f.step) for f in found][:2] == [("armed", 195), ("spike", 203)]
+    assert detector.onset() == 195, "the trouble began with the gradient"
+    quiet = Detector()
+    for p in points[:196] + [Point(step=i, loss=2.0, grad_norm=1.0) for i in range(196, 210)]:
+        quiet.update(p)
+    assert quiet.calm, "armed for nothing, it calms down"
+
+
+def test_three_spikes_are_a_pattern():
+    losses = noise(0.02)
+    for start in (150, 250, 350):
+        losses = lifted(losses, start, [2.0] * 6)
+    found = [f.kind for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses))]
+    assert found.count("spike") == 3 and found.count("chronic") == 1
+
+
+numbers = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True, width=32), st.sampled_from([0.0, 1e-30, 1e30, -1.0, 2.0, math.nan, math.inf])
+)
+
+
+@given(
+    st.lists(st.tuples(numbers, st.one_of(st.none(), numbers), st.booleans()), max_size=120),
+    st.integers(0, 119),
+    st.integers(1, 1000),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_curve_is_taken_and_a_stop_in_the_middle_changes_nothing(rows, cut, stride):
+    points = [Point(step=i * stride, loss=a, grad_norm=b, masked=m) for i, (a, b, m) in enumerate(rows)]
+    whole, first = Detector(), Detector()
+    expected = [repr(f) for p in points for f in whole.update(p)]
+    found = [repr(f) for p in points[:cut] for f in first.update(p)]
+    second = Detector(state=json.loads(json.dumps(first.state())))
+    found += [repr(f) for p in points[cut:] for f in second.update(p)]
+    assert found == expected
+    assert repr(whole.state()) == repr(second.state())
+
+
+@given(st.floats(1e-3, 1e3), st.integers(0, 20))
+@settings(max_examples=30, deadline=None)
+def test_the_unit_of_the_loss_does_not_matter(scale, seed):
+    losses = lifted(noise(0.03, seed=seed), 250, [1.7, 1.6, 1.6, 1.5, 1.5, 1.4])
+    assert kinds([loss * scale for loss in losses]) == kinds(losses) == [("spike", 251), ("spike_end", 251)]
+
+
+def test_a_point_costs_little_and_memory_is_bounded():
+    """Against sorting a short list a hundred times, in the same run: some 100 us on one machine, for a limit of 100 us."""
+    detector = Detector()
+    losses = noise(0.1, steps=5000)
+    start = time.process_time()
+    for i, loss in enumerate(losses):
+        detector.update(Point(step=i, loss=loss, grad_norm=1.0))
+    each = (time.process_time() - start) / len(losses)
+    start = time.process_time()
+    for _ in range(100):
+        sorted(losses[:200])
+    assert each < (time.process_time() - start), "one point against a hundred sorts of 200 numbers"
+    assert len(json.dumps(detector.state())) < 20_000
+
+
+# --- files
+def curve(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_curves_are_read_from_what_trainers_write(tmp_path):
+    state = {"log_history": [{"step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-4}, {"step": 2, "eval_loss": 2.0},
+                             {"step": 2, "loss": math.nan}]}  # fmt: skip
+    points = read(curve(tmp_path, "trainer_state.json", json.dumps(state)))
+    assert [(p.step, p.loss) for p in points[:1]] == [(1, 2.5)] and math.isnan(points[1].loss)
+    assert points[0].grad_norm == 1.0 and points[0].learning_rate == 1e-4
+    points = read(curve(tmp_path, "a.csv", "global_step, train_loss ,x\n1,2.5,a\n2,,b\n3,inf,c\n4,1e-2,d\n"))
+    assert [(p.step, p.loss) for p in points] == [(1, 2.5), (3, math.inf), (4, 0.01)]
+    points = read(curve(tmp_path, "a.jsonl", '{"_step": 1, "train/loss": 3}\nbroken\n{"_step": 2, "train/loss": 2}\n'))
+    assert [p.loss for p in points] == [3, 2]
+    norms = curve(tmp_path, "norms.csv", "step,grad_norm\n1,7\n")
+    assert read(tmp_path / "a.csv", norms)[0].grad_norm == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,price\nx,1\n", "found: name, price"),
+        ("", "found: none"),
+        ("step,loss\na,b\n", "0 rows hold a step and a loss"),
+        ("step,loss\n1,2\n", "1 rows hold"),
+        ("{}\n{}\n", "this is no loss curve"),
+        ("{\n{\n{\n", "3 of its lines are no JSON"),
+        ("\0\0\0PNG\n\0", "this is no loss curve"),
+    ],
+)
+def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path, text, said):
+    with pytest.raises(DataError, match=said):
+        read(curve(tmp_path, "x.csv", text))
+
+
+def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
+    from zerobook.cli import main
+
+    losses = lifted(noise(0.02), 200, [2.5 - 1.4 * i / 16 for i in range(16)])
+    file = curve(tmp_path, "run.csv", "step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(losses)))
+    assert main(["runlog", "test-detector", str(file), "--plot", str(tmp_path / "run.png")]) == 0
+    text = capsys.readouterr().out
+    assert "rolls back, skips the data" in text and "1 alarms, 1 rollbacks" in text
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+    assert main(["runlog", "test-detector", str(file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["points"], told["rollbacks"]) == (STEPS, 1)
+    assert [f["kind"] for f in told["findings"] if f["rollback"]] == ["damage"]
+    assert main(["runlog", "test-detector", str(tmp_path / "none.csv")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_nothing_here_needs_torch():
+    import subprocess
+
+    modules = "zerobook.runlog.command, zerobook.runlog.try_detector, zerobook.runlog.report, zerobook.runlog.policy"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -1,0 +1,117 @@
+"""The ladder: which measure follows which, and that it always ends."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.runlog.detector import Finding
+from zerobook.runlog.policy import LEAD, Ladder, joined, ranges, rate_share
+
+
+def finding(onset, kind="damage", noticed=None):
+    noticed = onset + 8 if noticed is None else noticed
+    return Finding(kind=kind, step=noticed, onset=onset, points=noticed - onset + 1, base=2.0, peak=5.0, reason="it rose")
+
+
+def ladder(on_spike="rollback", **options):
+    return Ladder(on_spike, **{"max_rollbacks": 8, "rate_factor": 0.5} | options)
+
+
+GOOD = [10, 20, 30, 40]
+
+
+def test_the_rungs_in_their_order():
+    climbing = ladder()
+    measures = [climbing.decide(finding(45), GOOD) for _ in range(5)]
+    assert [m.kind for m in measures] == ["replay", "skip", "lower_rate", "lower_rate", "stop"]
+    assert [m.to_step for m in measures] == [40, 40, 30, 20, None]
+    assert [m.steps for m in measures[:3]] == [None, (44, 53), (44, 53)], "the step before the first high loss is suspect too"
+    assert [m.rate_factor for m in measures[:3]] == [None, None, 0.5]
+    assert "all was tried" in measures[-1].rule and "damage since step 45: it rose" in measures[0].reason
+    assert measures[0].options == ("replay", "skip", "lower_rate", "stop") and measures[2].options == ("lower_rate", "stop")
+
+
+def test_another_place_is_another_trouble():
+    climbing = ladder()
+    assert climbing.decide(finding(45), GOOD).kind == "replay"
+    assert climbing.decide(finding(100), [*GOOD, 90]).kind == "replay"
+    assert climbing.decide(finding(102), [*GOOD, 90]).kind == "skip", "close to the last one: the same"
+    assert climbing.decide(finding(45), GOOD).kind == "replay"
+
+
+def test_what_is_not_proven_is_second_choice_and_what_is_too_near_is_none():
+    assert ladder().decide(finding(45), [10], [30, 44]).to_step == 10
+    measure = ladder().decide(finding(45), [], [30, 44])
+    assert measure.to_step == 30 and "not proven good yet" in measure.rule
+    assert ladder().decide(finding(45), [], [43]).to_step == 43 and ladder().decide(finding(45), [], [44]).kind == "none"
+    assert ladder().decide(finding(45, "divergence"), []).kind == "stop"
+
+
+def test_hardware_that_is_known_is_not_blamed_on_the_data():
+    climbing = ladder()
+    measures = [climbing.decide(finding(45), GOOD, hardware="replicas differ") for _ in range(3)]
+    assert [m.kind for m in measures] == ["replay", "replay", "skip"] and "replicas differ" in measures[0].reason
+
+
+def test_other_policies_and_limits():
+    assert ladder("log").decide(finding(45), GOOD).kind == "none"
+    assert ladder("stop").decide(finding(45), GOOD).kind == "stop"
+    left_out = ladder("skip").decide(finding(45), GOOD)
+    assert (left_out.kind, left_out.steps, left_out.goes_back) == ("leave_out", (44, 53), False)
+    limited = ladder(max_rollbacks=1)
+    assert limited.decide(finding(45), GOOD).kind == "replay" and "max_rollbacks is 1" in limited.decide(finding(45), GOOD).rule
+    foreign = ladder(owns_rate=False)
+    assert [foreign.decide(finding(45), GOOD).kind for _ in range(3)] == ["replay", "skip", "stop"]
+
+
+onsets = st.lists(st.tuples(st.integers(3, 500), st.integers(0, 30), st.sampled_from(["damage", "divergence"])), max_size=40)
+
+
+@given(onsets, st.lists(st.integers(0, 500), max_size=12), st.integers(0, 6), st.integers(0, 39))
+@settings(max_examples=200, deadline=None)
+def test_it_ends_goes_back_far_enough_and_outlives_a_stop(found, good, limit, cut):
+    whole, first = ladder(max_rollbacks=limit), ladder(max_rollbacks=limit)
+    second = None
+    backs = 0
+    for number, (onset, length, kind) in enumerate(found):
+        if number == cut:
+            second = ladder(max_rollbacks=limit, state=json.loads(json.dumps(first.state())))
+        measure = whole.decide(finding(onset, kind, onset + length), sorted(good))
+        assert (second or first).decide(finding(onset, kind, onset + length), sorted(good)) == measure
+        backs += measure.goes_back
+        if measure.goes_back:
+            assert measure.to_step in good and measure.to_step <= onset - LEAD
+            assert (measure.kind == "replay") == (measure.steps is None)
+        if measure.steps:
+            assert (
+                measure.steps[0] <= onset - LEAD + 1
+                and measure.steps[1] >= onset + length
+                and measure.to_step < measure.steps[0]
+            )
+        if measure.kind == "stop" and measure.goes_back:
+            raise AssertionError("a stop goes nowhere")
+    assert backs <= limit
+
+
+numbers = st.lists(st.integers(0, 60), max_size=30)
+
+
+@given(numbers, numbers)
+def test_ranges_hold_what_they_were_made_of(first, second):
+    def members(found):
+        return [n for a, b in found for n in range(a, b)]
+
+    assert members(ranges(first)) == sorted(set(first))
+    union = joined(ranges(first), ranges(second))
+    assert members(union) == sorted({*first, *second})
+    assert all(a[1] < b[0] for a, b in pairwise(union)), "neither empty nor touching"
+
+
+def test_the_rate_comes_back_slowly():
+    cuts = [[100, 0.5, 200]]
+    assert [rate_share(cuts, step) for step in (99, 100, 200, 300, 400)] == [1, 0.5, 0.75, 1, 1]
+    assert rate_share([*cuts, [100, 0.5, 200]], 100) == 0.25

@@ -1,0 +1,218 @@
+"""The logbook's page, in a real browser: what is in it, that it zooms, that it asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.test_runlog import attempt, run  # noqa: F401  a fixture
+from zerobook.cli import main
+from zerobook.runlog import report
+from zerobook.runlog.history import History
+from zerobook.runlog.writer import RunLog
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x00\x1b[31m|`*"
+
+
+class Browser:
+    """Chromium without a window, spoken to over its debugging pipe (JSON messages that end with a zero byte)."""
+
+    def __init__(self, folder: Path):
+        to_child, self._out = os.pipe()
+        self._in, from_child = os.pipe()
+        quiet = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1200,1600"]
+
+        def wire():  # the browser reads from 3 and writes to 4
+            os.dup2(to_child, 13)
+            os.dup2(from_child, 14)
+            os.dup2(13, 3)
+            os.dup2(14, 4)
+
+        self._process = subprocess.Popen(
+            [CHROMIUM, *quiet, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"],
+            preexec_fn=wire, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_child)
+        os.close(from_child)
+        self._number, self._rest, self.events = 0, b"", []
+        target = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self._session = None
+        self._session = self.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method, **parameters):
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if getattr(self, "_session", None):
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def _receive(self):
+        while b"\0" not in self._rest:
+            part = os.read(self._in, 1 << 16)
+            assert part, "the browser is gone"
+            self._rest += part
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, page: Path):
+        self.ask("Page.navigate", url=page.as_uri())
+        for _ in range(200):
+            if self.value("document.readyState === 'complete' && !!document.querySelector('#curves .main-svg')"):
+                return
+            time.sleep(0.05)
+        raise AssertionError("the page was not drawn")
+
+    def value(self, script):
+        result = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def of(self, method):
+        return [e["params"] for e in self.events if e.get("method") == method]
+
+    def close(self):
+        self._process.kill()
+        self._process.wait(timeout=30)
+        os.close(self._out)
+        os.close(self._in)
+
+
+@contextmanager
+def browser(folder):
+    if CHROMIUM is None:
+        pytest.skip("not run: there is no chromium (apt-get install chromium)")
+    one = Browser(folder)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@pytest.mark.timeout(180)
+def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
+    log = RunLog(run, attempt=False)
+    note = log.event("note", text=EVIL, by="<i>me</i>")
+    log.close()
+    assert main(["runlog", "report", str(run)]) == 0
+    page = run / "runlog" / "report.html"
+    with browser(tmp_path_factory.mktemp("chromium")) as chromium:
+        chromium.open(page)
+        text = chromium.value("document.body.innerText")
+        for said in ("Finished: step 40", "DAMAGE at step 18: <b>high</b>", "3 samples of steps 17 to 20 are left out", "effective training time",
+                     "Back at step 10", "5-6, 9", "The run ended at step 40", "seed 1 -> 2"):  # fmt: skip
+            assert said in text, said
+        assert chromium.value(f"document.querySelector('#seq-{note} p').textContent").startswith("Note by <i>me</i>: <script>")
+        assert chromium.value("document.title") == f"{run.name}: logbook"
+        assert chromium.value("document.querySelectorAll('.entry img, .entry script, td img, td b').length") == 0
+        # the curves: the living path, what was given up, and the marks
+        names = chromium.value("document.getElementById('curves').data.filter(t => t.showlegend !== false).map(t => t.name)")
+        assert (
+            "the run as it is" in names
+            and "given up: branch 0" in names
+            and {"spike", "rollback", "skip", "checkpoint"} <= set(names)
+        )
+        living = "document.getElementById('curves').data.filter(t => t.name == 'the run as it is')[0]"
+        assert chromium.value(f"Array.from({living}.x)") == list(range(1, 41))
+        # zooming by the mouse, and back by a double click
+        axis = "document.getElementById('curves').layout.xaxis.range"
+        before = chromium.value(axis)
+        box = chromium.value(
+            "{const r = document.querySelector('#curves .nsewdrag').getBoundingClientRect(); [r.x, r.y, r.width, r.height]}"
+        )
+        drag(chromium, box[0] + box[2] * 0.25, box[0] + box[2] * 0.5, box[1] + box[3] / 2)
+        after = chromium.value(axis)
+        assert before[0] < after[0] < after[1] < before[1], (before, after)
+        assert math.isclose(after[1] - after[0], (before[1] - before[0]) / 4, rel_tol=0.1)
+        chromium.value("Plotly.relayout('curves', {'xaxis.autorange': true}).then(() => 1)")
+        # nobody was asked for anything, and nothing went wrong
+        asked = [e["request"]["url"] for e in chromium.of("Network.requestWillBeSent")]
+        assert {url.split(":")[0] for url in asked} <= {"file", "data", "blob"}, asked
+        assert chromium.of("Runtime.exceptionThrown") == []
+        assert [e for e in chromium.of("Log.entryAdded") if e["entry"]["level"] == "error"] == []
+        assert [e for e in chromium.of("Runtime.consoleAPICalled") if e["type"] in ("error", "warning")] == []
+
+
+def drag(chromium, start, end, y):
+    def mouse(kind, x, buttons):
+        chromium.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1)
+
+    mouse("mouseMoved", start, 0)
+    mouse("mousePressed", start, 1)
+    for share in (0.3, 0.6, 1.0):
+        mouse("mouseMoved", start + (end - start) * share, 1)
+    mouse("mouseReleased", end, 0)
+
+
+def test_markdown_says_the_same_and_keeps_what_people_write_harmless(run):  # noqa: F811
+    log = RunLog(run, attempt=False)
+    log.event("note", text=EVIL + "\n# a headline", by="me")
+    log.close()
+    text = report.as_markdown(History.read(run))
+    assert "<script>" not in text and "\x1b" not in text and "\n# a headline" not in text and "&lt;script&gt;" in text
+    for said in (
+        "## Rollbacks",
+        "## Data left out",
+        "DAMAGE at step 18",
+        "effective training time",
+    ):
+        assert said in text, said
+
+
+def test_thinning_loses_no_spike():
+    values = [random.Random(i).gauss(2, 0.1) for i in range(100_000)]
+    values[54_321], values[777] = 99.0, -5.0
+    values[10] = math.nan
+    steps, kept = report.thin(list(range(100_000)), values)
+    assert len(steps) <= report.POINTS and steps == sorted(steps)
+    assert (54_321, 99.0) in zip(steps, kept, strict=True) and (777, -5.0) in zip(steps, kept, strict=True) and 10 not in steps
+    assert report.thin([1, 2], [1.0, None]) == ([1], [1.0])
+
+
+def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeypatch):  # noqa: F811
+    made = []
+    inner = report.render
+    monkeypatch.setattr(report, "render", lambda history, refresh=None: made.append(1) or inner(history, refresh))
+    server = report.ThreadingHTTPServer(("127.0.0.1", 0), report.partial(report._Handler, run / "runlog"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def get(path=""):
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{path}", timeout=30) as answer:
+            return answer.read().decode()
+
+    try:
+        assert 'http-equiv="refresh" content="15"' in get() and "while it runs" not in get() and len(made) == 1
+        log = RunLog(run, attempt=False)
+        log.event("note", text="while it runs", by="me")
+        log.close()
+        assert "while it runs" in get() and len(made) == 2
+        with pytest.raises(urllib.error.HTTPError):
+            get("etc/passwd")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
+    attempt(tmp_path, {"seed": 1}).close()
+    page, markdown = report.write(tmp_path)
+    assert "ENDED WITHOUT A WORD" in page.read_text() and "Logbook" in markdown.read_text()

@@ -1,0 +1,429 @@
+"""The log is always there, whole, and says what happened: torn, damaged, killed, without a disk, read by many."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.cli import main
+from zerobook.errors import RunLogError
+from zerobook.runlog import writer
+from zerobook.runlog.attempt import begin, interventions, last_words
+from zerobook.runlog.check import problems
+from zerobook.runlog.history import History, last_of
+from zerobook.runlog.lines import backwards, decode, encode, read
+from zerobook.runlog.machine import nearly_full, sample
+from zerobook.runlog.writer import RunLog
+
+json_values = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), st.text()
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+# --- lines
+@given(st.dictionaries(st.text().filter(lambda key: key != "crc"), json_values, min_size=1, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_a_line_comes_back_and_any_changed_byte_is_seen(record):
+    line = encode(record)
+    assert line.count(b"\n") == 1 and decode(line[:-1]) == record
+    place = random.Random(len(line)).randrange(len(line) - 1)
+    changed = bytearray(line[:-1])
+    changed[place] ^= 1 << random.Random(place).randrange(8)
+    with pytest.raises(ValueError):
+        assert decode(bytes(changed)) == record  # CRC digits in capitals are the same number, and refused all the same
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=6), st.integers(0, 70_000))
+@settings(max_examples=40, deadline=None)
+def test_reading_backwards_is_reading_forwards_turned_round(tmp_path_factory, sizes, torn):
+    file = tmp_path_factory.mktemp("lines") / "x.jsonl"
+    file.write_bytes(b"".join(encode({"n": n, "x": "y" * size}) for n, size in enumerate(sizes)) + b"{" * torn)
+    assert list(backwards(file)) == read(file)[::-1]
+    assert [record["n"] for record in read(file)] == list(range(len(sizes)))
+
+
+def test_the_newest_of_each_type_is_found_without_reading_the_rest(tmp_path):
+    log = RunLog(tmp_path)
+    for i in range(50):
+        log.event("metrics", durable=False, step=i, text='not a "type":"spike" but a text', inner={"type": "spike"})
+    log.event("spike", n=1)
+    log.event("metrics", step=50)
+    found = last_of(log.folder / "events.jsonl", ["metrics", "spike", "crash"])
+    assert found["metrics"]["step"] == 50 and found["spike"]["n"] == 1 and "crash" not in found
+
+
+# --- writing
+def test_events_are_numbered_through_and_an_attempt_goes_on_where_the_last_one_ended(tmp_path):
+    log = RunLog(tmp_path)
+    cause = log.event("spike", step=3)
+    log.branch += 1
+    assert log.event("decision", parent=cause) == 2
+    log.close()
+    events = log.folder / "events.jsonl"
+    with events.open("ab") as file:
+        file.write(b'{"seq": 1, "type": "che')
+    log = RunLog(tmp_path)
+    log.event("resume")
+    log.close()
+    found = read(events)
+    assert [e["seq"] for e in found] == [0, 1, 2, 3, 4]
+    assert [e["attempt"] for e in found] == [1, 1, 1, 2, 2] and [e["branch"] for e in found] == [0, 0, 1, 1, 1]
+    assert found[2]["parent"] == 1 and "parent" not in found[1]
+    assert found[3]["type"] == "repaired" and found[3]["torn_bytes"] == 23
+    assert events.with_name("events.jsonl.torn").read_bytes() == b'{"seq": 1, "type": "che\n'
+    assert problems(log.folder) == ([], {"events": 5, "steps": 0})
+
+
+def test_a_second_writer_and_a_newer_format_are_refused(tmp_path):
+    log = RunLog(tmp_path)
+    with pytest.raises(RunLogError, match="another process writes this log"):
+        RunLog(tmp_path)
+    log.close()
+    file = log.folder / "events.jsonl"
+    file.write_bytes(encode({"seq": 0, "attempt": 1, "branch": 0, "type": "runlog", "format": 99}))
+    with pytest.raises(RunLogError, match=r"format 99, and this version of Zerobook knows formats up to 2"):
+        RunLog(tmp_path)
+
+
+def test_a_full_disk_holds_up_nothing_and_loses_nothing(tmp_path, monkeypatch, capsys):
+    log = RunLog(tmp_path)
+    write = os.write
+    full = True
+
+    def short(handle, content):
+        if full:
+            write(handle, content[: len(content) // 2])  # as a disk does that fills up in the middle of a line
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, content)
+
+    monkeypatch.setattr(writer.os, "write", short)
+    for i in range(10):
+        log.event("metrics", step=i)
+        log.steps([{"step": i}])
+    assert [e["type"] for e in read(log.folder / "events.jsonl")] == ["runlog"]
+    assert "cannot be written (No space left on device)" in capsys.readouterr().err
+    full = False
+    log.event("metrics", step=10)
+    found = read(log.folder / "events.jsonl")
+    assert [e["seq"] for e in found] == list(range(13)) and found[-1]["type"] == "written_late" and found[-1]["lost"] == 0
+    assert [e["step"] for e in read(log.folder / "steps.jsonl")] == list(range(10))
+    assert problems(log.folder)[0] == []
+
+
+def test_what_is_held_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
+    log = RunLog(tmp_path)
+    monkeypatch.setattr(RunLog, "BACKLOG", 5)
+    log._backlog = type(log._backlog)(maxlen=5)
+    write = os.write
+    monkeypatch.setattr(writer.os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    for i in range(20):
+        log.event("metrics", step=i)
+    monkeypatch.setattr(writer.os, "write", write)
+    log.event("metrics", step=20)
+    found = read(log.folder / "events.jsonl")
+    assert [e.get("step") for e in found[1:-1]] == [16, 17, 18, 19, 20] and found[-1]["lost"] == 16
+
+
+def test_damage_in_the_middle_is_named_and_the_rest_is_read(tmp_path, capsys):
+    log = RunLog(tmp_path)
+    for i in range(6):
+        log.event("metrics", steps=[i, i])
+    log.close()
+    file = log.folder / "events.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    lines[3] = lines[3].replace(b'"metrics"', b'"metrixx"')
+    file.write_bytes(b"\n".join(lines))
+    assert main(["runlog", "verify", str(tmp_path)]) == 1
+    assert "events.jsonl, line 4: its checksum does not fit." in capsys.readouterr().out
+    assert [e["seq"] for e in History.read(tmp_path).events] == [0, 1, 2, 4, 5, 6]
+    log = RunLog(tmp_path)
+    assert log.event("note", text="", by="") == 7
+    log.close()
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([*lines[:-2], lines[-2][:-5] + b'0000"}', b""]))  # the last line, with its newline
+    log = RunLog(tmp_path)
+    assert log.event("note", text="", by="") == 9, "the damaged one's number is not given again"
+    log.close()
+    file.write_bytes(encode({"seq": 1, "attempt": 1, "branch": 0, "type": "a", "monotonic": 100.0})
+                     + encode({"seq": 1, "attempt": 1, "branch": 1, "type": "a", "monotonic": 10.0, "parent": 5})
+                     + encode({"seq": 4, "attempt": 1, "branch": 0, "type": "a", "monotonic": 11.0}))  # fmt: skip
+    found = "\n".join(problems(log.folder)[0])
+    for said in ("events before it are missing", "two processes have written", "time goes back by 90 s", "comes after it",
+                 "2 events before it", "branch 0 comes after 1"):  # fmt: skip
+        assert said in found, said
+
+
+# --- killed at any moment
+WRITER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from zerobook.runlog.writer import RunLog
+log = RunLog({folder!r})
+log.branch += 1
+os.write(1, b"r")
+i = 0
+while True:
+    seq = log.event("metrics", durable=i % 7 == 0, step=i, filler="x" * (i % 500))
+    log.steps([{{"step": i}}])
+    os.write(1, b"%d\\n" % seq)
+    i += 1
+"""
+
+
+def kill_at_random_moments(tmp_path, times, seed):
+    """Returns the log's folder; raises where an event that was acknowledged is not there, or more than a line is torn."""
+    root = str(Path(__file__).resolve().parents[1])
+    rng = random.Random(seed)
+    for attempt in range(1, times + 1):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER.format(root=root, folder=str(tmp_path))], stdout=subprocess.PIPE
+        )
+        assert process.stdout.read(1) == b"r"
+        time.sleep(rng.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        said = process.stdout.read().split(b"\n")[:-1]
+        process.wait(timeout=30)
+        there = [e for e in read(tmp_path / "runlog" / "events.jsonl") if e["attempt"] == attempt]
+        if said:
+            assert int(said[-1]) <= there[-1]["seq"], "an acknowledged event is lost"
+    return tmp_path / "runlog"
+
+
+@pytest.mark.parametrize("times", [12, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.timeout(900)
+def test_a_log_that_is_killed_at_any_moment_opens_and_lacks_nothing(tmp_path, times):
+    folder = kill_at_random_moments(tmp_path, times, seed=times)
+    log = RunLog(tmp_path)
+    log.close()
+    found, counts = problems(folder)
+    assert found == [] and log.attempt == times + 1 and counts["events"] > times
+    torn = [e for e in read(folder / "events.jsonl") if e["type"] == "repaired"]
+    for file in ("events.jsonl", "steps.jsonl"):
+        of_one = [e["attempt"] for e in torn if e["file"] == file]
+        assert len(of_one) == len(set(of_one)), "at most one torn line an attempt"
+
+
+# --- what an attempt learns from those before it
+START = {"live": {"strategy": "DDP", "world_size": 2}, "batch": "4 samples", "total_steps": 10}
+
+
+def attempt(folder, config, step=0, **facts):
+    log = RunLog(folder)
+    begin(log, config=config, versions={"torch": "2"}, step=step, **START, **facts)
+    return log
+
+
+def test_a_death_without_a_word_is_told_by_the_next_attempt_and_memory_is_suspected_where_it_was_full(tmp_path):
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("machine", **(sample() | {"memory_used": 96 * 2**30, "memory_total": 100 * 2**30}))
+    log.close()
+    log = attempt(tmp_path, {"seed": 1})
+    (crash,) = [e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]
+    assert crash["of_attempt"] == 1 and "probably killed for memory: host memory 96.0 of 100.0 GiB" in crash["reason"]
+    log.event("run_end", progress={"step": 10})
+    log.close()
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("machine", **(sample() | {"memory_used": 1, "memory_total": 100}))
+    log.close()
+    assert len([e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]) == 1, "the second one had ended well"
+    attempt(tmp_path, {"seed": 1}).close()
+    assert "out of memory, or the power went" in read(log.folder / "events.jsonl")[-3]["reason"]
+
+
+def test_changed_settings_and_lost_steps_are_told(tmp_path):
+    log = attempt(tmp_path, {"seed": 1, "learning_rate": 1e-3})
+    log.steps([{"step": s, "loss": 1.0} for s in range(1, 9)])
+    log.event("preempted", step=8, signal="SIGTERM", exit_code=75)
+    log.close()
+    log = attempt(tmp_path, {"seed": 1, "learning_rate": 2e-3}, step=8)
+    assert log.branch == 0, "no step is done again"
+    found = read(log.folder / "events.jsonl")
+    assert [e["differing"] for e in found if e["type"] == "config_diff"] == [{"learning_rate": [1e-3, 2e-3]}]
+    assert not [e for e in found if e["type"] in ("env_diff", "crash")]
+    log.close()
+    log = attempt(tmp_path, {"seed": 1, "learning_rate": 2e-3}, step=5)
+    assert log.branch == 1, "steps 6 to 8 are done again"
+    log.close()
+
+
+def test_decisions_outlive_the_process(tmp_path):
+    log = RunLog(tmp_path)
+    log.event("decision", ladder={"rollbacks": 1, "trouble": None})
+    log.event("skip", ranges=[[3, 9]])
+    log.event("lr_change", cut=[40, 0.5, 100])
+    log.event("decision", ladder={"rollbacks": 2, "trouble": None})
+    assert interventions(log.folder) == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None})
+
+
+def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
+    log = RunLog(tmp_path)
+    with pytest.raises(ZeroDivisionError), last_words(log, tmp_path, 0):
+        1 / 0  # noqa: B018
+    found = read(log.folder / "events.jsonl")
+    assert (found[-1]["type"], found[-1]["error"]) == ("crash", "ZeroDivisionError") and "1 / 0" in found[-1]["traceback"]
+    assert any(e["type"] == "machine" for e in found), "the machine was sampled"
+    with pytest.raises(ZeroDivisionError), last_words(None, tmp_path, 3):
+        1 / 0  # noqa: B018
+    assert "ZeroDivisionError" in (log.folder / "crash-rank-3.txt").read_text()
+    with pytest.raises(KeyboardInterrupt), last_words(log, tmp_path, 0):
+        raise KeyboardInterrupt
+    assert read(log.folder / "events.jsonl")[-1]["type"] == "stop"
+
+
+def test_the_machine_is_sampled_as_it_is():
+    now = sample()
+    assert 0 < now["own"] < now["memory_total"] and 0 < now["memory_used"] < now["memory_total"]
+    assert nearly_full(now | {"memory_used": 93, "memory_total": 100}) and not nearly_full(
+        now | {"memory_used": 90, "memory_total": 100}
+    )
+
+
+# --- reading it
+@pytest.fixture
+def run(tmp_path):
+    """A run with a spike that was rolled back and skipped, killed, and resumed from an earlier checkpoint."""
+    log = attempt(tmp_path, {"seed": 1, "output_dir": "x"}, plan={}, argv=[])
+
+    def train(first, last):
+        log.steps(
+            [
+                {"step": s, "loss": 2.0 + (s in (18, 19)), "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 9}
+                for s in range(first, last + 1)
+            ]
+        )
+        log.event("metrics", steps=[first, last], loss=2.0, mean_loss=2.0, grad_norm=1.0, learning_rate=1e-3,
+                  tokens_per_second=10.0, data_wait=0.0)  # fmt: skip
+
+    def checkpoint(step, **facts):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        log.event("checkpoint", **{"state": "complete", "step": step, "folder": str(folder), "seconds": 0.1} | facts)
+
+    train(1, 10)
+    checkpoint(10)
+    train(11, 20)
+    log.event("checkpoint", state="proven_good", step=10)
+    spike = log.event("spike", kind="damage", alarm=True, step=20, onset=18, points=3, base=2.0, peak=3.0, reason="<b>high</b>")
+    decision = log.event(
+        "decision", parent=spike, measure="skip", rule="skip: the last one, step 10", why="damage", options=["skip", "stop"],
+        to_step=10, leaves_out_steps=[17, 20], hardware=None, ladder={"rollbacks": 1, "trouble": None},
+    )  # fmt: skip
+    intent = log.event("rollback", parent=decision, phase="intent", measure="skip", from_step=20, to_step=10, why="damage")
+    log.event("skip", parent=intent, ranges=[[5, 7], [9, 10]], samples=3, steps=[17, 20], why="damage")
+    log.branch += 1
+    log.event("rollback", parent=intent, phase="outcome", step=10, steps_given_up=10, seconds=0.5, bytes_read=[1], set_aside=[],
+              verified=["samples"], differing={})  # fmt: skip
+    train(11, 30)
+    checkpoint(30)
+    train(31, 34)
+    log.close()
+    log = attempt(tmp_path, {"seed": 2, "output_dir": "x"}, step=30)
+    log.event("resume", step=30, verified=["samples"], checkpoint="c", differing={})
+    train(31, 40)
+    log.event("eval", step=40, seconds=0.2, samples=[], loss=1.5, perplexity=4.5, tokens=9)
+    log.event("run_end", progress={"step": 40}, eval=None, seconds={})
+    log.close()
+    return tmp_path
+
+
+def told(capsys, *arguments):
+    code = main(["runlog", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_the_story_is_told_from_every_side(run, capsys):
+    said = {
+        action: told(capsys, action, run)[1]
+        for action in ("status", "why", "spikes", "lost", "good", "skipped", "path", "verify")
+    }
+    assert "Finished: step 40 of 10" in said["status"] and "attempt 2, branch 2" in said["status"]
+    assert "Held-out loss 1.5000 at step 40" in said["status"] and "Last decision: skip" in said["status"]
+    assert "DAMAGE at step 18" in said["why"] and "3 samples of steps 17 to 20 are left out" in said["why"]
+    assert said["why"].index("DAMAGE") < said["why"].index("Decision") < said["why"].index("Back at step 10")
+    assert "2 -> 3" in said["spikes"] and "skip" in said["spikes"]
+    assert "training given up: rollback" in said["lost"] and "training given up: stop before a save" in said["lost"]
+    assert "proven good" in said["good"] and "not proven yet" in said["good"]
+    assert "5-6, 9" in said["skipped"]
+    assert "step 10" in said["path"] and "Resumed" not in said["path"] and "goes on from step 30" in said["path"]
+    assert "all sound" in said["verify"], said["verify"]
+    assert told(capsys, "why", run, 19) == (0, said["why"]) and told(capsys, "why", run, 3)[0] == 1
+
+
+def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
+    history = History.read(run)
+    assert [s["step"] for s in history.steps(living=True)] == list(range(1, 41))
+    assert [s["branch"] for s in history.steps(living=True)] == [0] * 10 + [1] * 20 + [2] * 10
+    assert [s["step"] for s in history.steps(seen_from=0)] == list(range(1, 21))
+    assert [(b.number, b.start, b.end, b.lives_to) for b in history.branches()] == [
+        (0, 0, 20, 10),
+        (1, 10, 34, 30),
+        (2, 30, 40, 40),
+    ]
+    spent = history.time()
+    assert spent.steps_given_up == {"rollback": 10, "stop before a save": 4}
+    assert spent.saving == pytest.approx(0.2) and spent.evaluating == pytest.approx(0.2) and spent.going_back == 0.5
+    assert [history.ending(a) for a in history.attempts()] == ["killed", "finished"]
+    _, text = told(capsys, "export", run)
+    rows = text.splitlines()
+    assert rows[0].startswith("step,loss") and len(rows) == 41
+    assert len(told(capsys, "export", run, "--all")[1].splitlines()) == 55
+
+
+def test_comparing_replaying_and_noting(run, tmp_path, capsys):
+    assert "seed" in told(capsys, "diff", run, 1, 2)[1]
+    assert "the same, bit for bit" in told(capsys, "diff", run, run)[1]
+    code, text = told(capsys, "replay", run, 18)
+    assert code == 0 and "--resume_from_checkpoint" in text and "step-000010" in text
+    assert told(capsys, "replay", run, 300)[0] == 1
+    assert "Noted as [" in told(capsys, "note", run, "looks fine")[1]
+    assert read(run / "runlog" / "events.jsonl")[-1]["text"] == "looks fine"
+    log = RunLog(run)
+    assert "next log point" in told(capsys, "note", run, "while it runs")[1]
+    assert "Training (last word" in told(capsys, "status", run)[1] or "Finished" in told(capsys, "status", run)[1]
+    log.take_notes()
+    log.take_notes()
+    log.close()
+    assert [e["text"] for e in read(log.folder / "events.jsonl") if e["type"] == "note"] == ["looks fine", "while it runs"]
+    for wrong in (["diff", run], ["diff", run, 1, 7], ["replay", run], ["why", run, "x"], ["status", tmp_path / "none"],
+                  ["lost", run, "x"], ["note", run, " "]):  # fmt: skip
+        assert main(["runlog", *map(str, wrong)]) == 2
+        assert "RunLogError" in capsys.readouterr().err
+
+
+def test_status_reads_little_of_a_long_log(tmp_path, capsys):
+    """A million events: counted in bytes that are parsed, not in seconds, which belong to benchmarks/."""
+    from zerobook.runlog import history, lines
+
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("decision", measure="none", rule="r", why="w", options=[], ladder={})
+    line = {"steps": [1, 2], "loss": 1.0, "tokens_per_second": 1.0}
+    for _ in range(20_000):
+        log.event("metrics", durable=False, **line)
+    parsed = []
+    inner = lines.decode
+    history.decode = lambda text: parsed.append(text) or inner(text)
+    try:
+        assert told(capsys, "status", tmp_path)[0] == 0
+    finally:
+        history.decode = inner
+    assert 2 < len(parsed) < 20
+
+
+def test_json_is_what_the_files_are(run):
+    for line in (run / "runlog" / "events.jsonl").read_text().splitlines():
+        json.loads(line)

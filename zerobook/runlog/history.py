@@ -1,0 +1,264 @@
+"""A run's past, read from its log: attempts, branches, what lives on of them, and where the time went."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from zerobook.errors import RunLogError
+from zerobook.runlog.lines import BadLine, Damage, check_format, decode, stream
+from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
+
+Event = dict[str, Any]
+
+
+def folder_of(run: str | Path) -> Path:
+    """The log's folder of a run's ``output_dir`` (or the folder itself). Raises `RunLogError` where there is none."""
+    run = Path(run).expanduser()
+    for folder in (run / "runlog", run):
+        if (folder / EVENTS).exists():
+            check_format(folder / EVENTS)
+            return folder
+    raise RunLogError(f"{run}: there is no runlog. Give the output_dir of a run.")
+
+
+def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
+    """The newest event of each type, found without reading those between."""
+    found: dict[str, Event] = {}
+    if not file.stat().st_size:
+        return found
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for kind in kinds:
+            # a quote inside a string is escaped, so this matches keys only
+            mark, end = b'"type":"%b"' % kind.encode(), len(content)
+            while (place := content.rfind(mark, 0, end)) >= 0:
+                start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
+                end = start
+                if stop < 0:
+                    continue
+                try:
+                    record = decode(content[start:stop])
+                except BadLine:
+                    continue
+                if record["type"] == kind:
+                    found[kind] = record
+                    break
+    return found
+
+
+def is_being_written(folder: Path) -> bool:
+    """A process holds the log."""
+    with (folder / EVENTS).open("rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def when(event: Event) -> datetime:
+    return datetime.fromisoformat(event["utc"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """Steps behind ``start`` that this branch did; of them those up to ``lives_to`` are part of the run as it is now."""
+
+    number: int
+    attempt: int
+    start: int
+    end: int
+    lives_to: int
+    cause: Event | None
+    """the rollback or resume that began it; None for the first"""
+
+
+@dataclass
+class History:
+    """Everything the events tell. Reading `STEPS` is left to `steps`, since they may be many."""
+
+    folder: Path
+    events: list[Event]
+    damaged: list[Damage] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, run: str | Path) -> History:
+        folder = folder_of(run)
+        damaged: list[Damage] = []
+        return cls(folder, list(stream(folder / EVENTS, damaged)), damaged)
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["type"] in kinds]
+
+    def by_seq(self, seq: int) -> Event | None:
+        place = bisect_left(self.events, seq, key=lambda event: event["seq"])
+        found = self.events[place] if place < len(self.events) else None
+        return found if found and found["seq"] == seq else None
+
+    def causes(self, event: Event) -> list[Event]:
+        """The chain of parents, oldest first, ``event`` last."""
+        chain = [event]
+        while (parent := chain[0].get("parent")) is not None and (found := self.by_seq(parent)) is not None:
+            chain.insert(0, found)
+        return chain
+
+    def effects(self, event: Event) -> list[Event]:
+        """All events that ``event`` caused, directly or not, in order."""
+        caused = {event["seq"]}
+        found = []
+        for later in self.events:
+            if later.get("parent") in caused:
+                caused.add(later["seq"])
+                found.append(later)
+        return found
+
+    def starts(self) -> dict[int, tuple[int, Event]]:
+        """Branch -> (the step it went on from, the event that says so)."""
+        found: dict[int, tuple[int, Event]] = {}
+        for event in self.events:
+            began = event["type"] == "run_start" or (event["type"] == "rollback" and event.get("phase") == "outcome")
+            if began and event["branch"] not in found:
+                found[event["branch"]] = (event["step"], event)
+        return found
+
+    def lives_to(self, seen_from: int | None = None) -> dict[int, float]:
+        """Branch -> its last step that no later branch gave up; ``seen_from`` a branch, as it was in its time."""
+        limit = float("inf")
+        found = {}
+        for branch, (start, _) in sorted(self.starts().items(), reverse=True):
+            if seen_from is not None and branch > seen_from:
+                found[branch] = -1.0
+                continue
+            found[branch] = limit
+            limit = min(limit, start)
+        return found
+
+    def branches(self) -> list[Branch]:
+        ends: dict[int, int] = {}
+        for event in self.of("metrics"):
+            ends[event["branch"]] = event["steps"][1]
+        lives = self.lives_to()
+        found = []
+        for number, (start, event) in sorted(self.starts().items()):
+            end = ends.get(number, start)
+            cause = event if event["type"] == "rollback" or event.get("step") or number else None
+            found.append(
+                Branch(number=number, attempt=event["attempt"], start=start, end=end, lives_to=int(min(end, lives[number])),
+                       cause=cause)
+            )  # fmt: skip
+        return found
+
+    def steps(self, *, living: bool = False, seen_from: int | None = None) -> Iterator[Event]:
+        """The per-step records in the order they were done.
+
+        Args:
+            living: only those that are part of the run as it is.
+            seen_from: only those that were part of it when this branch was the last one.
+        """
+        lives = self.lives_to(seen_from) if living or seen_from is not None else {}
+        for record in stream(self.folder / STEPS):
+            if record["step"] <= lives.get(record["branch"], float("inf")):
+                yield record
+
+    # --- where the time went
+    def time(self) -> TimeSpent:
+        return time_spent(self)
+
+    # --- as it is now
+    def attempts(self) -> list[list[Event]]:
+        """The events of each attempt."""
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event["attempt"], []).append(event)
+        return list(found.values())
+
+    def ending(self, attempt: list[Event]) -> str:
+        """How an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
+        last = [event for event in attempt if event["type"] in LAST_WORDS and event.get("of_attempt") is None]
+        if last:
+            return {"run_end": "finished"}.get(last[-1]["type"], last[-1]["type"])
+        if attempt[-1]["attempt"] == self.events[-1]["attempt"] and is_being_written(self.folder):
+            return "running"
+        return "killed"
+
+
+@dataclass
+class TimeSpent:
+    """Seconds of wall-clock time from the first event to the last, by what they went into."""
+
+    total: float = 0.0
+    training: float = 0.0
+    """steps that live on, without saving and evaluating"""
+    given_up: dict[str, float] = field(default_factory=dict)
+    """steps that were done and are not part of the run any more, by cause"""
+    evaluating: float = 0.0
+    saving: float = 0.0
+    going_back: float = 0.0
+    stopped: float = 0.0
+    """between the end of one attempt and the start of the next"""
+    steps_given_up: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def other(self) -> float:
+        """Starting up, mostly."""
+        known = self.training + sum(self.given_up.values()) + self.evaluating + self.saving + self.going_back + self.stopped
+        return max(0.0, self.total - known)
+
+    @property
+    def ratio(self) -> float:
+        """The effective-training-time ratio: the share of the time that went into steps which live on."""
+        return self.training / self.total if self.total else 0.0
+
+
+def time_spent(history: History) -> TimeSpent:
+    spent = TimeSpent()
+    if not history.events:
+        return spent
+    spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
+    lives, starts = history.lives_to(), history.starts()
+    mark: float | None = None  # monotonic time behind the last block
+    besides = 0.0
+    last: Event | None = None
+    for event in history.events:
+        if last is not None and event["attempt"] != last["attempt"]:
+            spent.stopped += max(0.0, (when(event) - when(last)).total_seconds())
+            mark = None
+        kind = event["type"]
+        if kind == "run_start":
+            mark, besides = event["monotonic"], 0.0
+        elif kind == "eval":
+            spent.evaluating += event["seconds"]
+            besides += event["seconds"]
+        elif kind == "checkpoint" and event.get("seconds") is not None:
+            spent.saving += event["seconds"]
+            besides += event["seconds"]
+        elif kind == "rollback" and event["phase"] == "outcome":
+            spent.going_back += event["seconds"]
+            mark, besides = event["monotonic"], 0.0
+        elif kind == "metrics":
+            seconds = max(0.0, event["monotonic"] - (mark if mark is not None else event["monotonic"]) - besides)
+            mark, besides = event["monotonic"], 0.0
+            first, end = event["steps"]
+            done, alive = end - first + 1, max(0, int(min(end, lives.get(event["branch"], end))) - first + 1)
+            spent.training += seconds * alive / done
+            if alive < done:
+                cause = _gave_up(starts, event["branch"], end)
+                spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * (done - alive) / done
+                spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + done - alive
+        last = event
+    return spent
+
+
+def _gave_up(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
+    """Why a step of a branch is not part of the run any more."""
+    for later in sorted(starts):
+        start, event = starts[later]
+        if later > branch and start < step:
+            return "rollback" if event["type"] == "rollback" else "stop before a save"
+    return "unknown"

@@ -1,0 +1,155 @@
+"""Events as sentences. What is in them may come from data or people: whoever puts it into HTML escapes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Event = dict[str, Any]
+QUIET = ("runlog", "metrics", "machine", "env", "memory", "shard")
+"""Types that a reader of the story does not miss"""
+
+
+def duration(seconds: float) -> str:
+    """``3 d 4 h``, ``2 h 5 min``, ``41 s``, ``0.3 s``.
+
+    >>> duration(7512), duration(0.31)
+    ('2 h 5 min', '0.3 s')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
+    parts = []
+    left = round(seconds)
+    for name, size in units:
+        if left >= size and len(parts) < 2:
+            parts.append(f"{left // size} {name}")
+        left %= size
+        if parts and len(parts) == 2:
+            break
+    return " ".join(parts)
+
+
+def sentence(event: Event) -> str:
+    """One event in words."""
+    maker = _WORDS.get(event["type"])
+    return maker(event) if maker else f"{event['type']}: {_rest(event)}"
+
+
+def _rest(event: Event) -> str:
+    known = ("seq", "attempt", "branch", "type", "utc", "monotonic", "parent")
+    return ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
+
+
+def _start(e: Event) -> str:
+    live, batch = e["live"], e["batch"]
+    begun = f"goes on from step {e['step']}" if e["step"] else "begins"
+    return f"The run {begun}: {live['strategy']} on {live['world_size']} processes, {batch}, {e['total_steps']} steps in all."
+
+
+def _checkpoint(e: Event) -> str:
+    step, state = e["step"], e["state"]
+    return {
+        "complete": f"Checkpoint of step {step} saved in {duration(e.get('seconds') or 0)}.",
+        "proven_good": f"Checkpoint of step {step} is proven good: training went on well from it.",
+        "pinned": f"Checkpoint of step {step} is kept, whatever comes.",
+        "unpinned": f"Checkpoint of step {step} need not be kept any more: nothing came of it.",
+        "not_saved": f"No checkpoint of step {step}: {e.get('reason')}.",
+    }.get(state, f"Checkpoint of step {step}: {state}.")
+
+
+def _finding(e: Event) -> str:
+    name = {
+        "armed": "Something may be coming",
+        "outlier": "Odd data",
+        "spike": "SPIKE",
+        "spike_end": "The spike is over",
+        "damage": "DAMAGE",
+        "divergence": "DIVERGENCE",
+        "level_shift": "A new level",
+        "reset": "The beginning over again",
+        "chronic": "Spikes again and again",
+    }[e["kind"]]
+    return f"{name} at step {e['onset']}: {e['reason']}."
+
+
+def _decision(e: Event) -> str:
+    names = {
+        "replay": "go back and do the same steps again, with nothing changed",
+        "skip": "go back and leave the samples of those steps out",
+        "lower_rate": "go back further, leave the samples out and lower the learning rate",
+        "leave_out": "leave the samples out from now on",
+        "stop": "stop, and hand over to people",
+        "none": "nothing",
+    }
+    left = [names[o] for o in e["options"] if o != e["measure"]]
+    rest = f" Still left: {'; '.join(left)}." if left else ""
+    return f"Decision: {names[e['measure']]} ({e['rule']}). Why: {e['why']}.{rest}"
+
+
+def _rollback(e: Event) -> str:
+    if e["phase"] == "intent":
+        return f"Going back from step {e['from_step']} to the checkpoint of step {e['to_step']}."
+    checked = f"as recorded: {', '.join(e['verified'])}" if e["verified"] else "nothing could be compared"
+    differs = f"; changed: {', '.join(e['differing'])}" if e["differing"] else ""
+    return (
+        f"Back at step {e['step']} after {duration(e['seconds'])}; {e['steps_given_up']} steps were given up. "
+        f"{checked[0].upper()}{checked[1:]}{differs}. Branch {e['branch']} begins."
+    )
+
+
+def _verify(e: Event) -> str:
+    if e["after"] == "replay":
+        again = "comes again: the data or the learning rate" if e["reproduced"] else "does not come again: hardware, or chance"
+        return f"Done again from the same state, what happened {again}."
+    first, last = e["steps"]
+    return f"Steps {first} to {last} done again: losses within {e['largest_relative_difference']:.1e} of those before."
+
+
+def _skip(e: Event) -> str:
+    return f"{e['samples']} samples of steps {e['steps'][0]} to {e['steps'][1]} are left out of all that follows."
+
+
+def _crash(e: Event) -> str:
+    who = f"Attempt {e['of_attempt']}: " if e.get("of_attempt") else "CRASH: "
+    return f"{who}{e['reason']}."
+
+
+def _eval(e: Event) -> str:
+    words = [f"held-out loss {e['loss']:.4f}"] if "loss" in e else []
+    words += [f"{name} {value:.4g}" for name, value in (e.get("metrics") or {}).items()]
+    return f"Step {e['step']}: {', '.join(words)}."
+
+
+def _differs(what: str) -> Any:
+    return lambda e: f"{what}: " + "; ".join(f"{k} {was} -> {now}" for k, (was, now) in e["differing"].items()) + "."
+
+
+_WORDS = {
+    "run_start": _start,
+    "resume": lambda e: f"Resumed from step {e['step']}; as recorded: {', '.join(e['verified'])}.",
+    "checkpoint": _checkpoint,
+    "save_failed": lambda e: f"Checkpoint of step {e['step']} FAILED: {e['reason']}.",
+    "anomaly": _finding,
+    "spike": _finding,
+    "spike_end": _finding,
+    "decision": _decision,
+    "rollback": _rollback,
+    "verify": _verify,
+    "skip": _skip,
+    "lr_change": lambda e: (
+        f"From step {e['cut'][0]} the rate is {e['cut'][1]:g} of its schedule, back on it {e['cut'][2]} steps on."
+    ),
+    "eval": _eval,
+    "note": lambda e: f"Note by {e['by']}: {e['text']}",
+    "crash": _crash,
+    "preempted": lambda e: f"{e['signal']} received: saved at step {e['step']} and left with exit code {e['exit_code']}.",
+    "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",
+    "run_end": lambda e: f"The run ended at step {e['progress']['step']}.",
+    "config_diff": _differs("Other settings than before"),
+    "env_diff": _differs("Another environment than before"),
+    "memory_warning": lambda e: f"WARNING: {e['reason']} in use.",
+    "repaired": lambda e: (
+        f"A torn line of {e['file']} was cut and kept aside." if "torn_bytes" in e else f"Damaged: {_rest(e)}."
+    ),
+    "written_late": lambda e: "The disk was full; what happened meanwhile is written now.",
+}
