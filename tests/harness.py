@@ -57,8 +57,11 @@ class Run:
         return tensors(complete(folder_of(self.output))[-1])
 
 
-def command(strategy: str | list[str], processes: int, recipe: str, flags: dict[str, Any], spy: bool = False) -> list[str]:
-    """The command line. ``strategy`` is a file's stem in accelerate_configs/, a path, or launcher flags."""
+def command(
+    strategy: str | list[str], processes: int, recipe: str, flags: dict[str, Any], through: Path | None = None
+) -> list[str]:
+    """The command line. ``strategy`` is a file's stem in accelerate_configs/, a path, or launcher flags; ``through`` a script
+    that runs the recipe."""
     if isinstance(strategy, list):
         launcher = strategy
     else:
@@ -66,7 +69,7 @@ def command(strategy: str | list[str], processes: int, recipe: str, flags: dict[
         launcher = ["--config_file", str(path if path.suffix else ROOT / "accelerate_configs" / f"{strategy}.yaml")]
     line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
     line += ["--num_machines", "1"] if isinstance(strategy, list) else []
-    line += ["--main_process_port", "0", *([str(SPY)] if spy else []), str(ROOT / "recipes" / f"{recipe}.py")]
+    line += ["--main_process_port", "0", *([str(through)] if through else []), str(ROOT / "recipes" / f"{recipe}.py")]
     for key, value in flags.items():
         line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
     return line
@@ -79,6 +82,8 @@ def launch(
     output: Path,
     *,
     spy: dict[str, Any] | None = None,
+    through: Path | None = None,
+    environment: dict[str, Any] | None = None,
     expect: int | None = 0,
     **flags: Any,
 ) -> Run:
@@ -86,10 +91,13 @@ def launch(
 
     Args:
         spy: environment for tests/distributed/spy.py, which then wraps the recipe; ``{}`` to watch only.
+        through: another script that wraps it.
+        environment: variables besides.
         expect: the exit status to insist on; None takes any.
     """
-    line = command(strategy, processes, recipe, {"output_dir": output, **flags}, spy is not None)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    line = command(strategy, processes, recipe, {"output_dir": output, **flags}, SPY if spy is not None else through)
+    given = {key: str(value) for key, value in (environment or {}).items()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | given
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
     hang = output / "hanging"
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

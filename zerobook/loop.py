@@ -245,6 +245,7 @@ class TrainingLoop:
                 "run_end", progress=progress.to_json(), learning_rate_after=rate, eval=self._evaluation, seconds=seconds
             )
             tqdm.write(f"{seconds['training']:.1f} s training (saving included), {seconds['evaluation']:.1f} s evaluation")
+            self._write_report()
         for tracker in strategy.accelerator.trackers:  # end_training would end the process group too
             tracker.finish()
         return progress
@@ -449,7 +450,18 @@ class TrainingLoop:
                 f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {self.config.output_dir}` "
                 "tells all of it."
             )
+            self._write_report()
         self._leave(HANDED_OVER)
+
+    def _write_report(self) -> None:
+        from zerobook.runlog.report import write
+
+        assert self.log is not None
+        try:
+            page, _ = write(self.log.folder)
+            tqdm.write(f"logbook: {page}")
+        except OSError as error:  # the training is done and saved: a full disk must not make a failure of it
+            tqdm.write(f"the logbook's page could not be written: {error}")
 
     def _leave(self, code: int) -> None:
         for tracker in self.strategy.accelerator.trackers:

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ import torch
 FAULT = os.environ.get("ZEROBOOK_FAULT")
 AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))
 STEPS = int(os.environ.get("ZEROBOOK_FAULT_STEPS", 1))
+KILL_AFTER = int(os.environ.get("ZEROBOOK_FAULT_KILL_AFTER", 0))
+"""rollbacks after which every process is killed, two steps on"""
 RANK = int(os.environ.get("RANK", 0))
 recipe, *flags = sys.argv[1:]
 output = Path(flags[flags.index("--output_dir") + 1])
@@ -98,8 +101,19 @@ def main():
         {"labels": wrong_labels, "rate": high_rate, "nan": not_a_number, "bit": flipped_bit}[FAULT](self)
         return run(self)
 
+    act, step, rollbacks = TrainingLoop._act, TrainingLoop._step, []
+
+    def acting(self, measure):
+        act(self, measure)
+        rollbacks.append(self.progress.step)
+
+    def stepping(self, plan, batches):
+        step(self, plan, batches)
+        if KILL_AFTER and len(rollbacks) == KILL_AFTER and self.progress.step == rollbacks[-1] + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     if FAULT:
-        TrainingLoop.run = running
+        TrainingLoop.run, TrainingLoop._act, TrainingLoop._step = running, acting, stepping
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe, run_name="__main__")
 
