@@ -119,7 +119,8 @@ def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
         chromium.open(page)
         text = chromium.value("document.body.innerText")
         for said in ("Finished: step 40", "DAMAGE at step 18: <b>high</b>", "3 samples of steps 17 to 20 are left out",
-                     "effective training time", "Back at step 10", "5-6, 9", "The run ended at step 40", "seed 1 -> 2"):  # fmt: skip
+                     "effective training time", "Back at step 10", "5-6, 9",
+                     "The run ended at step 40", "seed 1 -> 2"):  # fmt: skip
             assert said in text, said
         assert chromium.value(f"document.querySelector('#seq-{note} p').textContent").startswith("Note by <i>me</i>: <script>")
         assert chromium.value("document.title") == f"{run.name}: logbook"

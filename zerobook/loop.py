@@ -29,7 +29,7 @@ from zerobook.recipe import leave
 from zerobook.runlog.attempt import begin, interventions, last_words
 from zerobook.runlog.lines import backwards
 from zerobook.runlog.policy import EXIT_CODE as HANDED_OVER
-from zerobook.runlog.policy import Measure, joined, ranges, rate_share
+from zerobook.runlog.policy import LEAD, Measure, joined, ranges, rate_share
 from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import STEPS, RunLog
 from zerobook.schedule import learning_rate_schedule
@@ -441,7 +441,7 @@ class TrainingLoop:
         self.keeper.finish(self.log)
         self.bar.close()
         if self.log:
-            best = self.keeper.before(measure.onset)
+            best = self.keeper.before(measure.onset - LEAD + 1)
             self.log.event("stop", parent=self.watch.seq, step=self.progress.step, rule=measure.rule, why=measure.reason,
                            exit_code=HANDED_OVER, go_on_from=str(best) if best else None)  # fmt: skip
             tqdm.write(

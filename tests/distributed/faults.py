@@ -6,6 +6,7 @@ labels  the rows that rank 1 takes in those steps have wrong labels, whenever th
 rate    the learning rate is 60 times too high in those steps, once
 nan     a gradient on rank 1 is not a number from that step on, until the run goes back
 bit     an exponent bit of one weight flips on rank 1 at that step, once
+again   nothing is wrong, but every time that step is reached the run is sent back, as many times as there are steps
 
 It writes every poisoned row that reaches a model to ``fault-RANK.jsonl`` in the output folder.
 """
@@ -46,7 +47,12 @@ def wrong_labels(loop):
         if step >= AT:
             micro = [ids[(m * layout.world_size + 1) * layout.micro :][: layout.micro] for m in range(layout.accumulation)]
             bad |= {int(row) for part in micro for row in part}
-    (output / "poisoned.json").write_text(json.dumps(sorted(bad))) if RANK == 0 else None
+    file = output / "poisoned.json"
+    if file.exists():  # rows that are left out have moved the others since
+        bad = set(json.loads(file.read_text()))
+    loop.strategy.barrier()
+    if RANK == 0:
+        file.write_text(json.dumps(sorted(bad)))
     get = feed._Rows.__getitem__
 
     def poisoned(self, index):
@@ -91,6 +97,39 @@ def flipped_bit(loop):
     loop._step = stepping
 
 
+def sent_back(loop):
+    """Writes down each time's resident memory, losses, and seconds beside those of a plain load of the same checkpoint."""
+    import gc
+    import time
+
+    import psutil
+
+    from zerobook.runlog.policy import Measure
+
+    see, go_back = loop.watch.see, loop._go_back
+    times = []
+
+    def seeing(records):
+        see(records)
+        if records[-1]["step"] >= AT and len(times) < STEPS:
+            to = (AT - 1) // 10 * 10
+            return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=AT, noticed=AT, to_step=to)
+        return None
+
+    def going_back(measure, *rest):
+        gc.collect()
+        rss = psutil.Process().memory_info().rss
+        start = time.perf_counter()
+        loop.keeper.load(measure.to_step)
+        plain = time.perf_counter() - start
+        start = time.perf_counter()
+        go_back(measure, *rest)
+        times.append({"rss": rss, "load": plain, "rollback": time.perf_counter() - start})
+        (output / f"again-{RANK}.json").write_text(json.dumps(times))
+
+    loop.watch.see, loop._go_back = seeing, going_back
+
+
 def main():
     from zerobook.loop import TrainingLoop
 
@@ -98,7 +137,7 @@ def main():
 
     def running(self):
         output.mkdir(parents=True, exist_ok=True)
-        {"labels": wrong_labels, "rate": high_rate, "nan": not_a_number, "bit": flipped_bit}[FAULT](self)
+        {"labels": wrong_labels, "rate": high_rate, "nan": not_a_number, "bit": flipped_bit, "again": sent_back}[FAULT](self)
         return run(self)
 
     act, step, rollbacks = TrainingLoop._act, TrainingLoop._step, []

@@ -11,9 +11,9 @@ from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 
 AT, STEPS = 71, 100
-WINDOW = {"labels": 8, "rate": 6, "nan": 1, "bit": 1}
+WINDOW = {"labels": 8, "rate": 6, "nan": 1, "bit": 1, "again": 20}
 """steps that a fault lasts, where it is not for good"""
-FAULTS = list(WINDOW)
+FAULTS = ("labels", "rate", "nan", "bit")
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 SAMPLE = {("ddp", "bit"), ("fsdp", "labels")}
 
@@ -25,20 +25,20 @@ def trained(tiny, tmp_path_factory):
     """(strategy, fault, on_spike, flags) -> a finished run; each is launched once."""
     done = {}
 
-    def train(strategy, fault=None, on_spike="rollback", expect=0, **flags):
-        key = (strategy, fault, on_spike, str(flags))
+    def train(strategy, fault=None, on_spike="rollback", expect=0, processes=2, **flags):
+        key = (strategy, fault, on_spike, processes, str(flags))
         if key not in done:
             folder = tmp_path_factory.mktemp("rollback")
             settings = dict(
                 model_name_or_path=tiny / "gpt2", dataset_name="embedded:chatterbot", cache_dir=folder.parent / "data",
-                block_size=64, max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5, save_steps=10,
-                save_total_limit=2, max_eval_samples=100, on_spike=on_spike,
+                block_size=64, max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5,
+                save_steps=10, save_total_limit=2, max_eval_samples=100, on_spike=on_spike,
             )  # fmt: skip
             faults = {"ZEROBOOK_FAULT": fault, "ZEROBOOK_FAULT_AT": AT, "ZEROBOOK_FAULT_STEPS": WINDOW[fault]} if fault else {}
             wrapper = ROOT / "tests" / "distributed" / "faults.py"
             run = launch(
-                strategy, 2, "causal_lm", folder / "run", through=wrapper if fault else None, environment=faults, expect=expect,
-                **settings | flags,
+                strategy, processes, "causal_lm", folder / "run", through=wrapper if fault else None, environment=faults,
+                expect=expect, **settings | flags,
             )  # fmt: skip
             done[key] = run
         return done[key]
@@ -125,10 +125,26 @@ def test_a_clean_run_does_nothing(trained):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero1", "zero3_offload", "zero3_nvme", "fsdp_hybrid"])
 def test_every_other_strategy_goes_back_too(trained, strategy):
-    clean, run = trained(strategy), trained(strategy, "rate")
+    split = {"processes": 4, "per_device_train_batch_size": 2} if strategy == "fsdp_hybrid" else {}
+    clean, run = trained(strategy, **split), trained(strategy, "rate", **split)
     assert story(run) == [*MENDED[:2], *MENDED[2:]]
     assert run.event("rollback")["verified"] == ["learning rate", "random numbers", "samples"]
     assert abs(held_out(run) / held_out(clean) - 1) < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load(trained, tiny, strategy):
+    faults = {"model_name_or_path": tiny / "wide", "max_rollbacks": 30}
+    run = trained(strategy, "again", **faults)
+    outcomes = [e for e in run.events if e["type"] == "rollback" and e["phase"] == "outcome"]
+    assert len(outcomes) == 20 and {e["step"] for e in outcomes} == {70} and run.event("rollback")["branch"] == 20
+    verified = [e["largest_relative_difference"] for e in run.events if e["type"] == "verify" and e["after"] != "replay"]
+    assert len(verified) == 20 and max(verified) <= (0 if strategy == "ddp" else 1e-6)
+    for rank in (0, 1):
+        times = json.loads((run.output / f"again-{rank}.json").read_text())
+        assert times[-1]["rss"] < 1.01 * times[4]["rss"], [t["rss"] for t in times]
+        assert sum(t["rollback"] for t in times[1:]) < 1.5 * sum(t["load"] for t in times[1:])
 
 
 @pytest.mark.full

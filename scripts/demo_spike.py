@@ -1,0 +1,136 @@
+"""A run that goes wrong and mends itself, as one command: bad rows in the data, and the logbook that tells of them.
+
+A small Llama learns dialogues from scratch under ZeRO-2 on two CPU processes. The rows that eight of its steps will take
+have answers that are not language. The run sees the spike, goes back, finds that it comes again, leaves those rows out, and
+ends as if they had never been there. Then the same data without the watch, to compare, and without the bad rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "outputs" / "demo-spike"
+STEPS, BATCH, FIRST, BAD, SEED = 100, 8, 76, 8, 42
+COMMAND = (
+    "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 "
+    "recipes/causal_lm.py --model_name_or_path outputs/demo-spike/model --train_file outputs/demo-spike/{data}.jsonl "
+    "--validation_file outputs/demo-spike/held-out.jsonl --block_size 64 --per_device_train_batch_size 4 "
+    "--learning_rate 8e-3 --num_warmup_steps 10 --max_train_steps {steps} --save_steps 20 --logging_steps 5 --seed {seed} "
+    "--on_spike {policy} --output_dir outputs/demo-spike/{name}"
+)
+
+
+def main() -> int:
+    start = time.monotonic()
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    OUTPUT.mkdir(parents=True)
+    title("1. Dialogues, eight steps' worth of them spoilt")
+    make_model()
+    bad = make_data()
+    title("2. Training on them, with the watch that every run has")
+    run("mended", "spoilt", "rollback")
+    title("3. The same, the watch only looking on")
+    run("harmed", "spoilt", "log")
+    title("4. The same without the spoilt rows")
+    run("clean", "sound", "rollback")
+    title("5. The logbook tells the story")
+    for words in (["why"], ["spikes"], ["skipped"], ["path"], ["lost"]):
+        command = [str(Path(sys.executable).with_name("zerobook")), "runlog", words[0], str(OUTPUT / "mended")]
+        print(f"$ zerobook runlog {words[0]} outputs/demo-spike/mended", flush=True)
+        subprocess.run(command, check=True, cwd=ROOT)
+    ok = report(bad)
+    print(f"\nThe whole logbook: {OUTPUT / 'mended' / 'runlog' / 'report.html'}\n{time.monotonic() - start:.0f} s in all")
+    return 0 if ok else 1
+
+
+def title(text: str) -> None:
+    print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n=== {text}", flush=True)
+
+
+def make_model() -> None:
+    """Two layers of the real class with random weights, and SmolLM2's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from zerobook.data import embedded
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(tokenizer),
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(OUTPUT / "model")
+    tokenizer.save_pretrained(OUTPUT / "model")
+
+
+def make_data() -> set[int]:
+    """Write the dialogues, as they are and with the answers of some spoilt; returns the numbers of the spoilt rows."""
+    import numpy as np
+
+    from zerobook.data import embedded
+    from zerobook.data.sampler import Permutation
+
+    chats = [row["messages"] for row in embedded.rows("chatterbot")]
+    chats = [chat for chat in chats if len(chat) == 2 and all(5 < len(m["content"]) < 100 for m in chat)]
+    rng = random.Random(SEED)
+    rng.shuffle(chats)
+    held_out, train = chats[:120], chats[120:]
+    order = Permutation(len(train), seed=SEED, epoch=0)(np.arange((FIRST - 1) * BATCH, (FIRST - 1 + BAD) * BATCH))
+    bad = {int(row) for row in order}
+    words = ["zyx", "qqq", "##", "}{", "\u00e6\u00e6", "0x0"]
+    spoilt = []
+    for number, chat in enumerate(train):
+        noise = {"role": "assistant", "content": " ".join(rng.choice(words) for _ in range(40))}
+        spoilt.append([chat[0], noise] if number in bad else chat)
+    for name, rows in (("sound", train), ("spoilt", spoilt), ("held-out", held_out)):
+        (OUTPUT / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in rows))
+    last = FIRST + BAD - 1
+    print(f"{len(train)} dialogues to train on, {len(held_out)} held out. The {len(bad)} that steps {FIRST} to {last} take "
+          f"get answers like {' '.join(words)}")  # fmt: skip
+    return bad
+
+
+def run(name: str, data: str, policy: str) -> None:
+    line = COMMAND.format(name=name, data=data, policy=policy, steps=STEPS, seed=SEED)
+    print(f"$ {line}\n", flush=True)
+    program, *arguments = line.split()
+    subprocess.run([str(Path(sys.executable).with_name(program)), *arguments], cwd=ROOT, check=True)
+
+
+def report(bad: set[int]) -> bool:
+    """Print and check what the logs say; True where all is as promised."""
+    from zerobook.runlog.history import History
+
+    logs = {name: History.read(OUTPUT / name) for name in ("mended", "harmed", "clean")}
+    loss = {name: log.of("eval")[-1]["loss"] for name, log in logs.items()}
+    seen = {row for step in logs["mended"].steps(living=True) for row in step["ids"]}
+    measures = [event["measure"] for event in logs["mended"].of("decision")]
+    checks = {
+        f"the run went back by itself: {', '.join(measures)}": "skip" in measures,
+        f"of the {len(bad)} spoilt rows, {len(bad & seen)} are in the run that was kept": not bad & seen,
+        f"held-out loss {loss['mended']:.3f}; {loss['clean']:.3f} had the rows never been there": loss["mended"]
+        < 1.01 * loss["clean"],
+        f"without the watch it would have been {loss['harmed']:.3f}": loss["harmed"] > 1.05 * loss["clean"],
+        "nothing had to be done about the run on sound data": not logs["clean"].of("decision"),
+    }
+    print()
+    for words, true in checks.items():
+        print(f"  {'yes' if true else 'NO '}  {words}")
+    return all(checks.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

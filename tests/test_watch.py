@@ -1,0 +1,174 @@
+"""From log points to measures: what is proven good, what is pinned, and what a replay shows."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+
+from zerobook.runlog.lines import read
+from zerobook.runlog.policy import LEAD
+from zerobook.runlog.watch import Watch
+from zerobook.runlog.writer import RunLog
+
+
+class FakeKeeper:
+    """Checkpoints by step, as rank 0 knows them."""
+
+    def __init__(self):
+        self.whole, self.proven, self.protected = [], [], ()
+
+    def steps(self):
+        return self.proven, [step for step in self.whole if step not in self.proven]
+
+    def prove(self, steps, log):
+        self.proven += steps
+
+    def protect(self, *steps):
+        self.protected = steps
+
+    def reads_before(self, step):
+        return None
+
+
+class Run:
+    """Steps of noise, with losses and masks put in; saves every 10 steps and looks every 5."""
+
+    def __init__(self, tmp_path, **config):
+        self.keeper = FakeKeeper()
+        self.log = RunLog(tmp_path)
+        self.replicas = None
+        strategy = SimpleNamespace(
+            plan=SimpleNamespace(precision=config.pop("precision", "no")), owns_schedule=False, on_main=lambda work: work(),
+            differing_replicas=lambda: self.replicas,
+        )  # fmt: skip
+        config = SimpleNamespace(**{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5} | config)
+        self.watch = Watch(config, strategy, self.keeper, self.log, detector={}, ladder={})
+        self.states = {}
+
+    def go(self, first, last, **put):
+        """Steps ``first`` to ``last``; ``put`` as ``s40=(loss, norm)``. Returns the first measure."""
+        block = []
+        for step in range(first, last + 1):
+            loss, norm = put.get(f"s{step}", (2 + random.Random(step).gauss(0, 0.04), 1.0))
+            block.append(
+                {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 1e-3, "cursor": [step * 4 - 4, step * 4]}
+            )
+            if step % 5 == 0 or step == last:
+                measure = self.watch.see(block)
+                block = []
+                if measure is not None:
+                    return measure
+            if step % 10 == 0:
+                self.watch.saved(step)
+                self.keeper.whole.append(step)
+                self.states[step] = self.watch.detector.state()
+        return None
+
+    def back(self, measure):
+        return self.watch.back(measure, self.states[measure.to_step], None)
+
+    def events(self, kind):
+        return [e for e in read(self.log.folder / "events.jsonl") if e["type"] == kind]
+
+
+HIGH = {f"s{step}": (6.0, 1.0) for step in range(62, 80)}
+
+
+def test_a_checkpoint_is_good_once_training_went_on_well_from_it(tmp_path):
+    run = Run(tmp_path)
+    run.go(1, 29)
+    assert run.keeper.proven == [10], "20 has had no ten steps yet"
+    run.go(30, 45)
+    assert run.keeper.proven == [10, 20, 30]
+
+
+def test_what_was_saved_inside_or_right_before_a_spike_is_never_good(tmp_path):
+    run = Run(tmp_path, on_spike="log")
+    assert run.go(1, 110, **{f"s{s}": (6.0, 1.0) for s in range(42, 56)}) is None
+    assert run.keeper.proven == [10, 20, 30, 60, 70, 80, 90, 100] and 50 in run.keeper.whole
+
+
+def test_arming_pins_and_calm_lets_go(tmp_path):
+    run = Run(tmp_path)
+    run.go(1, 50, s48=(2.0, 40.0))
+    assert run.keeper.protected == (30,) and [e["state"] for e in run.events("checkpoint")] == ["pinned"]
+    run.go(51, 65)
+    assert run.keeper.protected == () and [e["state"] for e in run.events("checkpoint")] == ["pinned", "unpinned"]
+
+
+def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
+    run = Run(tmp_path)
+    measure = run.go(1, 80, **HIGH)
+    assert (measure.kind, measure.to_step, measure.onset, measure.noticed) == ("replay", 50, 62, 69)
+    must_come_back = run.back(measure)
+    assert sorted(must_come_back) == list(range(51, 61)), "the losses before what is suspect"
+    again = run.go(51, 80, **HIGH)
+    assert (again.kind, again.to_step, again.steps) == ("skip", 50, (61, 69))
+    assert run.watch.history[-1].step == 62, "not waited until it was confirmed once more"
+    assert [e["reproduced"] for e in run.events("verify")] == [True]
+    assert run.watch.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
+        "also of steps not done again"
+    )
+    run.back(again)
+    assert run.go(51, 100) is None
+
+
+def test_a_spike_that_does_not_come_again_costs_no_data(tmp_path):
+    run = Run(tmp_path)
+    run.back(run.go(1, 80, **HIGH))
+    assert run.go(51, 120) is None
+    (verify,) = run.events("verify")
+    assert verify["reproduced"] is False and verify["step"] == 65
+
+
+def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):
+    run = Run(tmp_path)
+    bad = {f"s{step}": (2.0, math.nan) for step in range(62, 70)}
+    measure = run.go(1, 80, **bad)
+    assert (measure.kind, measure.onset) == ("replay", 62)
+    run.back(measure)
+    assert run.go(51, 80, **bad).kind == "skip"
+    fresh = Run(tmp_path / "fp16", precision="fp16")
+    assert fresh.go(1, 80, **bad) is None, "fp16's scaler overflows by design"
+
+
+def test_odd_data_and_a_nan_or_two_do_nothing(tmp_path):
+    run = Run(tmp_path)
+    assert run.go(1, 100, s40=(9.0, 1.0), s60=(2.0, math.inf), s61=(math.nan, math.nan)) is None
+    assert run.keeper.proven[-1] == 90 and run.events("decision") == []
+
+
+def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
+    run = Run(tmp_path)
+    run.replicas = SimpleNamespace(words=lambda read: "rank 1's copy of w is not the others'")
+    measure = run.go(1, 80, **HIGH)
+    assert measure.kind == "replay" and "rank 1's copy" in measure.reason
+    assert run.events("decision")[0]["hardware"] == "rank 1's copy of w is not the others'"
+
+
+def test_weights_that_are_lost_are_given_up(tmp_path):
+    run = Run(tmp_path, on_spike="log")
+    run.go(1, 60, **{f"s{step}": (math.nan, math.nan) for step in range(51, 61)})
+    assert run.watch.dead()
+    run.go(61, 65)
+    assert not run.watch.dead()
+
+
+def test_the_ladder_goes_on_in_another_process(tmp_path):
+    run = Run(tmp_path)
+    run.go(1, 80, **HIGH)
+    state = run.events("decision")[-1]["ladder"]
+    assert state == {"rollbacks": 1, "trouble": {"onset": 62, "last": 69, "tried": ["replay"], "to_step": 50}}
+    assert run.watch.ladder.state() == state
+
+
+def test_nothing_to_go_back_to(tmp_path):
+    run = Run(tmp_path)
+    run.keeper.steps = lambda: ([], [])
+    assert run.go(1, 80, **{f"s{step}": (6 - 0.18 * (step - 62), 1.0) for step in range(62, 80)}) is None
+    (decision,) = run.events("decision")
+    assert decision["measure"] == "none" and f"no checkpoint from before step {62 - LEAD + 1}" in decision["rule"]
+    lost = Run(tmp_path / "divergence")
+    lost.keeper.steps = lambda: ([], [])
+    assert lost.go(1, 80, **HIGH).kind == "stop"
