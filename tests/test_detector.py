@@ -88,7 +88,8 @@ def test_a_step_that_a_raised_rate_explains_is_accepted_and_one_that_nothing_exp
 
 
 def test_weights_made_anew_are_a_reset():
-    assert kinds(noise(0.02, fall=20)[:200] + noise(0.02, seed=1, fall=20)[:100])[-1] == ("reset", 201)
+    curves = [noise(0.02, seed=seed, fall=20, steps=2000)[::10] for seed in (0, 1)]
+    assert kinds([*curves[0], *curves[1][:100]], stride=10)[-1] == ("reset", 2001)
 
 
 def test_two_points_are_enough_where_points_are_far_apart():

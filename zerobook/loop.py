@@ -347,6 +347,7 @@ class TrainingLoop:
                       "tokens_per_second": rate, "epoch": self.progress.epoch, "step": last["step"]}  # fmt: skip
             self.strategy.accelerator.log(values, step=self._tracker_step(last["step"]))
         measure = self.watch.see(pending)
+        self._annotate(last["step"])
         if measure is None and self.watch.dead():
             self._give_up(last)
         return measure
@@ -358,6 +359,17 @@ class TrainingLoop:
         if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
             norms = torch.zeros_like(norms)
         return [tuple(pair) for pair in self.strategy.sum_over_ranks(torch.stack([losses, norms], dim=1)).tolist()]
+
+    def _annotate(self, step: int) -> None:
+        """What the watch said, as text in the trackers."""
+        said, self.watch.said = self.watch.said, []
+        if not said:
+            return
+        for tracker in self.strategy.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.writer.add_text("runlog", "\n\n".join(said), self._tracker_step(step))
+            elif tracker.name == "wandb":
+                tracker.run.log({"runlog": "\n".join(said)}, step=self._tracker_step(step))
 
     def _tracker_step(self, step: int) -> int:
         """Trackers take no step twice: steps done again count on."""

@@ -148,6 +148,20 @@ def test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load(trained, ti
 
 
 @pytest.mark.full
+def test_trackers_get_the_story_at_steps_that_never_go_back(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trained("zero2", "rate", report_to="tensorboard")
+    (file,) = run.output.rglob("events.out.tfevents.*")
+    found = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    steps = [e.step for e in found.Scalars("loss")]
+    assert steps == sorted(set(steps)) and steps[-1] == STEPS + 20, "twenty steps were given up"
+    assert [e.value for e in found.Scalars("step")][-1] == STEPS
+    texts = b"".join(e.tensor_proto.string_val[0] for e in found.Tensors("runlog/text_summary")).decode()
+    assert "spike: loss" in texts and "decision: replay" in texts and "does not come again" in texts
+
+
+@pytest.mark.full
 def test_leaving_out_without_going_back_and_stopping(trained):
     skipped = trained("zero2", "labels", on_spike="skip")
     assert (

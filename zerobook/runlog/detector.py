@@ -467,7 +467,8 @@ class Detector:
 
     def _begins_again(self, now: _Excursion) -> bool:
         pairs = [(a, b) for a, b in zip(now.losses, self.beginning, strict=False) if a > 0 and b > 0]
-        falls = len(pairs) >= 3 and pairs[-1][0] < 0.8 * pairs[0][0]
+        # halved: bad data may start where all training starts, at the loss of knowing nothing, but is not unlearnt so fast
+        falls = len(pairs) >= 3 and pairs[-1][0] < 0.5 * pairs[0][0]
         return falls and max(abs(math.log(a / b)) for a, b in pairs) < 0.15
 
     def _explained(self, now: _Excursion) -> bool:

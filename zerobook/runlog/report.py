@@ -165,7 +165,8 @@ def _figures(history: History) -> tuple[str, str]:
     figure.update_xaxes(title_text="step", row=3, col=1)
     figure.update_layout(height=720, template="plotly_white", hovermode="closest", margin={"l": 70, "r": 10, "t": 60, "b": 40},
                          legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})  # fmt: skip
-    config = {"displaylogo": False, "responsive": True, "scrollZoom": False}
+    buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": [buttons]}
     first = figure.to_html(full_html=False, include_plotlyjs=True, config=config, div_id="curves")
     second = _timeline(history, go).to_html(full_html=False, include_plotlyjs=False, config=config, div_id="timeline")
     return first, second

@@ -75,6 +75,8 @@ class Watch:
         )  # fmt: skip
         self.history: deque[Done] = deque(maxlen=_HISTORY)
         self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: what a step took is at the same place
+        self.said: list[str] = []
+        """sentences for experiment trackers, rank 0's; whoever passes them on empties it"""
         self.seq: int | None = None
         """of the event that asked for the measure which `see` returned"""
         self._fp16 = strategy.plan.precision == "fp16"
@@ -121,7 +123,7 @@ class Watch:
             kind = _EVENT.get(finding.kind, "spike")
             self.seq = self.log.event(kind, kind=finding.kind, alarm=finding.alarm, **facts)
             if finding.kind != "armed":
-                tqdm.write(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
+                self._say(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
         if finding.kind == "armed":
             self._hold()
         if finding.kind == "spike":  # what was saved shortly before it may carry the cause
@@ -143,8 +145,12 @@ class Watch:
             )  # fmt: skip
             if hardware:
                 tqdm.write(f"  {hardware}")
-            tqdm.write(f"  decision: {measure.kind if measure.kind != 'none' else 'nothing is done'} ({measure.rule})")
+            self._say(f"  decision: {measure.kind if measure.kind != 'none' else 'nothing is done'} ({measure.rule})")
         return measure
+
+    def _say(self, sentence: str) -> None:
+        tqdm.write(sentence)
+        self.said.append(sentence.strip())
 
     # --- checkpoints
     def saved(self, step: int) -> None:
@@ -206,7 +212,7 @@ class Watch:
             if self.log:
                 self.seq = self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=True,
                                           loss=done.loss, loss_before=was.loss)  # fmt: skip
-                tqdm.write(f"step {done.step}: {words}")
+                self._say(f"step {done.step}: {words}")
             return Finding(
                 kind="divergence",
                 step=replay.last,
@@ -221,7 +227,7 @@ class Watch:
             if self.log:
                 self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=False,
                                loss=done.loss, loss_before=was.loss if was else None)  # fmt: skip
-                tqdm.write(f"step {done.step}: done again from the same state, it does not come again; no data is left out")
+                self._say(f"step {done.step}: done again from the same state, it does not come again; no data is left out")
         return None
 
 
