@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from zerobook.cli import main
 from zerobook.errors import RunLogError
 from zerobook.runlog import writer
-from zerobook.runlog.attempt import begin, interventions, last_words
+from zerobook.runlog.attempt import begin, decided, last_words
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of
 from zerobook.runlog.lines import backwards, decode, encode, read
@@ -267,7 +267,9 @@ def test_decisions_outlive_the_process(tmp_path):
     log.event("skip", ranges=[[3, 9]])
     log.event("lr_change", cut=[40, 0.5, 100])
     log.event("decision", ladder={"rollbacks": 2, "trouble": None})
-    assert interventions(log.folder) == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None})
+    for step, state in ((10, "complete"), (20, "complete"), (10, "proven_good"), (20, "proven_good"), (20, "complete")):
+        log.event("checkpoint", step=step, state=state)
+    assert decided(log.folder) == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None}, [10]), "20 was saved anew"
 
 
 def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -153,3 +154,14 @@ def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an older card")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert not Hardware.detect().bf16
+
+
+def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there_is_none():
+    from zerobook.strategy.base import Replicas
+
+    three = Replicas("w", 1, [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
+    assert three.words(None).startswith("rank 1's copy of w is not the others' (element 5: 0.5 on rank 0, 2e+30 on rank 1")
+    two = Replicas("w", 3, [7, 9], [5], [[math.nan], [0.5]])
+    assert two.words(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.words(None)
+    assert Replicas("w", 1, [7, 9], [5], [[0.5], [0.7]]).words(lambda name, place: 0.51).startswith("rank 1's copy")
+    assert "ranks [0, 1]: their copies" in Replicas("w", 1, [7, 9], [5], [[0.5], [0.7]]).words(None)

@@ -147,6 +147,16 @@ def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
     assert run.events("decision")[0]["hardware"] == "rank 1's copy of w is not the others'"
 
 
+def test_replicas_are_compared_before_a_save(tmp_path):
+    run = Run(tmp_path)
+    run.go(1, 40)
+    assert run.watch.replicas(40) is None
+    run.replicas = SimpleNamespace(words=lambda read: "rank 1's copy of w is not the others'")
+    measure = run.watch.replicas(50)
+    assert (measure.kind, measure.to_step) == ("replay", 30) and run.events("spike")[-1]["step"] == 50
+    assert run.events("decision")[-1]["parent"] == run.events("spike")[-1]["seq"]
+
+
 def test_weights_that_are_lost_are_given_up(tmp_path):
     run = Run(tmp_path, on_spike="log")
     run.go(1, 60, **{f"s{step}": (math.nan, math.nan) for step in range(51, 61)})

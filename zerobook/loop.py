@@ -26,7 +26,7 @@ from zerobook.loss import Objective
 from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
 from zerobook.recipe import leave
-from zerobook.runlog.attempt import begin, interventions, last_words
+from zerobook.runlog.attempt import begin, decided, last_words
 from zerobook.runlog.lines import backwards
 from zerobook.runlog.policy import EXIT_CODE as HANDED_OVER
 from zerobook.runlog.policy import LEAD, Measure, joined, ranges, rate_share
@@ -194,11 +194,12 @@ class TrainingLoop:
 
     def _decided_before(self) -> dict[str, Any]:
         """Take over what earlier attempts decided after this checkpoint was written; returns their ladder's state."""
-        skips, cuts, ladder = self.strategy.on_main(lambda: interventions(self.log.folder))  # type: ignore[union-attr]
+        before = self.strategy.on_main(lambda: decided(self.log.folder))  # type: ignore[union-attr]
         progress = self.progress
-        progress.skip_ranges = joined(progress.skip_ranges, skips)
-        progress.rate_cuts += [cut for cut in cuts if cut not in progress.rate_cuts and cut[0] >= progress.step]
-        return ladder
+        progress.skip_ranges = joined(progress.skip_ranges, before.skips)
+        progress.rate_cuts += [cut for cut in before.cuts if cut not in progress.rate_cuts and cut[0] >= progress.step]
+        self.keeper.proven = set(before.proven)
+        return before.ladder
 
     def rate(self, step: int) -> float:
         """The learning rate of the step after ``step`` others."""
@@ -272,6 +273,9 @@ class TrainingLoop:
             if evaluates:
                 self.evaluate()  # before the checkpoint, which says what it is worth
             if saves:
+                measure = self.watch.replicas(step)
+                if measure is not None and measure.kind != "none":
+                    return measure
                 self.save()
             if config.async_save and self.log:
                 self.keeper.report(self.log)

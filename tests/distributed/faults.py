@@ -6,6 +6,7 @@ labels  the rows that rank 1 takes in those steps have wrong labels, whenever th
 rate    the learning rate is 60 times too high in those steps, once
 nan     a gradient on rank 1 is not a number from that step on, until the run goes back
 bit     an exponent bit of one weight flips on rank 1 at that step, once
+drift   the last bit of one weight flips on rank 1 at that step, once: no loss ever shows it
 again   nothing is wrong, but every time that step is reached the run is sent back, as many times as there are steps
 
 It writes every poisoned row that reaches a model to ``fault-RANK.jsonl`` in the output folder.
@@ -81,7 +82,7 @@ def not_a_number(loop):
     loop.strategy.unwrapped.get_input_embeddings().register_forward_hook(hook)
 
 
-def flipped_bit(loop):
+def flipped_bit(loop, bit=30):
     step = loop._step
     done = []
 
@@ -90,7 +91,7 @@ def flipped_bit(loop):
             done.append(True)
             for piece in loop.strategy.pieces():
                 if RANK == 1 and piece.key is None:
-                    piece.values.view(torch.int32)[0] ^= 1 << 30
+                    piece.values.view(torch.int32)[0] ^= 1 << bit
                     break
         step(plan, batches)
 
@@ -137,7 +138,14 @@ def main():
 
     def running(self):
         output.mkdir(parents=True, exist_ok=True)
-        {"labels": wrong_labels, "rate": high_rate, "nan": not_a_number, "bit": flipped_bit, "again": sent_back}[FAULT](self)
+        {
+            "labels": wrong_labels,
+            "rate": high_rate,
+            "nan": not_a_number,
+            "bit": flipped_bit,
+            "again": sent_back,
+            "drift": lambda loop: flipped_bit(loop, 0),
+        }[FAULT](self)
         return run(self)
 
     act, step, rollbacks = TrainingLoop._act, TrainingLoop._step, []

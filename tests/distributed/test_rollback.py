@@ -11,7 +11,7 @@ from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 
 AT, STEPS = 71, 100
-WINDOW = {"labels": 8, "rate": 6, "nan": 1, "bit": 1, "again": 20}
+WINDOW = {"labels": 8, "rate": 6, "nan": 1, "bit": 1, "drift": 1, "again": 20}
 """steps that a fault lasts, where it is not for good"""
 FAULTS = ("labels", "rate", "nan", "bit")
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
@@ -120,6 +120,27 @@ def test_a_clean_run_does_nothing(trained):
     assert (run.output / "runlog" / "report.html").exists() and "Finished: step 100" in (
         run.output / "runlog" / "report.md"
     ).read_text()
+
+
+def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
+    clean, run = trained("ddp"), trained("ddp", "drift")
+    decision = run.event("decision")
+    assert "rank 1's copy of transformer.wpe.weight is not the others'" in decision["hardware"]
+    assert (decision["measure"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
+    assert run.losses[-40:] == clean.losses[-40:] and held_out(run) == held_out(clean)
+
+
+@pytest.mark.full
+def test_packs_lose_only_what_was_bad_and_streams_go_back_too(trained):
+    packed = trained("fsdp", "labels", packing=True)
+    assert [step for step in story(packed) if step[0] != "rollback" or step[1] != "intent"] == SKIPPED
+    skip, poisoned = packed.event("skip"), set(json.loads((packed.output / "poisoned.json").read_text()))
+    assert skip["samples"] > 72, "several samples a row"
+    assert not poisoned & {row for s in History.read(packed.output).steps(living=True) for row in s["ids"]}
+    streamed = trained("zero2", "rate", streaming=True)
+    assert [step for step in story(streamed) if step[0] != "rollback" or step[1] != "intent"] == MENDED
+    (again,) = [e for e in streamed.events if e["type"] == "verify" and e["after"] != "replay"]
+    assert again["largest_relative_difference"] <= 1e-6
 
 
 @pytest.mark.full

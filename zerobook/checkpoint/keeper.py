@@ -51,7 +51,8 @@ class Keeper:
         saves = 1 + (steps // config.save_steps if config.save_steps else 0)
         most, there = saves, 0
         if config.save_total_limit:
-            kept = config.save_total_limit + bool(config.eval_steps)  # the best stays besides
+            # the best stays besides, and the newest that is proven good
+            kept = config.save_total_limit + bool(config.eval_steps) + (config.on_spike == "rollback")
             most = min(saves, kept + 1)
             # pruning what is there makes room
             there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))

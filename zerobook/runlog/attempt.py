@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -110,19 +110,33 @@ def _git() -> dict[str, Any] | None:
         return None
 
 
-def interventions(folder: Path) -> tuple[list[list[int]], list[list[float]], dict[str, Any]]:
-    """(skipped sample ranges, cuts of the learning rate, the ladder's state) that the log holds."""
-    skips: list[list[int]] = []
-    cuts: list[list[float]] = []
-    ladder: dict[str, Any] = {}
+class Decided(NamedTuple):
+    """What earlier attempts have decided and found out, as the log holds it."""
+
+    skips: list[list[int]]
+    """[start, end) of samples left out"""
+    cuts: list[list[float]]
+    """of the learning rate, as in `zerobook.progress.Progress`"""
+    ladder: dict[str, Any]
+    """`zerobook.runlog.policy.Ladder.state`"""
+    proven: list[int]
+    """steps whose checkpoints, as they are now, were proven good"""
+
+
+def decided(folder: Path) -> Decided:
+    """Read what the log holds of it."""
+    found = Decided([], [], {}, [])
     for record in stream(folder / EVENTS):
         if record["type"] == "skip":
-            skips += record["ranges"]
+            found.skips.extend(record["ranges"])
         elif record["type"] == "lr_change":
-            cuts.append(record["cut"])
+            found.cuts.append(record["cut"])
         elif record["type"] == "decision":
-            ladder = record["ladder"]
-    return skips, cuts, ladder
+            found = found._replace(ladder=record["ladder"])
+        elif record["type"] == "checkpoint" and record["state"] in ("complete", "proven_good"):
+            others = [step for step in found.proven if step != record["step"]]
+            found = found._replace(proven=[*others, record["step"]] if record["state"] == "proven_good" else others)
+    return found
 
 
 @contextmanager

@@ -130,9 +130,24 @@ class Watch:
             self._saved = [step for step in self._saved if step < finding.onset - LEAD]
         return self._decide(finding) if finding.asks else None
 
-    def _decide(self, finding: Finding) -> Measure:
+    def replicas(self, step: int) -> Measure | None:
+        """Before a save: what to do where ranks that should hold the same weights do not. Collective.
+
+        A checkpoint takes a share from each rank, so it would hold a mixture; and such a fault may never show in the loss.
+        """
+        differing = self.strategy.differing_replicas()
+        if differing is None:
+            return None
+        level = self.detector.loss.level()
+        words = "the ranks' copies of the weights are not the same any more"
+        self.seq = self.log and self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1,
+                                               base=level, peak=level, reason=words)  # fmt: skip
+        finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
+        return self._decide(finding, differing)
+
+    def _decide(self, finding: Finding, differing: Any = None) -> Measure:
         strategy, keeper = self.strategy, self.keeper
-        differing = strategy.differing_replicas()
+        differing = differing or strategy.differing_replicas()
         hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None
         onset = min(finding.onset, self.detector.onset() or finding.onset)
         good, others = strategy.on_main(keeper.steps)
