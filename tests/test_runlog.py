@@ -89,7 +89,8 @@ def test_events_are_numbered_through_and_an_attempt_goes_on_where_the_last_one_e
     assert problems(log.folder) == ([], {"events": 5, "steps": 0})
 
 
-def test_a_second_writer_and_a_newer_format_are_refused(tmp_path):
+def test_a_second_writer_and_a_newer_format_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "GRACE_S", 0.2)
     log = RunLog(tmp_path)
     with pytest.raises(RunLogError, match="another process writes this log"):
         RunLog(tmp_path)

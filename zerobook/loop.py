@@ -568,11 +568,11 @@ class TrainingLoop:
         return result
 
     def save(self) -> None:
-        """A checkpoint of this step, unless its loss is not finite: what is good would be pruned for it."""
-        step = self.progress.step
-        if self.watch.history and not math.isfinite(self.watch.history[-1].loss):
+        """A checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""
+        step, last = self.progress.step, self.watch.history[-1] if self.watch.history else None
+        if last is not None and (last.masked or not math.isfinite(last.loss)):
             if self.log:
-                self.log.event("checkpoint", state="not_saved", step=step, reason="the loss is not finite")
+                self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
         self._saved = step
         self.watch.saved(step)

@@ -87,9 +87,10 @@ def test_a_run_that_diverges_stops_and_saves_nothing_over(tiny, tmp_path):
         train_file=tiny / "chats.jsonl", block_size=64, max_train_steps=12, per_device_train_batch_size=2, logging_steps=4,
         max_grad_norm=0, save_steps=3,
     )  # fmt: skip
-    crash = run.event("crash")
-    assert f"DivergenceError: step {crash['step']}: {crash['reason'].removesuffix(' is not finite')} is" in run.text
-    assert "a lower --learning_rate than 1e+30" in run.text
-    saved = [int(f.name.split("-")[1]) for f in (run.output / "checkpoints").glob("step-*")]
-    assert all(step < crash["step"] for step in saved), "what is not finite is not saved"
-    assert not [s for s in run.steps if s["step"] > crash["step"] + 4]
+    stop = run.event("stop")
+    assert (stop["exit_code"], stop["go_on_from"]) == (76, None) and "exitcode  : 76" in run.text
+    assert "STOPPED at step" in run.text and "a lower --learning_rate than 1e+30" in run.text
+    assert "there is no checkpoint from before" in run.text and "was not finite in 4 steps in a row" in run.text
+    assert not list((run.output / "checkpoints").glob("step-*")), "what is not finite is not saved"
+    assert [e["step"] for e in run.events if e["type"] == "checkpoint" and e["state"] == "not_saved"] == [3]
+    assert run.steps[-1]["step"] <= 8, "a log point after the fourth"

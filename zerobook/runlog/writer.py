@@ -21,6 +21,8 @@ from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, re
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
 NOTES = "notes.jsonl"
+GRACE_S = 15.0
+"""A killed run's processes, loaders above all, hold its log until they are gone."""
 LAST_WORDS = ("run_end", "crash", "preempted", "stop")
 """An attempt whose last event is none of these was ended from outside."""
 
@@ -144,13 +146,21 @@ class _File:
     def __init__(self, path: Path):
         self.path = path
         self.handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + GRACE_S
+        while not self._locked():
+            if time.monotonic() > deadline:
+                os.close(self.handle)
+                raise RunLogError(
+                    f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
+                )
+            time.sleep(0.1)
+
+    def _locked(self) -> bool:
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self.handle)
-            raise RunLogError(
-                f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
-            ) from error
+        except OSError:
+            return False
+        return True
 
     def append(self, content: bytes, durable: bool) -> None:
         before = os.fstat(self.handle).st_size
