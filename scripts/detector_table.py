@@ -24,6 +24,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def main() -> int:
         lines.append(row(name, total(curves, [rule(c.points) for c in curves])))
     held_out, chosen = leave_one_out(curves)
     lines.append(row("Zerobook, settings chosen on the other sources", held_out))
-    count = f"{len(curves)} curves from {len(sources)} sources, {sum(len(c.points) for c in curves):,} points."
+    count = f"{len(curves)} curves from {len(sources)} sources, {sum(len(c.points) for c in curves):,} points. Run on {date.today()}."
     choices = "; ".join(
         f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
     )
