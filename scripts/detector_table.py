@@ -248,7 +248,8 @@ def main() -> int:
         lines.append(row(name, total(curves, [rule(c.points) for c in curves])))
     held_out, chosen = leave_one_out(curves)
     lines.append(row("Zerobook, settings chosen on the other sources", held_out))
-    count = f"{len(curves)} curves from {len(sources)} sources, {sum(len(c.points) for c in curves):,} points. Run on {date.today()}."
+    points = sum(len(c.points) for c in curves)
+    count = f"{len(curves)} curves from {len(sources)} sources, {points:,} points. Run on {date.today()}."
     choices = "; ".join(
         f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
     )
