@@ -63,6 +63,7 @@ def leakage(strategy: Strategy, collate: PackedCollator) -> tuple[float, float]:
         batch = {key: value.to(device) for key, value in collate([row]).items() if key != "labels"}
         logits.append(model(**batch).logits[0, start : start + _LENGTH].float())
     model.train(was_training)
+    strategy.after_forwards()
     difference = (logits[0] - logits[1]).abs().max() / logits[1].abs().max().clamp_min(1e-6)
     # kernels may sum in another order for another length
     full = strategy.plan.precision == "no" and next(model.parameters()).dtype == torch.float32

@@ -528,6 +528,7 @@ class TrainingLoop:
             metrics |= measured
             samples += table
         strategy.model.train()
+        strategy.after_forwards()
         if metrics:
             result["metrics"] = metrics
         seconds = round(time.monotonic() - start, 3)

@@ -37,7 +37,7 @@ def test_a_killed_run_on_packed_rows_goes_on_anywhere(tiny, tmp_path, cache):
     killed = launch("zero3", 2, "causal_lm", tmp_path / "killed", spy={"hang_at_step": 7}, **flags(tiny, cache))
     first = sequence(seen(killed.output), 1, 4)
 
-    for strategy, processes in (("single", 1), ("ddp", 4)):
+    for strategy, processes in (("single", 1), ("fsdp", 4)):
         output = tmp_path / f"on-{processes}"
         shutil.copytree(killed.output, output)
         for file in output.glob("spy-*"):

@@ -34,7 +34,15 @@ def trained(tiny, tmp_path_factory):
                 block_size=64, max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5,
                 save_steps=10, save_total_limit=2, max_eval_samples=100, on_spike=on_spike,
             )  # fmt: skip
-            faults = {"ZEROBOOK_FAULT": fault, "ZEROBOOK_FAULT_AT": AT, "ZEROBOOK_FAULT_STEPS": WINDOW[fault]} if fault else {}
+            faults = (
+                {
+                    "ZEROBOOK_FAULT": fault,
+                    "ZEROBOOK_FAULT_AT": AT + 4 * (fault == "again"),
+                    "ZEROBOOK_FAULT_STEPS": WINDOW[fault],
+                }
+                if fault
+                else {}
+            )
             wrapper = ROOT / "tests" / "distributed" / "faults.py"
             run = launch(
                 strategy, processes, "causal_lm", folder / "run", through=wrapper if fault else None, environment=faults,
@@ -125,9 +133,9 @@ def test_a_clean_run_does_nothing(trained):
 def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
     clean, run = trained("ddp"), trained("ddp", "drift")
     decision = run.event("decision")
-    assert "rank 1's copy of transformer.wpe.weight is not the others'" in decision["hardware"]
+    assert decision["hardware"].startswith("the copies of transformer.wpe.weight on ranks [0, 1] differ (element 0: ")
     assert (decision["measure"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
-    assert run.losses[-40:] == clean.losses[-40:] and held_out(run) == held_out(clean)
+    assert [s["loss"] for s in History.read(run.output).steps(living=True)] == clean.losses and held_out(run) == held_out(clean)
 
 
 @pytest.mark.full
@@ -173,8 +181,8 @@ def test_trackers_get_the_story_at_steps_that_never_go_back(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = trained("zero2", "rate", report_to="tensorboard")
-    (file,) = run.output.rglob("events.out.tfevents.*")
-    found = EventAccumulator(str(file.parent), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    (file,) = run.output.glob("logs/zerobook/events.out.tfevents.*")
+    found = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     steps = [e.step for e in found.Scalars("loss")]
     assert steps == sorted(set(steps)) and steps[-1] == STEPS + 20, "twenty steps were given up"
     assert [e.value for e in found.Scalars("step")][-1] == STEPS

@@ -72,20 +72,22 @@ class Replicas(NamedTuple):
         majority, votes = counts.most_common(1)[0]
         if votes > len(self.checksums) / 2:
             ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
-        elif read is not None:
-            before = read(self.name, place)  # a frozen weight is in no checkpoint, and its first rank is as good as any
-            far = [abs(value - before) if math.isfinite(value) else math.inf for value in there]
-            ranks = [far.index(max(far))]
         else:
-            ranks = list(range(len(self.checksums)))
-        who = (
-            f"rank {ranks[0]}'s copy of {self.name} is"
-            if len(ranks) == 1
-            else f"ranks {ranks}: their copies of {self.name} are"
-        )
+            ranks = self._far_off(there, read(self.name, place)) if read is not None else []
+        if len(ranks) == 1:
+            who = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
+        else:
+            who = f"the copies of {self.name} on ranks {ranks or list(range(len(there)))} differ"
         others = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(there))
         more = f", and {self.tensors - 1} more tensors differ" if self.tensors > 1 else ""
-        return f"{who} not the others' (element {place}: {others}){more}"
+        return f"{who} (element {place}: {others}){more}"
+
+    @staticmethod
+    def _far_off(values: list[float], before: float) -> list[int]:
+        """The rank whose value is ten times as far from what it was as any other's; none where that is not clear."""
+        far = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
+        odd = far.index(max(far))
+        return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
 
 
 class Strategy:
@@ -317,6 +319,9 @@ class Strategy:
         self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def after_forwards(self) -> None:
+        """Forwards without a backward are over (evaluation, generation): what they left gathered is given up. On every rank."""
 
     def learning_rate(self) -> float:
         """The rate now set in the optimizer."""

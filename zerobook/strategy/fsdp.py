@@ -44,15 +44,14 @@ class FullyShardedStrategy(Strategy):
         # it calls the encoder by itself, and what encoder and decoder share is gathered by the whole model's hooks
         register_fsdp_forward_method(self.model, "generate")
 
-    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def after_forwards(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        # A forward without a backward (evaluation) leaves the last group gathered, as plain parameters that
-        # are not the optimizer's.
+        # What is left gathered are plain parameters that are not the optimizer's. And ranks that do not all give it up
+        # here would meet in different collectives at the next forward.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        yield from super().trainable()
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
         tensor = self._tensor(parameter, key).detach()
