@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ MARKS = {
     "note": ("#9a6700", "star"),
 }
 """event's type -> (colour, plotly's symbol) of its marker on the loss"""
+SERIES = ("step", "loss", "grad_norm", "learning_rate")
 _MOODS = {"spike": "warn", "rollback": "bad", "crash": "bad", "stop": "bad", "save_failed": "bad", "memory_warning": "bad",
           "preempted": "warn", "verify": "good", "run_end": "good", "note": "note"}  # fmt: skip
 
@@ -119,16 +121,23 @@ def thin(steps: list[int], values: list[float], most: int = POINTS) -> tuple[lis
 def _series(history: History) -> tuple[dict[str, list], dict[int, dict[str, list]]]:
     """(the living steps' columns, the given-up steps' columns by branch)"""
     lives = history.lives_to()
-    names = ("step", "loss", "grad_norm", "learning_rate")
-    living: dict[str, list] = {name: [] for name in names}
+    living: dict[str, list] = {name: [] for name in SERIES}
     dead: dict[int, dict[str, list]] = {}
+    takes = {0: [living[name].append for name in SERIES]}  # looked up once: there may be a million steps
     for record in history.steps():
-        alive = record["step"] <= lives.get(record["branch"], math.inf)
-        into = living if alive else dead.setdefault(record["branch"], {name: [] for name in names})
-        for name in names:
-            into[name].append(record[name])
-    order = sorted(range(len(living["step"])), key=living["step"].__getitem__)
-    return {name: [column[i] for i in order] for name, column in living.items()}, dead
+        branch, step = record["branch"], record["step"]
+        key = 0
+        if step > lives.get(branch, math.inf):
+            key = branch + 1
+            if key not in takes:
+                dead[branch] = {name: [] for name in SERIES}
+                takes[key] = [dead[branch][name].append for name in SERIES]
+        for take, name in zip(takes[key], SERIES, strict=True):
+            take(record[name])
+    if any(a > b for a, b in pairwise(living["step"])):
+        order = sorted(range(len(living["step"])), key=living["step"].__getitem__)
+        living = {name: [column[i] for i in order] for name, column in living.items()}
+    return living, dead
 
 
 def _figures(history: History) -> tuple[str, str]:
