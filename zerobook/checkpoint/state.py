@@ -77,7 +77,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     reader = Reader(checkpoint, index)
     for name, parameter in parameters:
         for key in _KEYS:
-            strategy.restore(parameter, key, partial(reader.read, f"{key or 'weight'}/{name}"))
+            strategy.restore(parameter, key, partial(reader.borrow, f"{key or 'weight'}/{name}"))
     strategy.set_adam_steps(index["adam_steps"])
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
@@ -97,16 +97,35 @@ class Reader:
         self.index = index or store.read_json(folder / INDEX)
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
+        self._buffer = torch.empty(0)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """fp32 [stop - start] of the flattened tensor ``name``, such as ``exp_avg/PARAMETER``."""
+        found = self._parts(name, start, stop)
+        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
+
+    def borrow(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """`read`, into memory that the next call uses again: fresh pages for each tensor cost as much as reading it."""
+        found = self._parts(name, start, stop)
+        if len(found) == 1:
+            return found[0]
+        if len(self._buffer) < stop - start:
+            self._buffer = torch.empty(stop - start)
+        whole = self._buffer[: stop - start]
+        place = 0
+        for part in found:
+            whole[place : place + len(part)] = part
+            place += len(part)
+        return whole
+
+    def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
         found = []
         for first, last, file in self.index["pieces"][name]:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 found.append(self._file(file).get_slice(f"{name}@{first}")[low - first : high - first])
         self.bytes_read += 4 * (stop - start)
-        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
+        return found
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name`` in its shape."""

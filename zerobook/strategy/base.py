@@ -395,8 +395,8 @@ class Strategy:
         """Bring back a weight (``key`` None) or moment. Collective.
 
         Args:
-            read: (start, stop) -> fp32 values [stop - start] of the flattened tensor, on the CPU. Each rank calls it for what
-                it needs alone; what all need is read by rank 0 and sent.
+            read: (start, stop) -> fp32 values [stop - start] of the flattened tensor, on the CPU, good until the next call.
+                Each rank calls it for what it needs alone; what all need is read by rank 0 and sent.
         """
         with torch.no_grad():
             self._tensor(parameter, key).copy_(self._read_by_main(parameter, read))
