@@ -130,6 +130,7 @@ def test_a_clean_run_does_nothing(trained):
     ).read_text()
 
 
+@pytest.mark.full
 def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
     clean, run = trained("ddp"), trained("ddp", "drift")
     decision = run.event("decision")
