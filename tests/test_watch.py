@@ -119,7 +119,28 @@ def test_a_spike_that_does_not_come_again_costs_no_data(tmp_path):
     run.back(run.go(1, 80, **HIGH))
     assert run.go(51, 120) is None
     (verify,) = run.events("verify")
-    assert verify["reproduced"] is False and verify["step"] == 65
+    assert verify["reproduced"] is False and verify["step"] == 69
+
+
+def test_usual_losses_behind_a_precursor_prove_nothing(tmp_path):
+    """A gradient arms five steps ahead; done again, those steps come back bit for bit, and the fault does not."""
+    run = Run(tmp_path)
+    measure = run.go(1, 80, s57=(2.0, 40.0), **HIGH)
+    assert measure.onset == 57
+    run.back(measure)
+    assert run.go(51, 120) is None and [e["reproduced"] for e in run.events("verify")] == [False]
+    again = Run(tmp_path / "again")
+    again.back(again.go(1, 80, s57=(2.0, 40.0), **HIGH))
+    assert again.go(51, 80, s57=(2.0, 40.0), **HIGH).kind == "skip" and again.events("verify")[-1]["step"] == 62
+
+
+def test_a_step_is_decided_on_once(tmp_path):
+    """An absurd loss asks by itself at the very step at which the replay sees it come again."""
+    run = Run(tmp_path)
+    absurd = {f"s{step}": (1e9, 1.0) for step in range(62, 66)}
+    run.back(run.go(1, 80, **absurd))
+    assert run.go(51, 80, **absurd).kind == "skip"
+    assert [e["measure"] for e in run.events("decision")] == ["replay", "skip"]
 
 
 def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):

@@ -476,8 +476,8 @@ class TrainingLoop:
         try:
             page, _ = write(self.log.folder)
             tqdm.write(f"logbook: {page}")
-        except OSError as error:  # the training is done and saved: a full disk must not make a failure of it
-            tqdm.write(f"the logbook's page could not be written: {error}")
+        except Exception as error:  # the training is done, its model not saved yet: a page is not worth losing it
+            tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")
 
     def _leave(self, code: int) -> None:
         for tracker in self.strategy.accelerator.trackers:
@@ -591,8 +591,9 @@ class TrainingLoop:
         self.keeper.finish(self.log)
         self.bar.close()
         if self.log:
-            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE)
-            tqdm.write(f"{reason}: saved at step {step}; go on with --resume_from_checkpoint auto")
+            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=self._saved == step)
+            done = f"saved at step {step}" if self._saved == step else f"step {step} was not fit to be saved"
+            tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
         self._leave(EXIT_CODE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -105,12 +106,15 @@ class Keeper:
         return whole[-1] if whole else None
 
     def reads_before(self, step: int) -> Callable[[str, int], float] | None:
-        """(weight's name, place in it) -> its value in that checkpoint; None where there is none."""
+        """(weight's name, place in it) -> its value in that checkpoint, NaN for a frozen weight; None where there is none."""
         checkpoint = self.before(step)
         if checkpoint is None:
             return None
         reader = state.Reader(checkpoint)
-        return lambda name, place: float(reader.read(f"weight/{name}", place, place + 1)[0])
+        held = reader.index["pieces"]
+        return lambda name, place: (
+            float(reader.read(f"weight/{name}", place, place + 1)[0]) if f"weight/{name}" in held else math.nan
+        )
 
     def _of(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -139,6 +143,7 @@ class Keeper:
             step = store.step_of(folder)
             assert log is not None
             if problem is None:
+                self.proven.discard(step)  # after a rollback, a step is saved anew
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 continue

@@ -26,7 +26,7 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
         step: where this attempt goes on from; with steps recorded behind it, a new branch begins.
     """
     before = _before(log)
-    if before["last"] and before["last"]["type"] not in LAST_WORDS:
+    if before["last"] and not before["ended"]:
         _obituary(log, before)
     newest = next((record for record in backwards(log.folder / STEPS) if record), None)
     if newest is not None and newest["step"] > step:
@@ -41,13 +41,16 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
 
 
 def _before(log: RunLog) -> dict[str, Any]:
-    """The newest event of the attempt before this one, its newest ``machine`` sample, ``run_start`` and ``env``."""
-    found: dict[str, Any] = {"last": None, "machine": None, "run_start": None, "env": None}
+    """The newest event before this attempt, ``machine`` sample, ``run_start`` and ``env``; whether that attempt ``ended``
+    with a word of its own (people may have left notes behind it)."""
+    found: dict[str, Any] = {"last": None, "machine": None, "run_start": None, "env": None, "ended": False}
     for record in backwards(log.folder / EVENTS):
         if record is None or record["attempt"] == log.attempt:
             continue
         found["last"] = found["last"] or record
         kind = record["type"]
+        if record["attempt"] == found["last"]["attempt"] and kind in LAST_WORDS and not record.get("of_attempt"):
+            found["ended"] = True
         if kind in found and found[kind] is None:
             found[kind] = record
         if found["run_start"] is not None:

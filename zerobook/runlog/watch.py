@@ -43,7 +43,8 @@ class _Replay(NamedTuple):
     last: int
     before: dict[int, Done]
     base: float
-    kind: str
+    high: float
+    """excess above ``base`` from which a loss was high"""
     seq: int | None
 
 
@@ -103,10 +104,11 @@ class Watch:
             self._cursors[done.step] = done.cursor
             if len(self._cursors) > _HISTORY:
                 del self._cursors[next(iter(self._cursors))]
-            measures = [self._found(finding) for finding in findings]
-            if (again := self._compare(done)) is not None:
-                measures.append(self._decide(again))
-            for measure in measures:
+            again = self._compare(done)
+            if again is not None and (measure := self._decide(again)).kind != "none":
+                return measure  # one decision a step: the ladder has climbed
+            for finding in findings:
+                measure = self._found(finding)
                 if measure is not None and measure.kind != "none":
                     return measure
         self._prove(records[-1]["step"])
@@ -200,14 +202,15 @@ class Watch:
         """The run went back to ``measure.to_step``; returns the losses that must come back, by step."""
         assert measure.to_step is not None
         before = {done.step: done for done in self.history if done.step > measure.to_step}
-        base = self.detector.excursion.base if self.detector.excursion else math.nan
+        excursion = self.detector.excursion
+        base, high = (excursion.base, self.settings.high * excursion.unit) if excursion else (math.nan, math.nan)
         while self.history and self.history[-1].step > measure.to_step:
             self.history.pop()
         self.detector = Detector(self.settings, detector)
         self._saved = [step for step in self._saved if step <= measure.to_step]
         self._replay = None
         if measure.kind == "replay":
-            self._replay = _Replay(measure.onset, measure.noticed, before, base, measure.reason, finding_seq)
+            self._replay = _Replay(measure.onset, measure.noticed, before, base, high, finding_seq)
         first = measure.onset - LEAD + 1 if measure.steps is None else measure.steps[0]
         return {step: done.loss for step, done in before.items() if step < first and math.isfinite(done.loss)}
 
@@ -221,7 +224,7 @@ class Watch:
         if replay is None or done.step < replay.onset:
             return None
         was = replay.before.get(done.step)
-        if was is not None and _high_again(was, done, replay.base):
+        if was is not None and _high_again(was, done, replay):
             self._replay = None
             words = "done again from the same state, it comes again: not the hardware, but the data or the learning rate"
             if self.log:
@@ -237,7 +240,7 @@ class Watch:
                 peak=done.loss,
                 reason=words,
             )
-        if done.step >= replay.last or done.step >= replay.onset + self.settings.outlier_steps:
+        if done.step >= replay.last:  # a precursor may be steps ahead of the first high loss
             self._replay = None
             if self.log:
                 self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=False,
@@ -246,9 +249,9 @@ class Watch:
         return None
 
 
-def _high_again(was: Done, now: Done, base: float) -> bool:
+def _high_again(was: Done, now: Done, replay: _Replay) -> bool:
+    """A step that was high, or not applied, is so again; steps that were usual prove nothing by coming back."""
     if was.masked or not math.isfinite(was.loss):
         return now.masked or not math.isfinite(now.loss)
-    if not math.isfinite(base):
-        return False
-    return was.loss > base and now.loss - base > (was.loss - base) / 2
+    excess = was.loss - replay.base
+    return excess >= replay.high and not now.loss - replay.base <= excess / 2

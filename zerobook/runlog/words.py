@@ -142,7 +142,10 @@ _WORDS = {
     "eval": _eval,
     "note": lambda e: f"Note by {e['by']}: {e['text']}",
     "crash": _crash,
-    "preempted": lambda e: f"{e['signal']} received: saved at step {e['step']} and left with exit code {e['exit_code']}.",
+    "preempted": lambda e: (
+        f"{e['signal']} received at step {e['step']}: "
+        f"{'saved' if e.get('saved', True) else 'not fit to be saved'}, left with exit code {e['exit_code']}."
+    ),
     "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",
     "run_end": lambda e: f"The run ended at step {e['progress']['step']}.",
     "config_diff": _differs("Other settings than before"),
