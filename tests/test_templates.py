@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.tiny import CHAT_TEMPLATE as CHATML
 from zerobook.data import embedded
 from zerobook.data.feed import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
+from zerobook.data.skeleton import only_writes_contents
 from zerobook.data.templates import CausalEncoder, ChatTemplate, Encoded, Seq2SeqEncoder
+from zerobook.data.turns import plain_backend
 from zerobook.errors import ConfigError
 
 END = 2  # <|im_end|>, which is also the pad token
@@ -38,6 +41,11 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 FORGETS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}")
 LOOKS_BACK = "{{ messages | length }}\n" + CHATML
 OTHER_PROMPT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|im_start|>' + message['role'] + "
+    "'\n\n' + message['content'] | trim + '<|im_end|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
 # Every prefix of every chat is rendered under it, since its turns never fit what was seen of others.
 NEVER_THE_SAME = CHATML.replace("{% endfor %}", "{{ '#' * (m['content'] | length % 7) }}\n{% endfor %}")
 # A turn's end lies elsewhere in every chat: a skeleton fits only where the lengths happen to be those it was learnt from.
@@ -317,17 +325,91 @@ def test_seq2seq_leaves_the_end_where_the_tokenizer_writes_it(tokenizer):
 
 
 def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
-    """Turns placed by a skeleton are those found by rendering every prefix."""
-    for template in (CHATML, INST, TRIMS, NO_END):
+    """A filled skeleton is the rendered chat, and its turns are those found by rendering every prefix."""
+    for template in (CHATML, INST, TRIMS, NO_END, LLAMA3):
         made = ChatTemplate(template, tokenizer)
-        placed = 0
+        rendered = []
         for row in embedded.rows("chatterbot")[::20]:
             messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
-            text = made._text(messages)
-            turns = made._by_skeleton(messages, text)
-            assert turns is None or turns == made._ends(messages, text, made._by_prefixes(messages, text))
-            placed += turns is not None
-        assert placed > 90
+            text, turns = made._by_skeleton(messages)
+            assert text == made._text(messages)
+            assert turns == made._ends(messages, text, made._by_prefixes(messages, text))
+            rendered.append(tuple(message["role"] for message in messages))
+        assert len(rendered) > 90 and all(made._skeletons[roles].whole for roles in rendered)
+
+
+@pytest.mark.parametrize(
+    "template, only_writes",
+    {
+        CHATML: True, INST: True, TRIMS: True, NO_END: True, LLAMA3: True, NO_SYSTEM: True, LOOKS_BACK: True,
+        FORGETS: False, NEVER_THE_SAME: False, PADS: False, MARKED: False,
+        "{{ messages | tojson }}": False,
+        "{{ messages[0] }}": False,
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content.strip() }}{% endfor %}": True,
+        "{% for m in messages %}{{ m.content.strip('x') }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content | trim('x') }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content.lstrip() }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content[:3] }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content * 2 }}{% endfor %}": False,
+        "{% for m in messages %}{{ m[key] }}{% endfor %}": False,
+        "{% for m in messages %}{% if m.content %}a{% endif %}{% endfor %}": False,
+        "{% for m in messages %}{% if 'a' in m['content'] %}a{% endif %}{% endfor %}": False,
+        "{% for m in messages if m.content != '' %}a{% endfor %}": False,
+        "{% for m in messages %}{{ 'a' if m.content == 'b' else 'c' }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}": True,
+        "{% for m in messages %}{% set c = m.content %}{{ c if c else '' }}{% endfor %}": False,
+        "{% for m in messages %}{% set c = m.content %}{% set d = c %}{{ d | length }}{% endfor %}": False,
+        "{% for m in messages %}{% set ns.c = m.content %}{% endfor %}": False,
+        "{% set x = messages[1:] %}{% for m in x %}{{ m.values() }}{% endfor %}": False,
+        "{% for k, v in messages[0].items() %}{{ v }}{% endfor %}": False,
+        "{% for c in messages[0].content %}{{ c }}-{% endfor %}": False,
+        "{% for m in messages | selectattr('content') %}{{ m.role }}{% endfor %}": False,
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}": True,
+        "{% for m in messages %}{% set c %}{{ m.content }}{% endset %}{{ c | length }}{% endfor %}": False,
+        "{% macro f(m) %}{{ m.content | upper }}{% endmacro %}{{ f(messages[0]) }}": False,
+    }.items(),
+)  # fmt: skip
+def test_a_template_is_known_to_only_write_contents(template, only_writes):
+    assert only_writes_contents(_compile_jinja_template(template).environment.parse(template)) is only_writes
+
+
+@pytest.fixture(scope="module")
+def awkward(tokenizer):
+    """A tokenizer that joins newlines over a turn's edge, has a special token for what it does not know, and ends turns
+    with a token that is added, but not special."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    texts = ["assistant\n\n good", "assistant\n\ngood", "user system tab So Hi x \t"] * 9
+    core.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"]))
+    core.add_tokens([AddedToken("<|over|>", normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token="<unk>", bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("made", ["tokenizer", "awkward"])
+def test_turns_told_by_counting_are_those_told_by_offsets(request, made):
+    """Where they differ, counting gives no answer: unknown characters, or a content that grows into the prompt's end."""
+    tokenizer = request.getfixturevalue(made)
+    known = []
+    contents = ["good", " good", "\ngood", "\n\n good\n", "é", "\u0301x", "assistant", "a\tb", "😀", "▁x"]
+    batch = [chat("Hi", a, "So", b) for a in contents for b in contents]
+    for template in (CHATML, LLAMA3, INST, TRIMS, CHATML.replace("<|im_end|>", "<|im_end|><|over|>")):
+        encoder = CausalEncoder(tokenizer, length=None, chat_template=template)
+        rendered = [encoder.template.render(sample.messages) for sample in batch]
+        turns = encoder._turns
+        rows = [e.ids for e in plain_backend(tokenizer).encode_batch_fast([r.text for r in rendered], add_special_tokens=False)]
+        counted = [turns._by_count(r, row) for r, row in zip(rendered, rows, strict=True)]
+        for found, expected in zip(counted, turns._by_offsets(rendered), strict=True):
+            assert found is None or (found.turns == expected.turns and (found.ids == expected.ids).all())
+        known.append(sum(found is not None for found in counted) / len(batch))
+        for found, expected in zip(turns.encode(rendered), turns._by_offsets(rendered), strict=True):
+            assert found.turns == expected.turns and (found.ids == expected.ids).all()
+    assert min(known[:4]) > 0.9 if made == "tokenizer" else 0 < max(known) < 0.5
 
 
 @pytest.mark.parametrize(

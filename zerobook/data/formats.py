@@ -246,7 +246,7 @@ def _read_turns(turns: Any, column: str) -> list[dict[str, str]]:
 
 
 def _turn(turn: Any, where: str) -> dict[str, str]:
-    if not isinstance(turn, Mapping):
+    if not isinstance(turn, dict):
         raise BadSample(f"{where} is {_kind(turn)}, expected an object")
     # published chats mix the two spellings under either column
     for role, content in (("role", "content"), ("from", "value")):
@@ -267,8 +267,8 @@ def _turn(turn: Any, where: str) -> dict[str, str]:
 
 
 def _part(part: Any, where: str) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = f"of type {part.get('type')!r:.40}" if isinstance(part, Mapping) else _kind(part)
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = f"of type {part.get('type')!r:.40}" if isinstance(part, dict) else _kind(part)
         raise BadSample(f"{where} has a part that is {kind}; only parts of type 'text' with a text can be used")
     return part["text"]
 

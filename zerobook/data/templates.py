@@ -9,10 +9,9 @@ Labels are made by position, never by comparing ids, so a pad token that equals 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateSyntaxError
@@ -20,9 +19,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from zerobook.data.feed import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
+from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
+from zerobook.data.turns import Rendered, Span, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError
-
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ class CausalEncoder:
         self.tokenizer = tokenizer
         self.length = length
         self.template = _template(tokenizer, chat_template)
+        self._turns = TurnTokenizer(tokenizer)
         eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
         self._eos = [] if eos is None else [eos]
         self._bos = [bos] if tokenizer("a")["input_ids"][:1] == [bos] else []
@@ -74,11 +74,11 @@ class CausalEncoder:
         return _by_kind(samples, kinds)
 
     def _texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
-        closed = [self._close(ids) for ids in self._ids([sample.text for sample in samples])]
+        closed = [self._close(ids) for ids in token_ids(self.tokenizer, [sample.text for sample in samples])]
         return [Encoded(ids, ids.copy()) for ids in closed]
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
-        ids = self._ids([sample.source for sample in samples] + [sample.target for sample in samples])
+        ids = token_ids(self.tokenizer, [sample.source for sample in samples] + [sample.target for sample in samples])
         return [self._pair(*pair) for pair in zip(ids[: len(samples)], ids[len(samples) :], strict=True)]
 
     def _pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
@@ -115,31 +115,9 @@ class CausalEncoder:
             except BadSample as error:
                 results.append(error)
         good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
-        encode = self._fast if self.tokenizer.is_fast else self._slow
-        for i, encoded in zip(good, encode([results[i] for i in good]), strict=True):
-            results[i] = encoded
-        return results
-
-    def _fast(self, chats: list[Rendered]) -> list[Encoded | BadSample]:
-        results: list[Encoded | BadSample] = []
-        encodings = self._backend().encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        for chat, encoding in zip(chats, encodings, strict=True):
-            turns = [(_token_at(encoding, start), encoding.char_to_token(stop - 1) + 1) for start, stop in chat.turns]
-            results.append(self._chat(np.array(encoding.ids, np.int32), turns, chat.added_eos))
-        return results
-
-    def _slow(self, chats: list[Rendered]) -> list[Encoded | BadSample]:
-        """Without offsets a turn's place is found by tokenizing what comes before it, too."""
-        results: list[Encoded | BadSample] = []
-        for chat in chats:
-            (ids,) = self._ids([chat.text])
-            before = self._ids([chat.text[:start] for start, _ in chat.turns])
-            after = self._ids([chat.text[:stop] for _, stop in chat.turns])
-            if all(_common(ids, prefix) == len(prefix) for prefix in after):
-                turns = [(_common(ids, b), len(a)) for b, a in zip(before, after, strict=True)]
-                results.append(self._chat(ids, turns, chat.added_eos))
-            else:
-                results.append(BadSample("the tokenizer cuts a turn differently once the chat goes on"))
+        for i, found in zip(good, self._turns.encode([results[i] for i in good]), strict=True):
+            bad = isinstance(found, BadSample)
+            results[i] = found if bad else self._chat(found.ids, found.turns, results[i].added_eos)
         return results
 
     def _chat(self, ids: np.ndarray, turns: list[Span], added_eos: int) -> Encoded:
@@ -156,20 +134,6 @@ class CausalEncoder:
     def _close(self, ids: np.ndarray) -> np.ndarray:
         """With the end-of-text token, once: some published texts carry it already."""
         return ids if ids[-1:].tolist() == self._eos else np.array([*ids, *self._eos], np.int32)
-
-    def _ids(self, texts: list[str]) -> list[np.ndarray]:
-        if self.tokenizer.is_fast:
-            rows = [e.ids for e in self._backend().encode_batch_fast(texts, add_special_tokens=False)]
-        else:
-            rows = [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        return [np.array(row, np.int32) for row in rows]
-
-    def _backend(self) -> Any:
-        backend = self.tokenizer.backend_tokenizer
-        # a tokenizer.json may carry both, and transformers sets and unsets them at each of its own calls
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
 
 
 class Seq2SeqEncoder:
@@ -224,14 +188,6 @@ class Seq2SeqEncoder:
         return results
 
 
-class Rendered(NamedTuple):
-    """A chat as text. ``turns``: the characters of each assistant turn, up to its end-of-turn token."""
-
-    text: str
-    turns: list[Span]
-    added_eos: int
-
-
 class ChatTemplate:
     """Chats to text, and where in it the assistant speaks."""
 
@@ -241,10 +197,11 @@ class ChatTemplate:
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self._special = _any(token.content for token in added if token.special)
+        self._special = any_of(token.content for token in added if token.special)
         # some models end turns with a token that is added, but not marked as special
-        self._end = _any(token.content for token in added)
-        self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
+        self._end = any_of(token.content for token in added)
+        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        self._writes_only = only_writes_contents(_compile_jinja_template(source).environment.parse(source))
 
     def render(self, messages: list[dict[str, str]]) -> Rendered:
         """The whole chat, each assistant turn closed by an end-of-turn token.
@@ -262,8 +219,7 @@ class ChatTemplate:
             text, spans = self._by_marks(messages)
             turns = self._ends(messages, text, spans)
         else:
-            text = self._text(messages)
-            turns = self._by_skeleton(messages, text) or self._ends(messages, text, self._by_prefixes(messages, text))
+            text, turns = self._by_skeleton(messages)
         if all(turn.ends for turn in turns):
             return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0)
         return self._with_eos(text, turns)
@@ -302,19 +258,19 @@ class ChatTemplate:
             turns.append((len(before), len(after)))
         return turns
 
-    def _by_skeleton(self, messages: list[dict[str, str]], text: str) -> list[_Turn] | None:
-        """Turns as in another chat with the same roles, where this one is the same text around its contents.
-
-        Rendering every prefix of every chat takes a fifth of the time that tokenizing it does, and more
-        where it has many turns.
-        """
+    def _by_skeleton(self, messages: list[dict[str, str]]) -> tuple[str, list[Turn]]:
+        """The chat and its turns, as told by other chats of the same roles where that is certain."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._skeletons:
             self._skeletons[roles] = self._learn(roles)
         skeleton = self._skeletons[roles]
-        return skeleton.place(messages, text) if skeleton else None
+        if skeleton and skeleton.whole:
+            return skeleton.fill(messages)
+        text = self._text(messages)
+        turns = skeleton.place(messages, text) if skeleton else None
+        return text, turns or self._ends(messages, text, self._by_prefixes(messages, text))
 
-    def _learn(self, roles: tuple[str, ...]) -> _Skeleton | None:
+    def _learn(self, roles: tuple[str, ...]) -> Skeleton | None:
         # tabs tell whether the template trims, and no template writes such characters of its own
         contents = [f"\x02{i}\x02" for i in range(len(roles))]
         messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
@@ -334,22 +290,22 @@ class ChatTemplate:
             around = None
             if role == "assistant":
                 turn = next(turns)
-                around = _Turn(turn.start - start, turn.stop - stop, turn.ends)
-            parts.append(_Part(text[at:start], trims, around))
+                around = Turn(turn.start - start, turn.stop - stop, turn.ends)
+            parts.append(Part(text[at:start], trims, around))
             at = stop
-        return _Skeleton(parts, text[at:])
+        return Skeleton(parts, text[at:], self._writes_only)
 
-    def _ends(self, messages: list[dict[str, str]], text: str, spans: list[Span]) -> list[_Turn]:
+    def _ends(self, messages: list[dict[str, str]], text: str, spans: list[Span]) -> list[Turn]:
         """Turns up to the last added token behind their content, or else to their last character."""
         turns = []
         for (start, stop), i in zip(spans, _assistant_turns(messages), strict=True):
             content, spoken = messages[i]["content"], text[start:stop]
             ends = list(self._end.finditer(spoken, _behind(spoken, content.strip())))
             end = ends[-1].end() if ends else max(len(spoken.rstrip()), _behind(spoken, content))
-            turns.append(_Turn(start, start + end, bool(ends)))
+            turns.append(Turn(start, start + end, bool(ends)))
         return turns
 
-    def _with_eos(self, text: str, turns: list[_Turn]) -> Rendered:
+    def _with_eos(self, text: str, turns: list[Turn]) -> Rendered:
         if self.eos is None:
             raise ConfigError(
                 "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
@@ -362,40 +318,6 @@ class ChatTemplate:
             spans.append((size + start - at, size := size + len(pieces[-2]) + len(pieces[-1])))
             at = stop
         return Rendered("".join([*pieces, text[at:]]), spans, sum(not turn.ends for turn in turns))
-
-
-class _Turn(NamedTuple):
-    """Characters of an assistant's turn. ``ends``: the last of them are its end-of-turn token."""
-
-    start: int
-    stop: int
-    ends: bool
-
-
-class _Part(NamedTuple):
-    """A turn: the text before its content, and, of an assistant's, how far the turn reaches around its content."""
-
-    lead: str
-    trims: bool
-    around: _Turn | None
-
-
-class _Skeleton(NamedTuple):
-    parts: list[_Part]
-    tail: str
-
-    def place(self, messages: list[dict[str, str]], text: str) -> list[_Turn] | None:
-        """The assistant's turns in ``text``; None where it is not exactly this skeleton with the contents put in."""
-        at, turns = 0, []
-        for (lead, trims, around), message in zip(self.parts, messages, strict=True):
-            content = message["content"].strip() if trims else message["content"]
-            start = at + len(lead)
-            if not text.startswith(lead, at) or not text.startswith(content, start):
-                return None
-            at = start + len(content)
-            if around:
-                turns.append(_Turn(start + around.start, at + around.stop, around.ends))
-        return turns if text[at:] == self.tail else None
 
 
 def _template(tokenizer: Any, given: str | None) -> ChatTemplate | None:
@@ -431,27 +353,6 @@ def _assistant_turns(messages: list[dict[str, str]]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _any(tokens: Iterable[str]) -> re.Pattern:
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
 def _behind(text: str, part: str) -> int:
     """The position behind ``part``; 0 where a template changed it beyond recognition."""
     return text.find(part) + len(part) if part in text else 0
-
-
-def _token_at(encoding: Any, position: int) -> int:
-    """The token that a turn begins with: the one that holds its first character, be it with the end of the prompt."""
-    token = encoding.char_to_token(position)
-    if token is None:
-        # the offsets of many tokenizers leave white space out, and then only the order of their ends tells
-        token = bisect_right(range(len(encoding)), position, key=lambda t: encoding.token_to_chars(t)[1])
-    return token
-
-
-def _common(ids: np.ndarray, prefix: np.ndarray) -> int:
-    """How many tokens the two begin with in common."""
-    size = min(len(ids), len(prefix))
-    differ = np.flatnonzero(ids[:size] != prefix[:size])
-    return int(differ[0]) if len(differ) else size

@@ -1,0 +1,149 @@
+"""Rendered chats to token ids, and which of the tokens are the assistant's turns."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerobook.data.formats import BadSample
+
+Span = tuple[int, int]
+
+
+class Rendered(NamedTuple):
+    """A chat as text. ``turns``: the characters of each assistant turn, up to its end-of-turn token."""
+
+    text: str
+    turns: list[Span]
+    added_eos: int
+
+
+class Tokenized(NamedTuple):
+    """``ids`` int32 [tokens]; ``turns``: (first, behind the last) token of each of the assistant's turns."""
+
+    ids: np.ndarray
+    turns: list[Span]
+
+
+class TurnTokenizer:
+    """Tokenizes chats. A turn begins with the token that holds its first character, be it with the end of the prompt.
+
+    Offsets tell which token that is, but the library takes a fifth longer to keep them. So special tokens are counted
+    instead: text and ids have the same ones in the same order. What stands between one and the turn's first character,
+    such as ``assistant`` and a newline, has known ids; where they are not found there, that chat is done with offsets.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = any_of(token.content for token in added.values() if token.special)
+        # a token that swallows the white space beside it leaves no place for a turn's first character
+        self._countable = not any(token.special and (token.lstrip or token.rstrip) for token in added.values())
+        self._is_special = np.zeros(max([len(tokenizer), *(number + 1 for number in added)]), bool)
+        self._is_special[[number for number, token in added.items() if token.special]] = True
+        self._between: dict[str, list[int]] = {}
+
+    def encode(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
+        """One result for each chat, in order; a `BadSample` where a turn's tokens cannot be told."""
+        if not self.tokenizer.is_fast:
+            return self._by_prefixes(chats)
+        if not self._countable:
+            return self._by_offsets(chats)
+        backend = plain_backend(self.tokenizer)
+        rows = [e.ids for e in backend.encode_batch_fast([chat.text for chat in chats], add_special_tokens=False)]
+        results: list[Any] = [self._by_count(chat, row) for chat, row in zip(chats, rows, strict=True)]
+        open_ = [i for i, result in enumerate(results) if result is None]
+        for i, result in zip(open_, self._by_offsets([chats[i] for i in open_]), strict=True):
+            results[i] = result
+        return results
+
+    def _by_count(self, chat: Rendered, row: list[int]) -> Tokenized | None:
+        """None where counting special tokens does not tell."""
+        ids = np.array(row, np.int32)
+        places = np.flatnonzero(self._is_special[ids]).tolist()
+        marks = [(mark.start(), mark.end()) for mark in self._special.finditer(chat.text)]
+        if len(places) != len(marks):
+            return None  # an unknown character's token is special too, say
+        ends = [end for _, end in marks]
+        turns = []
+        for start, stop in chat.turns:
+            before = bisect_right(ends, start) - 1
+            last = bisect_right(ends, stop) - 1
+            if before < 0 or last <= before or ends[last] != stop:
+                return None
+            between = self._ids_behind(chat.text[marks[before][0] : start])
+            first = places[before] + 1 + len(between)
+            if row[first - len(between) : first] != between:
+                return None
+            turns.append((first, places[last] + 1))
+        return Tokenized(ids, turns)
+
+    def _ids_behind(self, text: str) -> list[int]:
+        """Of what follows the special token that ``text`` begins with."""
+        if text not in self._between:
+            self._between[text] = plain_backend(self.tokenizer).encode(text, add_special_tokens=False).ids[1:]
+        return self._between[text]
+
+    def _by_offsets(self, chats: Sequence[Rendered]) -> list[Tokenized]:
+        encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        results = []
+        for chat, encoding in zip(chats, encodings, strict=True):
+            turns = [(_token_at(encoding, start), encoding.char_to_token(stop - 1) + 1) for start, stop in chat.turns]
+            results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
+        return results
+
+    def _by_prefixes(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
+        """Without offsets and a backend a turn's place is found by tokenizing what comes before it, too."""
+        results: list[Tokenized | BadSample] = []
+        for chat in chats:
+            (ids,) = token_ids(self.tokenizer, [chat.text])
+            before = token_ids(self.tokenizer, [chat.text[:start] for start, _ in chat.turns])
+            after = token_ids(self.tokenizer, [chat.text[:stop] for _, stop in chat.turns])
+            if all(_common(ids, prefix) == len(prefix) for prefix in after):
+                results.append(Tokenized(ids, [(_common(ids, b), len(a)) for b, a in zip(before, after, strict=True)]))
+            else:
+                results.append(BadSample("the tokenizer cuts a turn differently once the chat goes on"))
+        return results
+
+
+def token_ids(tokenizer: Any, texts: list[str]) -> list[np.ndarray]:
+    """int32 ids of each text, nothing put around it."""
+    if tokenizer.is_fast:
+        rows = [e.ids for e in plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)]
+    else:
+        rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    return [np.array(row, np.int32) for row in rows]
+
+
+def plain_backend(tokenizer: Any) -> Any:
+    """The tokenizers library's own, which neither cuts nor pads."""
+    backend = tokenizer.backend_tokenizer
+    # a tokenizer.json may carry both, and transformers sets and unsets them at each of its own calls
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern:
+    """Finds any of the texts, the longest where several begin at one place."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _token_at(encoding: Any, position: int) -> int:
+    token = encoding.char_to_token(position)
+    if token is None:
+        # the offsets of many tokenizers leave white space out, and then only the order of their ends tells
+        token = bisect_right(range(len(encoding)), position, key=lambda t: encoding.token_to_chars(t)[1])
+    return token
+
+
+def _common(ids: np.ndarray, prefix: np.ndarray) -> int:
+    """How many tokens the two begin with in common."""
+    size = min(len(ids), len(prefix))
+    differ = np.flatnonzero(ids[:size] != prefix[:size])
+    return int(differ[0]) if len(differ) else size
