@@ -223,6 +223,7 @@ def run(line: str, cwd: Path, limit: int = 240) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.launch
+@pytest.mark.full  # minutes of the embedded model's training, much of which the demo does, too
 def test_every_command_without_a_note_runs(clone):
     # in order: some of them go on from what another saved
     for line in RUN_HERE:

@@ -1,0 +1,123 @@
+"""The published figures, exactly as printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.errors import ConfigError
+from zerobook.plan import formulas as f
+from zerobook.plan import units
+
+GIB = 2**30
+T5_3B, T5_LAYER = 2_851_598_336, 32_128 * 1024  # printed as 2851M and 32M; the layer is the embedding
+
+
+@pytest.mark.parametrize("stage, expected", [(0, 16), (1, 10), (2, 7), (3, 4)])
+def test_fp32_adam_of_a_billion_on_four(stage, expected):
+    assert f.model_states(10**9, stage, 4, mixed=False).total == expected * 1e9
+
+
+@pytest.mark.parametrize("stage, expected", [(0, "120.0"), (1, "31.4"), (2, "16.6"), (3, "1.9")])
+def test_mixed_precision_of_7_5_billion_on_64(stage, expected):
+    found = f.model_states(7.5e9, stage, 64, mixed=True).total
+    assert f"{found / 1e9:.1f}" == expected and (stage < 3 or found == 1.875e9)  # printed as 1.88
+
+
+def test_deepspeeds_table_of_t5_3b():
+    def offloaded(params, zero_init):
+        return f.deepspeed_zero3(T5_3B, T5_LAYER, 8, 1, optimizer=True, params=params, zero_init=zero_init)
+
+    def on_gpu(zero_init):
+        return f.deepspeed_zero3(T5_3B, T5_LAYER, 8, 1, optimizer=False, params=False, zero_init=zero_init)
+
+    for row, host, gpu in [
+        (f.deepspeed_zero2(T5_3B, 8, 1, offload=True), "127.48", "5.31"),
+        (f.deepspeed_zero2(T5_3B, 8, 1, offload=False, printed=True), "127.48", "15.93"),
+        (offloaded(params=True, zero_init=True), "71.71", "0.12"),
+        (offloaded(params=True, zero_init=False), "127.48", "0.12"),
+        (offloaded(params=False, zero_init=True), "63.74", "0.79"),
+        (offloaded(params=False, zero_init=False), "127.48", "0.79"),
+        (on_gpu(zero_init=True), "1.47", "6.10"),
+        (on_gpu(zero_init=False), "127.48", "6.10"),
+    ]:
+        assert (f"{row.host / GIB:.2f}", f"{row.gpu / GIB:.2f}") == (host, gpu), row.formula
+
+
+@settings(deadline=None)
+@given(
+    st.integers(10**6, 10**12), st.integers(10**4, 10**9), st.integers(1, 16), st.integers(1, 64), st.booleans(), st.booleans()
+)
+def test_deepspeeds_own_functions_agree(parameters, layer, gpus, nodes, offload, zero_init):
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    ours = f.deepspeed_zero2(parameters, gpus, nodes, offload=offload)
+    assert ours[:2] == pytest.approx(zero2(parameters, gpus, nodes, cpu_offload=offload), abs=1)  # it drops fractions
+    for params in (False, True) if offload else (False,):
+        ours3 = f.deepspeed_zero3(parameters, layer, gpus, nodes, optimizer=offload, params=params, zero_init=zero_init)
+        theirs = zero3(parameters, layer, gpus, nodes, cpu_offload=offload, cpu_offload_params=params, zero_init=zero_init)
+        assert ours3[:2] == pytest.approx(theirs[:2], abs=1)
+
+
+def test_activations():
+    assert f"{f.activations_rule(32, 1, 1024, 4096, 4, 12) / 1e9:.2f}" == "6.44"
+    assert f"{f.activations_rule(32, 1, 1024, 4096, 4, 2) / 1e9:.2f}" == "1.07"
+    # the fp32 model of 10^9 parameters at batch 1 x 1024, unoptimised
+    whole = f.model_states(10**9, 0, 1, mixed=False).total + f.activations_rule(32, 1, 1024, 4096, 4, 12)
+    assert whole / 1e9 == pytest.approx(22, abs=0.5)
+    # SP, equations 1 and 4, at 2 bytes
+    assert f.activations(1, 1, 2, 3, 5, fused=False, checkpointing=False) == 2 * 3 * 34 + 5 * 5 * 4
+    assert f.activations(7, 1, 2, 3, 5, fused=True, checkpointing=True) == 7 * 2 * 6 + 34 * 6
+
+
+def test_traffic():
+    assert [f.traffic(stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3]
+    assert [f.ring(f.traffic(stage), 2) for stage in (0, 2, 3)] == [1, 1, 1.5]
+    assert f.traffic(3, hpz=True, quantized_weights=True, quantized_gradients=True) == f.traffic(3) / 4
+    assert f.traffic(3, hpz=True) == 2, "hpZ alone takes the backward gather off the network, no more"
+    assert f.between_nodes_rule(40e9, 2) == 120e9
+
+
+def test_checkpoint_of_70_billion():
+    assert 70e9 * f.CHECKPOINT_BYTES == 980e9
+
+
+@pytest.mark.parametrize(
+    "parse, text, expected",
+    [
+        (units.parse_bytes, "80GB", 80e9), (units.parse_bytes, "24 GiB", 24 * GIB), (units.parse_bytes, "1.5tb", 1.5e12),
+        (units.parse_bytes, "512B", 512), (units.parse_rate, "400Gbps", 50e9), (units.parse_rate, "300GB/s", 300e9),
+        (units.parse_rate, "10 Gbit/s", 1.25e9), (units.parse_rate, "800Gb/s", 100e9), (units.parse_count, "7.5B", 7.5e9),
+        (units.parse_count, "124M", 124e6), (units.parse_count, "1e12", 1e12),
+    ],
+)  # fmt: skip
+def test_units(parse, text, expected):
+    assert parse(text, "--x") == expected
+
+
+@pytest.mark.parametrize(
+    "parse, text",
+    [(units.parse_bytes, t) for t in ("80", "80 Gbps", "GB", "0GB", "-1GB", "1.2.3GB", "80XB", "")]
+    + [(units.parse_rate, t) for t in ("400", "400GB", "0Gbps", "fast")]
+    + [(units.parse_count, t) for t in ("7.5GB", "0", "many")],
+)
+def test_wrong_units_name_the_flag_and_the_value(parse, text):
+    with pytest.raises(ConfigError) as caught:
+        parse(text, "--gpu_memory")
+    assert "--gpu_memory" in str(caught.value) and repr(text) in str(caught.value)
+
+
+def test_amounts_are_readable():
+    assert [units.size(x) for x in (12, 1.21e12, 80e9, 999.9e6, 3.4e3)] == ["12 B", "1.21 TB", "80.0 GB", "1.00 GB", "3.40 kB"]
+    assert [units.count(x) for x in (1.5576e9, 134_515_008, 12)] == ["1.56B", "135M", "12"]
+    assert [units.duration(x) for x in (0.02, 61, 600, 7500, 10**6)] == ["20 ms", "61.0 s", "10 min", "2 h 5 min", "11.6 days"]
+
+
+def test_formulas_need_no_torch():
+    code = "import sys, zerobook.plan.formulas; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""What a run will hold, send and take, before it is started."""

@@ -1,0 +1,156 @@
+"""What the literature says that a training step holds and sends. Imports nothing heavy.
+
+These are the figures people compare with; what the libraries really hold is counted in `zerobook.plan.holdings`.
+``parameters`` are elements, results are bytes unless said otherwise. Sources:
+
+ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054
+ZeRO++  Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, arXiv:2306.10209
+SP      Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198
+DS      the estimators of DeepSpeed 0.19.8, deepspeed.runtime.zero.stage_1_and_2 and stage3
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class States(NamedTuple):
+    """Bytes of the model's states on one device."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool) -> States:
+    """ZeRO, section 5: what each stage leaves on a device.
+
+    Args:
+        stage: 0 (data parallelism) to 3.
+        mixed: 2-byte weights and gradients, with fp32 master weights and two moments (K = 12); otherwise fp32
+            throughout, whose weights are their own masters (K = 8).
+    """
+    element, k = (2, 12) if mixed else (4, 8)
+    return States(
+        parameters * element / (ranks if stage >= 3 else 1),
+        parameters * element / (ranks if stage >= 2 else 1),
+        parameters * k / (ranks if stage >= 1 else 1),
+    )
+
+
+class Estimate(NamedTuple):
+    """DeepSpeed's own figure: bytes of host RAM a node and of memory a GPU, and how they come about."""
+
+    host: float
+    gpu: float
+    formula: str
+
+
+BUFFERS = 1.5
+"""DS: ``additional_buffer_factor``, what it adds to host RAM for all that it does not count."""
+
+
+def deepspeed_zero2(parameters: int, gpus_per_node: int, nodes: int, *, offload: bool, printed: bool = False) -> Estimate:
+    """DS, ``estimate_zero2_model_states_mem_needs``. Its "GB" is 2^30 bytes.
+
+    Without offload it counts 2 P + 18 P/N, fp32 copies of the gradients included, where the paper has 2 P + 14 P/N.
+
+    Args:
+        printed: 4 P + 16 P/N, as in the published tables, which an earlier version made.
+    """
+    ranks = gpus_per_node * nodes
+    if offload:
+        host = parameters * max(4 * ranks, 16) * BUFFERS
+        return Estimate(host, 2 * parameters, "host P x max(4 N, 16) x 1.5, GPU 2 P")
+    whole, shared = (4, 16) if printed else (2, 18)
+    gpu = whole * parameters + int(shared * parameters / ranks)
+    host = parameters * 4 * gpus_per_node * BUFFERS
+    return Estimate(host, gpu, f"host 4 P x ranks a node x 1.5, GPU {whole} P + {shared} P/N")
+
+
+def deepspeed_zero3(
+    parameters: int,
+    largest_layer: int,
+    gpus_per_node: int,
+    nodes: int,
+    *,
+    optimizer: bool,
+    params: bool,
+    zero_init: bool = True,
+) -> Estimate:
+    """DS, ``estimate_zero3_model_states_mem_needs``. Its "GB" is 2^30 bytes.
+
+    Args:
+        largest_layer: parameters of the largest layer, which is gathered whole.
+        optimizer, params: what is offloaded to host RAM; parameters only together with the optimizer.
+        zero_init: the model is sharded while it is made; otherwise every rank first holds all of it in host RAM.
+    """
+    ranks, layer = gpus_per_node * nodes, 4 * largest_layer
+    if not optimizer:
+        at_load = largest_layer if zero_init else parameters
+        host, gpu = at_load * 4 * gpus_per_node * BUFFERS, layer + int(18 * parameters / ranks)
+        return Estimate(host, gpu, "host 4 x loaded x ranks a node x 1.5, GPU 4 L + 18 P/N")
+    per_parameter = 18 if params else 16
+    gpu = layer if params else layer + int(2 * parameters / ranks)
+    host = parameters * (per_parameter / nodes if zero_init else max(4 * gpus_per_node, per_parameter / nodes)) * BUFFERS
+    return Estimate(host, gpu, f"host {per_parameter} P / nodes x 1.5, GPU 4 L" + ("" if params else " + 2 P/N"))
+
+
+def activations_rule(layers: int, batch: int, length: int, width: int, element: int, copies: int) -> float:
+    """L x B x S x H x D x C, the rule of thumb: ``copies`` tensors [batch, length, width] a layer, ``element`` bytes each."""
+    return float(layers * batch * length * width * element * copies)
+
+
+def activations(
+    layers: int, batch: int, length: int, width: int, heads: int, *, element: int = 2, fused: bool, checkpointing: bool
+) -> float:
+    """SP, equations 1 and 4: what a transformer's layers keep for the backward pass, without the logits.
+
+    Args:
+        element: bytes of an activation; the paper's 34 and 5 count bytes at 2, two of the 34 for masks of one byte.
+        fused: attention that keeps no [length, length] matrices, as flash attention.
+        checkpointing: only each layer's input is kept; one layer at a time is recomputed whole.
+    """
+    tokens = batch * length * width * element / 2
+    layer = 34 * tokens + (0 if fused else 5 * heads * length**2 * batch * element / 2)
+    return 2 * tokens * layers + layer if checkpointing else layer * layers
+
+
+def logits(batch: int, length: int, vocabulary: int, *, element: int = 2) -> float:
+    """Logits as computed, their fp32 copy, its log-softmax, and its gradient: what cross-entropy holds at its peak."""
+    return float(batch * length * vocabulary * (element + 3 * 4))
+
+
+def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, quantized_gradients: bool = False) -> float:
+    """Parameters' worth of elements that a rank sends in a step, the accumulation's extra gathers left out.
+
+    ZeRO, section 7: an all-reduce is a reduce-scatter and an all-gather, one worth each; ZeRO-3 gathers weights in the
+    forward and again in the backward pass, and reduce-scatters gradients. ZeRO++: hpZ gathers for the backward pass inside
+    the node, quantised weights are sent in half as many bytes, quantised gradients in a quarter; all three together send
+    0.75 of an element's worth between nodes, a quarter of ZeRO-3's 3.
+    """
+    if stage < 3:
+        return 2.0
+    forward = 0.5 if quantized_weights else 1.0
+    return forward + (0.0 if hpz else forward) + (0.25 if quantized_gradients else 1.0)
+
+
+def ring(worth: float, ranks: int) -> float:
+    """Of ``worth`` that an ideal law counts, what each rank of a ring really sends: (N - 1) / N of it."""
+    return worth * (ranks - 1) / ranks
+
+
+def between_nodes_rule(parameters: float, nodes: int) -> float:
+    """Bytes a node exchanges in a step of ZeRO-3 with 2-byte elements: 48 M / N bits, a rule of thumb for sizing networks.
+
+    It counts 3 worths of 16 bits, divided over the nodes; the ring's law, `ring`, stands beside it in the table.
+    """
+    return 48 * parameters / nodes / 8
+
+
+CHECKPOINT_BYTES = 14
+"""A parameter of a mixed-precision run with its optimizer, as sharded checkpoints keep it: 2 + 4 + 4 + 4."""

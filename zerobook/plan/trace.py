@@ -1,0 +1,237 @@
+"""Activation memory of one micro-batch, found by running the model itself on tensors without contents.
+
+The model is built and stepped under `FakeTensorMode`: every operation reports the shapes it would make, nothing is computed,
+and a new architecture needs no formula. Storages are followed from the operation that makes them until Python or autograd
+lets go of them, so the figures hold what a tape really keeps: what autograd saves, what checkpointing drops, the copies that
+autocast and the loss make.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass
+class Trace:
+    """Bytes of one micro-batch on one rank; weights, their gradients and the optimizer are not among them.
+
+    ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` the batch itself. ``timeline``
+    has a point for each weight whose gradient came to be: (elements of gradients there were before it, the most bytes of
+    activations that were alive since the last point); its first point is the forward pass and the loss.
+    """
+
+    saved: int
+    inputs: int
+    forward_peak: int
+    timeline: list[tuple[int, int]] = field(default_factory=list)
+    flops: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        return max(most for _, most in self.timeline)
+
+
+class Follow(TorchDispatchMode):
+    """Counts the bytes of storages that operations make inside, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.most = 0
+        self._known: dict[int, weakref.ref] = {}
+        self._apart: set[int] = set()  # storages of weights and the like
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count ``tensor``'s storage, from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            self._forget(key, storage.nbytes())
+        self._apart.add(key)
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Follow ``tensor``'s storage, once."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._apart or key in self._known or not size:
+            return
+        self.live += size
+        self.most = max(self.most, self.live)
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+
+    def since(self) -> int:
+        """The most bytes alive at once since this was last asked."""
+        most, self.most = self.most, self.live
+        return most
+
+    def _forget(self, key: int, size: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor)
+        return result
+
+
+class Saved:
+    """Bytes of the distinct storages that autograd saves inside, other than those ``apart``."""
+
+    def __init__(self, apart: Iterator[torch.Tensor]):
+        self._apart = {t.untyped_storage()._cdata for t in apart}
+        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no key comes twice
+
+    def __enter__(self) -> Saved:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._apart:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def trace(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    precision: str,
+    *,
+    kernels: str | None = None,
+) -> Trace:
+    """Run one micro-batch forward and backward. Call inside the fake mode that made ``model`` and ``batch``.
+
+    Args:
+        batch: what the collator makes, with ``labels``.
+        loss: (logits, labels) -> scalar.
+        precision: of autocast: ``no``, ``bf16`` or ``fp16``.
+        kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    device = next(model.parameters()).device.type
+    follow, done = Follow(), 0
+    points: list[tuple[int, int]] = []
+    for tensor in [*model.parameters(), *model.buffers()]:
+        follow.leave_out(tensor)
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        nonlocal done
+        points.append((done, follow.since()))
+        done += parameter.numel()
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
+    flops = FlopCounterMode(display=False)
+    try:
+        with _kernels(kernels) if kernels else nullcontext(), follow, flops, _autocast(device, kinds.get(precision)):
+            for tensor in batch.values():
+                follow.count(tensor)
+            inputs = follow.live
+            labels = batch["labels"]
+            given = {key: value for key, value in batch.items() if key != "labels" or model.config.is_encoder_decoder}
+            with Saved([*model.parameters(), *model.buffers(), *batch.values()]) as saved:
+                value = loss(model(**given).logits, labels)
+            kept = saved.bytes
+            del saved
+            points.append((0, forward := follow.since()))
+            value.backward()
+            points.append((done, follow.since()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Trace(kept, inputs, forward, points, float(flops.get_total_flops()))
+
+
+class _Attention(torch.autograd.Function):
+    """Scaled dot-product attention by a kernel that keeps no matrix of scores: its results and what it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows, heads, length, _ = q.shape
+        out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write it as the next layer reads it
+        ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, bias, *_ = ctx.saved_tensors
+        needed = bias is not None and ctx.needs_input_grad[3]
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(bias) if needed else None
+
+
+@contextmanager
+def _kernels(device: str) -> Iterator[None]:
+    """Attention as ``device`` runs it. Fake tensors take the plain implementation, which devices take for odd shapes only.
+
+    The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
+    """
+    plain = F.scaled_dot_product_attention
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        alike = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        on_cpu = device == "cpu" and (dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad))
+        if not (alike or options.get("enable_gqa")) or on_cpu:
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (t.to(dtype) for t in (query, key, value))
+            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # kernels take what is added to the scores
+        return _Attention.apply(query, key, value, attn_mask)
+
+    F.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
+
+
+@contextmanager
+def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Like torch.autocast, which refuses devices that are not there."""
+    if dtype is None:
+        yield
+        return
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])

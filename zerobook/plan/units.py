@@ -1,0 +1,100 @@
+"""Amounts as people write them: ``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``."""
+
+from __future__ import annotations
+
+import re
+
+from zerobook.errors import ConfigError
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """``80GB`` is 80 x 10^9 bytes, ``80GiB`` 80 x 2^30.
+
+    Raises:
+        ConfigError: no number, no unit, an unknown unit, or nothing at all of it. ``key`` names the flag.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtp]i?)?b\s*", text, re.I)
+    value = _number(match[1]) if match else None
+    if match is None or value is None:
+        hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
+        raise ConfigError(f"{key}: {text!r} is no amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
+    amount = int(value * (_DECIMAL | _BINARY)[(match[2] or "").lower()])
+    if amount <= 0:
+        raise ConfigError(f"{key}: {text!r} is nothing. Give what there is, such as 80GB.")
+    return amount
+
+
+def parse_rate(text: str, key: str) -> float:
+    """Bytes a second: ``400Gbps`` counts bits, ``300GB/s`` bytes.
+
+    Raises:
+        ConfigError: as `parse_bytes`.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt])?(?:(bps|bit/s|b/s)|(B/s))\s*", text, re.I)
+    value = _number(match[1]) if match else None
+    if match is None or not value:
+        raise ConfigError(f"{key}: {text!r} is no rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
+    bits = "B/s" not in text
+    return value * _DECIMAL[(match[2] or "").lower()] / (8 if bits else 1)
+
+
+def parse_count(text: str, key: str) -> int:
+    """``7.5B`` is 7.5 x 10^9.
+
+    Raises:
+        ConfigError: no such number, or nothing.
+    """
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
+    value = _number(match[1]) if match else None
+    if match is None or not value:
+        raise ConfigError(f"{key}: {text!r} is no number of parameters such as 7.5B, 350M or 7500000000.")
+    return int(value * _COUNTS[(match[2] or "").lower()])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def gb(amount: float) -> str:
+    """Bytes in units of 10^9, as hardware is sold: three figures, never scientific."""
+    return _three(amount / 1e9) if amount < 1e15 else f"{amount / 1e9:,.0f}"
+
+
+def size(amount: float) -> str:
+    """Bytes with the decimal unit that fits: ``1.21 TB``."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if amount >= 0.9995 * unit:
+            return f"{_three(amount / unit)} {name}"
+    return f"{amount:.0f} B"
+
+
+def count(number: float) -> str:
+    """``1.56B`` parameters."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * unit:
+            return f"{_three(number / unit)}{name}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """``3 h 20 min``, ``40 s``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 90:
+        return f"{_three(seconds)} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    return f"{seconds / 86400:,.1f} days"
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
