@@ -143,7 +143,7 @@ def preparing(gigabytes: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def saving(steps: int = 3, padded_rows: int = 32, packed_rows: int = 4, capacity: int = 1024) -> dict[str, float]:
+def saving(steps: int = 4, padded_rows: int = 32, packed_rows: int = 4, capacity: int = 1024) -> dict[str, float]:
     """Supervised tokens a second of SmolLM2-135M on the dialogues: packed rows against padded micro-batches.
 
     Both arms train on about as many tokens a step, padding included: a step's weight gradients cost the same however few
@@ -199,6 +199,8 @@ def saving(steps: int = 3, padded_rows: int = 32, packed_rows: int = 4, capacity
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    measures = {"packing": packing, "tokenizing": tokenizing, "saving": saving, "preparing": preparing}
+    parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), help="measure these; the rest stays")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/data.json"))
     asked = parser.parse_args()
     from zerobook.loop import versions
@@ -206,18 +208,12 @@ def main() -> None:
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
     )
-    result = {
-        "date": str(date.today()),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "versions": versions(),
-    }
-    for name, measure in (("packing", packing), ("tokenizing", tokenizing), ("saving", saving)):
-        result[name] = measure()
-        print(name, json.dumps(result[name], indent=1), flush=True)
-    result["preparing"] = preparing(asked.gigabytes)
-    print("preparing", json.dumps(result["preparing"], indent=1))
+    result = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    result |= {"cpu": cpu, "cores": os.cpu_count(), "machine": platform.machine()}
+    for name in asked.only:
+        figures = preparing(asked.gigabytes) if name == "preparing" else measures[name]()
+        result[name] = {"date": str(date.today()), "versions": versions(), "figures": figures}
+        print(name, json.dumps(figures, indent=1), flush=True)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {asked.out}")

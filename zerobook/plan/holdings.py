@@ -1,8 +1,8 @@
 """What the implementations really hold of a model's states, counted from the shapes of its weights.
 
 The literature's formulas know parameters, gradients and moments. DeepSpeed keeps an fp32 master even of an fp32 model, pads
-what it partitions, and lays buckets aside; FSDP2 pads rows; DDP copies gradients into buckets; AdamW counts its steps in a
-tensor for each weight. All of that is exact to the byte here, and compared with live runs (`zerobook plan --measure`).
+what it partitions and lays buckets aside; FSDP2 pads rows; AdamW counts its steps in a tensor for each one it steps. All of
+that is counted here to the byte, and compared with live runs by ``zerobook plan --measure``.
 Read from DeepSpeed 0.19.8, torch 2.13 and accelerate 1.15.
 """
 
@@ -12,16 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from zerobook.plan.spread import Spread
+
 STEP = 4
-"""Bytes of AdamW's count of steps, a tensor of one fp32 number for each tensor it steps."""
+"""Bytes of AdamW's count of steps, one fp32 number for each tensor it steps."""
+Groups = Sequence[Sequence["Weight"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A parameter of the model, once, however many modules share it.
 
-    ``element`` is the bytes of an element as loaded; ``unit`` names the module that FSDP2 wraps and that is gathered
-    whole, "" for what belongs to the root.
+    ``element`` is the bytes of an element where nothing casts it; ``unit`` the layer that is gathered as one, "" for what
+    belongs to no layer.
     """
 
     name: str
@@ -35,123 +38,99 @@ class Weight:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a strategy file spreads a run; what `zerobook.resolve.LaunchPlan` says, in numbers."""
-
-    kind: str  # "single", "ddp", "deepspeed" or "fsdp"
-    ranks: int
-    stage: int = 0
-    shard: int = 1  # ranks that share one copy
-    secondary: int = 1  # hpZ: ranks that share the second copy
-    precision: str = "no"
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    sub_group: float = 1e9  # elements
-    bucket: float = 5e8  # elements of ``reduce_bucket_size``
-    gather_bucket: float = 5e8  # elements of ``allgather_bucket_size``
-    prefetch: float = 5e7  # elements of ``stage3_prefetch_bucket_size``
-    persistent: float = 1e5  # elements of ``stage3_param_persistence_threshold``
-    overlap: bool = False
-    contiguous: bool = True
-
-    @property
-    def compute(self) -> int:
-        """Bytes of an element in forward and backward passes."""
-        return 4 if self.precision == "no" else 2
-
-
 @dataclass(kw_only=True)
 class Holdings:
-    """Bytes on one rank, the fullest. On the device where nothing else is said.
+    """Bytes of one rank, wherever they lie.
 
-    ``parameters``, ``gradients`` and ``optimizer`` count live tensors at the moment between backward and step, each storage
-    once, as `Strategy.memory` does; ``host`` is the part of them in host RAM, ``disk`` that on NVMe. ``buffers`` are laid
-    aside for a whole backward pass; ``at_step`` is what the step takes for itself.
+    ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between backward pass and step, each storage once,
+    as `Strategy.memory` counts them. ``host`` is the share of each that lies in host RAM.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0
-    at_step: int = 0
-    gathered: int = 0
     host: dict[str, int] = field(default_factory=dict)
-    disk: int = 0
 
     @property
-    def states(self) -> int:
-        """On all devices together."""
-        return self.parameters + self.gradients + self.optimizer
+    def states(self) -> dict[str, int]:
+        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
 
     @property
-    def on_device(self) -> int:
-        return self.states - sum(self.host.values()) - self.disk
+    def on_device(self) -> dict[str, int]:
+        return {key: value - self.host.get(key, 0) for key, value in self.states.items()}
 
 
-def hold(weights: Sequence[Weight], spread: Spread, groups: Sequence[Sequence[Weight]]) -> Holdings:
-    """What a rank holds of a model.
+def hold(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int = 0) -> Holdings:
+    """What ``rank`` holds of a model.
 
     Args:
         weights: all of them, in the model's order.
-        groups: the trained ones, as the optimizer's parameter groups have them.
+        groups: the trained ones, by the optimizer's parameter groups.
     """
     if spread.kind == "fsdp":
-        return _fsdp(weights, spread)
+        return _fsdp(weights, spread, rank)
     if spread.kind != "deepspeed":
-        return _replicated(weights, spread)
-    return _zero3(weights, spread, groups) if spread.stage == 3 else _zero(weights, spread, groups)
+        return _replicated(weights)
+    return (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
 
 
-def _replicated(weights: Sequence[Weight], spread: Spread) -> Holdings:
-    """One process, or DDP. Trained weights are fp32, whatever they were loaded in."""
+def _replicated(weights: Sequence[Weight]) -> Holdings:
+    """One process, or DDP."""
     trained = [w for w in weights if w.trained]
     elements = sum(w.numel for w in trained)
     return Holdings(
-        parameters=4 * elements + sum(w.numel * w.element for w in weights if not w.trained),
+        parameters=sum(w.numel * w.element for w in weights),
         gradients=4 * elements,
         optimizer=8 * elements + STEP * len(trained),
     )
 
 
-def _fsdp(weights: Sequence[Weight], spread: Spread) -> Holdings:
-    """Rows are dealt out; every rank's part is padded to the largest in the weights and gradients, and not in the moments."""
+def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
+    """Rows are dealt out. Weights and gradients are padded to the largest part, moments are not."""
+    place = rank % spread.shard
     trained = [w for w in weights if w.trained]
-    parameters = sum(_padded(w, spread.shard) * (4 if w.trained else w.element) for w in weights)
-    moments = max(sum(8 * _rows(w, spread.shard, rank) * prod(w.shape[1:]) for w in trained) for rank in {0, spread.shard - 1})
     held = Holdings(
-        parameters=parameters,
-        gradients=sum(4 * _padded(w, spread.shard) for w in trained),
-        optimizer=moments + STEP * len(trained),
+        parameters=sum(_row_elements(w, spread.shard, 0) * w.element for w in weights),
+        gradients=sum(4 * _row_elements(w, spread.shard, 0) for w in trained),
+        optimizer=sum(8 * _row_elements(w, spread.shard, place) for w in trained) + STEP * len(trained),
     )
     if spread.offload_param != "none":
-        held.host = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+        held.host = held.states
     return held
 
 
-def _zero(weights: Sequence[Weight], spread: Spread, groups: Sequence[Sequence[Weight]]) -> Holdings:
+def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
     """ZeRO-1 and 2: each group flattened, padded to two elements a rank, and cut into equal parts."""
-    frozen = [w for w in weights if not w.trained]
     flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
     parts = [size // spread.ranks for size in flat]
+    frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
+    gradients = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
     return Holdings(
-        parameters=sum(_lowered(w, spread) * w.numel for w in frozen) + sum(flat) * spread.compute,
-        gradients=sum(parts) * spread.compute,
+        parameters=sum(flat) * spread.compute + frozen,
+        gradients=gradients * spread.compute,
         optimizer=sum(12 * part + STEP for part in parts),
     )
 
 
-def _zero3(weights: Sequence[Weight], spread: Spread, groups: Sequence[Sequence[Weight]]) -> Holdings:
+def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
+    """Elements of the gradients that a rank keeps of a group: those of every weight that reaches into its part, whole, and
+    zeros for what its part has beyond the last weight."""
+    start, stop = part * rank, part * (rank + 1)
+    at = kept = 0
+    for weight in group:
+        if at < stop and at + weight.numel > start:
+            kept += weight.numel
+        at += weight.numel
+    return kept + max(0, stop - max(at, start))
+
+
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
     """Every weight padded to one element a rank and cut; small ones stay gathered besides."""
-
-    def part(w: Weight) -> int:
-        return -(-w.numel // spread.ranks)
-
     sub_groups = [sub for group in groups for sub in _sub_groups(group, spread)]
-    trained = sum(part(w) for sub in sub_groups for w in sub)
-    persistent = sum(w.numel for w in weights if w.numel <= spread.persistent)
+    trained = sum(_part(w, spread) for sub in sub_groups for w in sub)
+    persistent = sum(w.numel * _cast(w, spread) for w in weights if w.numel <= spread.persistent)
     return Holdings(
-        parameters=sum(part(w) * _lowered(w, spread) for w in weights) + persistent * spread.compute,
+        parameters=sum(_part(w, spread) * _cast(w, spread) for w in weights) + persistent,
         gradients=trained * spread.compute,
         optimizer=12 * trained + STEP * len(sub_groups),
     )
@@ -163,7 +142,7 @@ def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight
     size = 0
     for weight in group:
         sub.append(weight)
-        size += -(-weight.numel // spread.ranks)
+        size += _part(weight, spread)
         if size >= spread.sub_group:
             yield sub
             sub, size = [], 0
@@ -171,20 +150,19 @@ def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight
         yield sub
 
 
-def _lowered(weight: Weight, spread: Spread) -> int:
+def _part(weight: Weight, spread: Spread) -> int:
+    return -(-weight.numel // spread.ranks)
+
+
+def _cast(weight: Weight, spread: Spread) -> int:
     """Bytes of an element once DeepSpeed has cast the model."""
-    return spread.compute if spread.precision != "no" else weight.element
+    return spread.compute if spread.casts else weight.element
 
 
-def _rows(weight: Weight, shard: int, rank: int) -> int:
-    """Rows of a weight that ``rank`` of ``shard`` holds, as torch.chunk deals them."""
-    each = -(-weight.shape[0] // shard) if weight.shape else 1
-    return max(0, min(each, (weight.shape[0] if weight.shape else 1) - each * rank))
-
-
-def _padded(weight: Weight, shard: int) -> int:
-    """Elements of the largest part."""
-    return _rows(weight, shard, 0) * prod(weight.shape[1:])
+def _row_elements(weight: Weight, shard: int, place: int) -> int:
+    """Elements of the rows that one of ``shard`` ranks holds, as torch.chunk deals them."""
+    rows, each = weight.shape[0], -(-weight.shape[0] // shard)
+    return max(0, min(each, rows - each * place)) * prod(weight.shape[1:])
 
 
 def _up(number: int, multiple: int) -> int:

@@ -251,15 +251,7 @@ class Strategy:
         )
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """Decay matrices only: biases and norm gains are vectors, as in the transformers examples."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if weight_decay == 0:
-            return [{"params": trained, "weight_decay": 0.0}]
-        groups = [
-            {"params": [p for p in trained if len(self.shape(p)) >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trained if len(self.shape(p)) < 2], "weight_decay": 0.0},
-        ]
-        return [group for group in groups if group["params"]]
+        return parameter_groups(model, weight_decay, self.shape)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -488,6 +480,25 @@ class ReplicatedStrategy(Strategy):
 
     def _accumulating(self) -> AbstractContextManager[None]:
         return self.accelerator.no_sync(self.model)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, shape: Callable[[nn.Parameter], torch.Size] = lambda p: p.shape
+) -> list[dict[str, Any]]:
+    """The optimizer's groups of trained weights. Matrices alone decay: biases and norm gains are vectors, as in the
+    transformers examples.
+
+    Args:
+        shape: of the whole weight, where a rank holds a part.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in trained if len(shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if len(shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:

@@ -1,0 +1,180 @@
+"""What a recipe's config trains, as a model whose tensors have shapes and no contents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zerobook.config import RecipeConfig
+from zerobook.data import embedded
+from zerobook.errors import ConfigError
+from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
+from zerobook.modeling import DTYPES, enable_activation_checkpointing
+from zerobook.plan.holdings import Weight
+from zerobook.strategy.base import parameter_groups
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe's config with the model's. ``name`` is what the model is called in tables."""
+
+    config: RecipeConfig
+    model_config: Any
+    name: str
+
+    @property
+    def seq2seq(self) -> bool:
+        return bool(self.model_config.is_encoder_decoder)
+
+    @property
+    def objective(self) -> Objective:
+        return SEQ2SEQ if self.seq2seq else CAUSAL
+
+    @property
+    def lora(self) -> bool:
+        return hasattr(self.config, "lora_r")
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(tokens of a source or text, of a target; 0 where there is none) at most."""
+        if self.seq2seq:
+            return self.config.max_source_length, self.config.max_target_length
+        key = "max_seq_length" if self.lora else "block_size"
+        return getattr(self.config, key), 0
+
+    @contextmanager
+    def made(self, *, cast: str = "no") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+        """The model in training mode and a micro-batch for it, good inside.
+
+        Args:
+            cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
+                weights are fp32 and others as loaded.
+        """
+        import transformers
+
+        kind = transformers.AutoModelForSeq2SeqLM if self.seq2seq else transformers.AutoModelForCausalLM
+        attention = self.config.attn_implementation
+        options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
+        if attention == "eager":
+            options["attn_implementation"] = attention
+        with torch.device("meta"), _quiet():
+            model = kind.from_config(self.model_config, dtype=self._dtype, **options)
+            model.config.use_cache = False
+            if self.config.activation_checkpointing:
+                enable_activation_checkpointing(model)
+            if self.lora:
+                model = self._adapted(model)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+            if cast != "no":
+                model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _to_fake(model)
+            yield model.train(), self._batch()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        asked = DTYPES[self.config.dtype]
+        return asked if isinstance(asked, torch.dtype) else getattr(self.model_config, "dtype", None) or torch.float32
+
+    def _adapted(self, model: nn.Module) -> nn.Module:
+        from zerobook.adapters import add_lora
+
+        config: Any = self.config
+        return add_lora(
+            model, rank=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=config.lora_target_modules,
+            seed=config.seed,
+        )  # fmt: skip
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        rows, (source, target) = self.config.per_device_train_batch_size, self.lengths
+        ids = torch.zeros(rows, source, dtype=torch.int64)
+        if self.seq2seq:
+            labels = torch.zeros(rows, target, dtype=torch.int64)
+            return {"input_ids": ids, "attention_mask": ids.clone(), "labels": labels, "decoder_input_ids": labels.clone()}
+        if self.config.packing:
+            return {"input_ids": ids, "position_ids": ids.clone(), "labels": ids.clone()}
+        return {"input_ids": ids, "attention_mask": ids.clone(), "labels": ids.clone()}
+
+    def weights(self) -> tuple[list[Weight], list[list[Weight]]]:
+        """All weights, and the trained ones by the optimizer's groups."""
+        with self.made() as (model, _):
+            units = _units(model)
+            made = {
+                p: Weight(name, tuple(p.shape), p.element_size(), p.requires_grad, units.get(name, ""))
+                for name, p in model.named_parameters()
+            }
+            groups = parameter_groups(model, self.config.weight_decay)
+            return list(made.values()), [[made[p] for p in group["params"]] for group in groups]
+
+
+def job(config: RecipeConfig) -> Job:
+    """The job of a recipe's config. Reads the model's config.json; downloads no more than that.
+
+    Raises:
+        ConfigError: there is no such model, or transformers does not know its class.
+    """
+    from transformers import AutoConfig
+
+    name = config.model_name_or_path or getattr(config, "config_name", None)
+    if name is None:
+        raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
+    where = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
+    try:
+        if where.endswith(".json"):
+            facts = json.loads(Path(where).read_text())
+            model_config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+        else:
+            model_config = AutoConfig.from_pretrained(where, revision=config.model_revision)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model_name_or_path: {name}: no model config can be read there: {reason}") from error
+    return Job(config, model_config, Path(name).stem if name.endswith(".json") else name)
+
+
+def _units(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> the layer that it belongs to; parameters outside of layers are not in it."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    units = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ in classes:
+            units |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
+    return units
+
+
+def _to_fake(model: nn.Module) -> None:
+    """Put fake CPU tensors in the place of the model's meta tensors, of which operations keep no account."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake: torch.Tensor = torch.empty_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = fake
+                kind[name] = made[id(tensor)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on a model that is not going to be used."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

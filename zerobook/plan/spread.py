@@ -1,0 +1,101 @@
+"""How a strategy file spreads a run, in the numbers that memory and traffic depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerobook.resolve import LaunchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A `LaunchPlan` with every ``auto`` of its DeepSpeed config in numbers. Bucket and threshold sizes count elements."""
+
+    kind: str  # "single", "ddp", "deepspeed" or "fsdp"
+    name: str
+    ranks: int
+    stage: int = 0
+    shard: int = 1  # ranks that share one copy of the weights
+    secondary: int = 1  # hpZ: ranks that share the second copy, which backward passes gather from
+    precision: str = "no"
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    reduce_bucket: int = 500_000_000
+    gather_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistent: int = 100_000
+    live: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    overlap: bool = False
+    contiguous: bool = True
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
+    reshards: bool = True  # FSDP: weights are given up behind a layer's forward pass
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an element in forward and backward passes."""
+        return 4 if self.precision == "no" else 2
+
+    @property
+    def casts(self) -> bool:
+        """The whole model is cast to the compute dtype, as DeepSpeed does; otherwise autocast casts what it uses."""
+        return self.kind == "deepspeed" and self.precision != "no"
+
+
+def spread(plan: LaunchPlan, model_config: Any) -> Spread:
+    """What a resolved strategy file comes to for a model.
+
+    Args:
+        model_config: transformers' config; accelerate sizes buckets by its ``hidden_size``.
+    """
+    common: dict[str, Any] = {
+        "kind": plan.kind, "name": plan.name, "ranks": plan.world_size, "precision": plan.precision,
+        "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
+    }  # fmt: skip
+    if plan.kind == "fsdp":
+        return Spread(**common, stage=3, shard=plan.shard)
+    if plan.kind != "deepspeed":
+        return Spread(**common)
+    zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
+    width = _width(model_config)
+    # accelerate 1.15, Accelerator._prepare_deepspeed
+    auto = {
+        "reduce_bucket_size": width**2,
+        "stage3_prefetch_bucket_size": int(0.9 * width**2),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+
+    def number(key: str, default: float) -> int:
+        value = zero.get(key, default)
+        return int(auto.get(key, default) if value == "auto" else value)
+
+    stage = plan.zero_stage or 0
+    return Spread(
+        **common,
+        stage=stage,
+        shard=plan.world_size if stage == 3 else 1,
+        secondary=number("zero_hpz_partition_size", 1),
+        reduce_bucket=number("reduce_bucket_size", 5e8),
+        gather_bucket=number("allgather_bucket_size", 5e8),
+        prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
+        persistent=number("stage3_param_persistence_threshold", 1e5),
+        live=number("stage3_max_live_parameters", 1e9),
+        sub_group=number("sub_group_size", 1e9),
+        overlap=bool(zero.get("overlap_comm", stage == 3)),
+        contiguous=bool(zero.get("contiguous_gradients", True)),
+        quantized_weights=bool(zero.get("zero_quantized_weights", False)),
+        quantized_gradients=bool(zero.get("zero_quantized_gradients", False)),
+    )
+
+
+def _width(model_config: Any) -> int:
+    """As accelerate finds it: the hidden size, the largest of several, or that of the text model inside."""
+    for config in (model_config, getattr(model_config, "text_config", None)):
+        if getattr(config, "hidden_size", None):
+            return int(config.hidden_size)
+        if getattr(config, "hidden_sizes", None):
+            return int(max(config.hidden_sizes))
+    return 0
