@@ -44,7 +44,9 @@ def packing() -> dict[str, dict[str, float]]:
         found[name] = {
             "samples": len(lengths),
             "seconds": round(seconds, 3),
-            "fill": float(lengths.sum() / (len(plan) * capacity)),
+            "rows": len(plan),
+            "rows at least needed": int(-(-lengths.sum() // capacity)),
+            "fill": round(float(lengths.sum() / (len(plan) * capacity)), 5),
         }
     return found
 
