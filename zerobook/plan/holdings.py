@@ -156,7 +156,7 @@ def _part(weight: Weight, spread: Spread) -> int:
 
 def _cast(weight: Weight, spread: Spread) -> int:
     """Bytes of an element once DeepSpeed has cast the model."""
-    return spread.compute if spread.casts else weight.element
+    return spread.compute if spread.precision != "no" else weight.element
 
 
 def _row_elements(weight: Weight, shard: int, place: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,16 @@ from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
 from zerobook.modeling import DTYPES, enable_activation_checkpointing
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.base import parameter_groups
+
+
+class Shape(NamedTuple):
+    """Of a micro-batch: ``rows``, and tokens of a source (or text) and of a target. ``padded``: some of them are padding,
+    so that attention needs a mask."""
+
+    rows: int
+    source: int
+    target: int
+    padded: bool
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,18 @@ class Job:
         key = "max_seq_length" if self.lora else "block_size"
         return getattr(self.config, key), 0
 
+    @property
+    def shape(self) -> Shape:
+        """The largest micro-batch there can be. Text is cut into blocks that need no padding; chats and pairs do."""
+        blocks = not self.seq2seq and not self.lora and self.config.format in (None, "text")
+        return Shape(self.config.per_device_train_batch_size, *self.lengths, padded=not (blocks or self.config.packing))
+
     @contextmanager
-    def made(self, *, cast: str = "no") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    def made(self, shape: Shape | None = None, *, cast: str = "no") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
         """The model in training mode and a micro-batch for it, good inside.
 
         Args:
+            shape: of the micro-batch; the largest where it is None.
             cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
                 weights are fp32 and others as loaded.
         """
@@ -79,7 +96,7 @@ class Job:
                 model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
         with FakeTensorMode(allow_non_fake_inputs=True):
             _to_fake(model)
-            yield model.train(), self._batch()
+            yield model.train(), self._batch(shape or self.shape)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -95,15 +112,17 @@ class Job:
             seed=config.seed,
         )  # fmt: skip
 
-    def _batch(self) -> dict[str, torch.Tensor]:
-        rows, (source, target) = self.config.per_device_train_batch_size, self.lengths
-        ids = torch.zeros(rows, source, dtype=torch.int64)
+    def _batch(self, shape: Shape) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids.clone()}
         if self.seq2seq:
-            labels = torch.zeros(rows, target, dtype=torch.int64)
-            return {"input_ids": ids, "attention_mask": ids.clone(), "labels": labels, "decoder_input_ids": labels.clone()}
+            labels = torch.zeros(shape.rows, shape.target, dtype=torch.int64)
+            batch |= {"labels": labels, "decoder_input_ids": labels.clone()}
         if self.config.packing:
-            return {"input_ids": ids, "position_ids": ids.clone(), "labels": ids.clone()}
-        return {"input_ids": ids, "attention_mask": ids.clone(), "labels": ids.clone()}
+            batch["position_ids"] = ids.clone()
+        elif shape.padded:
+            batch["attention_mask"] = ids.clone()
+        return batch
 
     def weights(self) -> tuple[list[Weight], list[list[Weight]]]:
         """All weights, and the trained ones by the optimizer's groups."""

@@ -27,6 +27,7 @@ class Spread:
     prefetch_bucket: int = 50_000_000
     persistent: int = 100_000
     live: int = 1_000_000_000
+    reuse: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     overlap: bool = False
     contiguous: bool = True
@@ -40,9 +41,14 @@ class Spread:
         return 4 if self.precision == "no" else 2
 
     @property
-    def casts(self) -> bool:
-        """The whole model is cast to the compute dtype, as DeepSpeed does; otherwise autocast casts what it uses."""
-        return self.kind == "deepspeed" and self.precision != "no"
+    def cast(self) -> str:
+        """The precision that layers see their weights in: DeepSpeed casts the model, FSDP2 what it gathers."""
+        return self.precision if self.kind in ("deepspeed", "fsdp") else "no"
+
+    @property
+    def autocast(self) -> str:
+        """The precision that autocast casts single operations to, as one process and DDP have it."""
+        return self.precision if self.kind in ("single", "ddp") else "no"
 
 
 def spread(plan: LaunchPlan, model_config: Any) -> Spread:
@@ -83,6 +89,7 @@ def spread(plan: LaunchPlan, model_config: Any) -> Spread:
         prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
         persistent=number("stage3_param_persistence_threshold", 1e5),
         live=number("stage3_max_live_parameters", 1e9),
+        reuse=number("stage3_max_reuse_distance", 1e9),
         sub_group=number("sub_group_size", 1e9),
         overlap=bool(zero.get("overlap_comm", stage == 3)),
         contiguous=bool(zero.get("contiguous_gradients", True)),

@@ -9,7 +9,7 @@ autocast and the loss make.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,10 +87,15 @@ class Follow(TorchDispatchMode):
 
 
 class Saved:
-    """Bytes of the distinct storages that autograd saves inside, other than those ``apart``."""
+    """Bytes of the distinct storages that autograd saves inside.
 
-    def __init__(self, apart: Iterator[torch.Tensor]):
-        self._apart = {t.untyped_storage()._cdata for t in apart}
+    Args:
+        apart: tensors that do not count, weights above all. Asked anew at each one saved, since sharded weights
+            have other storages while they are gathered.
+    """
+
+    def __init__(self, apart: Callable[[], Iterable[torch.Tensor]]):
+        self._apart = apart
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no key comes twice
 
     def __enter__(self) -> Saved:
@@ -103,7 +108,7 @@ class Saved:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._apart:
+        if storage._cdata not in {t.untyped_storage()._cdata for t in self._apart()}:
             self._storages[storage._cdata] = storage
         return tensor
 
@@ -134,6 +139,7 @@ def trace(
     device = next(model.parameters()).device.type
     follow, done = Follow(), 0
     points: list[tuple[int, int]] = []
+    apart = [*model.parameters(), *model.buffers(), *batch.values()]
     for tensor in [*model.parameters(), *model.buffers()]:
         follow.leave_out(tensor)
 
@@ -146,13 +152,19 @@ def trace(
     hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
     flops = FlopCounterMode(display=False)
     try:
-        with _kernels(kernels) if kernels else nullcontext(), follow, flops, _autocast(device, kinds.get(precision)):
+        with (
+            _kernels(kernels) if kernels else nullcontext(),
+            _unpacked("position_ids" not in batch),
+            follow,
+            flops,
+            _autocast(device, kinds.get(precision)),
+        ):
             for tensor in batch.values():
                 follow.count(tensor)
             inputs = follow.live
             labels = batch["labels"]
             given = {key: value for key, value in batch.items() if key != "labels" or model.config.is_encoder_decoder}
-            with Saved([*model.parameters(), *model.buffers(), *batch.values()]) as saved:
+            with Saved(lambda: apart) as saved:
                 value = loss(model(**given).logits, labels)
             kept = saved.bytes
             del saved
@@ -216,6 +228,23 @@ def _kernels(device: str) -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = plain
+
+
+@contextmanager
+def _unpacked(sure: bool) -> Iterator[None]:
+    """Where nobody gave position ids, rows are no packs. transformers looks at their values, and of fake ones it assumes
+    the worst: a mask."""
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    original = getattr(masking_utils, name, None)
+    if original is not None and sure:
+        setattr(masking_utils, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(masking_utils, name, original)
 
 
 @contextmanager

@@ -1,0 +1,124 @@
+"""What the implementations send in an optimizer step, collective by collective.
+
+The literature's laws are in `zerobook.plan.formulas`; these are the libraries' own, which send more here and less there:
+DeepSpeed's ZeRO-1 and 2 all-reduce gradients where a reduce-scatter would do, ZeRO-3 keeps weights that it needs again soon,
+and FSDP2 leaves what lies outside of layers gathered. Read from DeepSpeed 0.19.8 and torch 2.13, and counted in live runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerobook.plan.holdings import Groups, Weight
+from zerobook.plan.spread import Spread
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A collective's share of a step: ``size`` bytes of whole tensors among ``ranks``, which a ring sends ``worth`` times
+    (N - 1)/N of. ``within``: all of those ranks are on one node, whatever the number of nodes."""
+
+    what: str
+    collective: str
+    size: float
+    ranks: int
+    worth: int = 1
+    within: bool = False
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends."""
+        return self.size * self.worth * (self.ranks - 1) / self.ranks
+
+
+def flows(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> list[Flow]:
+    """All of a step that grow with the model; a norm or a loss is not worth a line."""
+    if spread.ranks == 1 or spread.kind == "single":
+        return []
+    trained = sum(w.numel for group in groups for w in group)
+    if spread.kind == "ddp":
+        return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2)]
+    return (_fsdp if spread.kind == "fsdp" else _zero3 if spread.stage == 3 else _zero)(weights, groups, spread, accumulation)
+
+
+def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+    n = spread.ranks
+    elements = sum(w.numel for group in groups for w in group)
+    flat = sum(-(-sum(w.numel for w in group) // (2 * n)) * 2 * n for group in groups)
+    times = accumulation if spread.stage == 2 else 1  # ZeRO-1 keeps whole gradients until the last micro-batch
+    return [
+        Flow("gradients", "all-reduce", times * elements * spread.compute, n, worth=2),
+        Flow("updated weights", "all-gather", flat * spread.compute, n),
+    ]
+
+
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+    n = spread.ranks
+    sharded = [w for w in weights if w.numel > spread.persistent]
+    whole = sum(_whole(w, n) * _element(w, spread) for w in sharded)
+    again = sum(_whole(w, n) * _element(w, spread) for w in _given_up(sharded, spread))
+    quantized = 0.5 if spread.quantized_weights else 1.0
+    trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
+    persistent = sum(_whole(w, n) * _element(w, spread) for w in weights if w.trained and w.numel <= spread.persistent)
+    second = n if spread.secondary == 1 else spread.secondary
+    found = [
+        Flow("weights, forward", "all-gather", accumulation * whole * quantized, n),
+        Flow("weights, backward", "all-gather", accumulation * again * quantized, second, within=second < n),
+        Flow("gradients", "reduce-scatter", accumulation * trained * (0.25 if spread.quantized_gradients else 1.0), n),
+        Flow("small weights", "all-gather", persistent, n),
+    ]
+    return [flow for flow in found if flow.size]
+
+
+def _given_up(sharded: Sequence[Weight], spread: Spread) -> list[Weight]:
+    """Weights that the backward pass gathers again: those whose next use is further than ``stage3_max_reuse_distance``
+    elements away. Behind a weight lies the rest of the forward pass, and the same way back."""
+    behind, found = 0, []
+    for weight in reversed(sharded):
+        if 2 * behind + weight.numel > spread.reuse:
+            found.append(weight)
+        behind += weight.numel
+    return found
+
+
+def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+    n = spread.shard
+
+    def size(some: Sequence[Weight]) -> int:
+        return sum(_rows_up(w, n) * (spread.compute if spread.precision != "no" else w.element) for w in some)
+
+    trained = size([w for group in groups for w in group])
+    layers = size([w for w in weights if w.unit]) if spread.reshards else 0
+    found = [
+        Flow("weights, forward", "all-gather", accumulation * size(weights), n, within=n < spread.ranks),
+        Flow("weights, backward", "all-gather", accumulation * layers, n, within=n < spread.ranks),
+        Flow("gradients", "reduce-scatter", accumulation * trained, n, within=n < spread.ranks),
+    ]
+    if n < spread.ranks:
+        found.append(Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2))
+    return found
+
+
+def sent(found: Sequence[Flow]) -> float:
+    """Bytes that each rank sends in a step."""
+    return sum(flow.sent for flow in found)
+
+
+def between_nodes(found: Sequence[Flow], nodes: int) -> float:
+    """Bytes that leave each node in a step: a ring over ranks of several nodes crosses each border once, and carries there
+    what any of its ranks sends."""
+    return sum(flow.sent for flow in found if not flow.within) if nodes > 1 else 0.0
+
+
+def _element(weight: Weight, spread: Spread) -> int:
+    return spread.compute if spread.precision != "no" else weight.element
+
+
+def _whole(weight: Weight, ranks: int) -> int:
+    return -(-weight.numel // ranks) * ranks
+
+
+def _rows_up(weight: Weight, ranks: int) -> int:
+    rows = weight.shape[0]
+    return -(-rows // ranks) * ranks * (weight.numel // max(rows, 1))
