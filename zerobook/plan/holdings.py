@@ -15,7 +15,9 @@ from math import prod
 from zerobook.plan.spread import Spread
 
 STEP = 4
-"""Bytes of AdamW's count of steps, one fp32 number for each tensor it steps."""
+"""Bytes of AdamW's count of steps, one fp32 number for each tensor it steps. DeepSpeed's CPUAdam counts in an integer."""
+SWAPPED = 1 << 20
+"""Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""
 Groups = Sequence[Sequence["Weight"]]
 
 
@@ -43,13 +45,15 @@ class Holdings:
     """Bytes of one rank, wherever they lie.
 
     ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between backward pass and step, each storage once,
-    as `Strategy.memory` counts them. ``host`` is the share of each that lies in host RAM.
+    as `Strategy.memory` counts them. ``host`` is the share of each that lies in host RAM, ``disk`` what was swapped out and
+    is not counted there.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     host: dict[str, int] = field(default_factory=dict)
+    disk: int = 0
 
     @property
     def states(self) -> dict[str, int]:
@@ -104,12 +108,15 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) 
     flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
     parts = [size // spread.ranks for size in flat]
     frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
-    gradients = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
-    return Holdings(
-        parameters=sum(flat) * spread.compute + frozen,
-        gradients=gradients * spread.compute,
-        optimizer=sum(12 * part + STEP for part in parts),
-    )
+    held = Holdings(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=12 * sum(parts))
+    if spread.offload_optimizer == "none":
+        reduced = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
+        held.gradients = reduced * spread.compute
+        held.optimizer += STEP * len(parts)
+    else:
+        held.gradients = 4 * sum(parts)
+        held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
+    return held
 
 
 def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
@@ -126,14 +133,21 @@ def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
 
 def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
     """Every weight padded to one element a rank and cut; small ones stay gathered besides."""
-    sub_groups = [sub for group in groups for sub in _sub_groups(group, spread)]
-    trained = sum(_part(w, spread) for sub in sub_groups for w in sub)
+    sub_groups = [sum(_part(w, spread) for w in sub) for group in groups for sub in _sub_groups(group, spread)]
     persistent = sum(w.numel * _cast(w, spread) for w in weights if w.numel <= spread.persistent)
-    return Holdings(
-        parameters=sum(_part(w, spread) * _cast(w, spread) for w in weights) + persistent,
-        gradients=trained * spread.compute,
-        optimizer=12 * trained + STEP * len(sub_groups),
-    )
+    sharded = sum(_part(w, spread) * _cast(w, spread) for w in weights)
+    held = Holdings(parameters=sharded + persistent, gradients=sum(sub_groups) * spread.compute, optimizer=12 * sum(sub_groups))
+    if spread.offload_optimizer == "none":
+        held.optimizer += STEP * len(sub_groups)
+    else:
+        swapped = [sub for sub in sub_groups if spread.offload_optimizer == "nvme" and 4 * sub >= SWAPPED]
+        held.disk = 12 * sum(swapped)
+        held.optimizer -= held.disk
+        held.gradients += 4 * (sum(sub_groups) - sum(swapped))  # an fp32 copy for the CPU's optimizer
+        held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
+    if spread.offload_param != "none":
+        held.host["parameters"] = sharded
+    return held
 
 
 def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight]]:

@@ -223,6 +223,8 @@ class ZeroStrategy(Strategy):
         for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
             held["gradients"] += [t for t in tensors or [] if t is not None]
         held["gradients"] += [m.grad for m in masters if m.grad is not None]
+        buffer = getattr(zero, "grad_partitions_flat_buffer", None)  # ZeRO-3's gradients lie in it, before they are swapped out
+        held["gradients"] += [buffer] if buffer is not None else []
         held["optimizer"] += [m.data for m in masters]
         return held
 
