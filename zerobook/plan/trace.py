@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 
 @dataclass
@@ -42,12 +43,16 @@ class Trace:
 
 
 class Follow(TorchDispatchMode):
-    """Counts the bytes of storages that operations make inside, while they live."""
+    """Counts the bytes of storages that operations make inside, while they live, and the floating-point operations.
+
+    torch's FlopCounterMode beside it would keep every tensor alive until the next garbage collection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.most = 0
+        self.flops = 0.0
         self._known: dict[int, weakref.ref] = {}
         self._apart: set[int] = set()  # storages of weights and the like
 
@@ -79,7 +84,11 @@ class Follow(TorchDispatchMode):
             self.live -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        law = flop_registry.get(func._overloadpacket)
+        if law is not None:
+            self.flops += law(*args, **kwargs, out_val=result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)
@@ -133,8 +142,6 @@ def trace(
         precision: of autocast: ``no``, ``bf16`` or ``fp16``.
         kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     device = next(model.parameters()).device.type
     follow, done = Follow(), 0
@@ -150,13 +157,12 @@ def trace(
         parameter.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
-    flops = FlopCounterMode(display=False)
     try:
         with (
-            _kernels(kernels) if kernels else nullcontext(),
+            _kernels(kernels, follow) if kernels else nullcontext(),
+            _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
             _unpacked("position_ids" not in batch),
             follow,
-            flops,
             _autocast(device, kinds.get(precision)),
         ):
             for tensor in batch.values():
@@ -174,15 +180,20 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(kept, inputs, forward, points, float(flops.get_total_flops()))
+    return Trace(kept, inputs, forward, points, follow.flops)
 
 
 class _Attention(torch.autograd.Function):
     """Scaled dot-product attention by a kernel that keeps no matrix of scores: its results and what it saves."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows, heads, length, _ = q.shape
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, follow: Follow, causal: bool
+    ) -> torch.Tensor:
+        rows, heads, length, width = q.shape
+        # two products of [length, width] by [width, keys]; a causal kernel leaves out the half that is masked
+        ctx.follow, ctx.flops = follow, 4 * rows * heads * length * k.shape[-2] * width / (2 if causal else 1)
+        follow.flops += ctx.flops
         out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write it as the next layer reads it
         ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
@@ -190,12 +201,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, bias, *_ = ctx.saved_tensors
+        ctx.follow.flops += 2.5 * ctx.flops  # the scores again, and four products for the gradients
         needed = bias is not None and ctx.needs_input_grad[3]
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(bias) if needed else None
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(bias) if needed else None
+        return *grads, None, None
 
 
 @contextmanager
-def _kernels(device: str) -> Iterator[None]:
+def _kernels(device: str, follow: Follow) -> Iterator[None]:
     """Attention as ``device`` runs it. Fake tensors take the plain implementation, which devices take for odd shapes only.
 
     The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
@@ -221,13 +234,53 @@ def _kernels(device: str) -> Iterator[None]:
             attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # kernels take what is added to the scores
-        return _Attention.apply(query, key, value, attn_mask)
+        return _Attention.apply(query, key, value, attn_mask, follow, is_causal)
 
-    F.scaled_dot_product_attention = attend
+    with _replaced(F, "scaled_dot_product_attention", attend):
+        yield
+
+
+_IN_FP32 = {
+    F: ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "softplus"),
+    torch: ("softmax", "log_softmax", "layer_norm", "pow", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal"),
+    torch.Tensor: (
+        "softmax", "log_softmax", "pow", "__pow__", "__rpow__", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal"
+    ),
+}  # fmt: skip
+"""Operations that autocast runs in fp32 on CUDA and not on the CPU (torch 2.13, aten/src/ATen/autocast_mode.h)."""
+
+
+@contextmanager
+def _cuda(autocasts: bool) -> Iterator[None]:
+    """What CUDA does otherwise than the CPU, on whose fake tensors a trace runs: autocast's list above, and a fused dropout,
+    which saves a mask of a byte an element."""
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    def raised(inner: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: inner(*tree_map_only(torch.Tensor, _raised, args), **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(F, "dropout", dropout))
+        for owner, names in _IN_FP32.items() if autocasts else ():
+            for name in names:
+                stack.enter_context(_replaced(owner, name, raised(getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited, original = name not in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = plain
+        delattr(owner, name) if inherited else setattr(owner, name, original)
+
+
+def _raised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 @contextmanager
@@ -237,14 +290,8 @@ def _unpacked(sure: bool) -> Iterator[None]:
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
-    original = getattr(masking_utils, name, None)
-    if original is not None and sure:
-        setattr(masking_utils, name, lambda *_, **__: None)
-    try:
+    with _replaced(masking_utils, name, lambda *_, **__: None) if sure and hasattr(masking_utils, name) else nullcontext():
         yield
-    finally:
-        if original is not None:
-            setattr(masking_utils, name, original)
 
 
 @contextmanager
