@@ -16,6 +16,7 @@ class Spread:
     kind: str  # "single", "ddp", "deepspeed" or "fsdp"
     name: str
     ranks: int
+    node: int  # ranks on one node
     stage: int = 0
     shard: int = 1  # ranks that share one copy of the weights
     secondary: int = 1  # hpZ: ranks that share the second copy, which backward passes gather from
@@ -51,14 +52,16 @@ class Spread:
         return self.precision if self.kind in ("single", "ddp") else "no"
 
 
-def spread(plan: LaunchPlan, model_config: Any) -> Spread:
+def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spread:
     """What a resolved strategy file comes to for a model.
 
     Args:
         model_config: transformers' config; accelerate sizes buckets by its ``hidden_size``.
+        node: ranks on one node; None where there is but one.
     """
     common: dict[str, Any] = {
-        "kind": plan.kind, "name": plan.name, "ranks": plan.world_size, "precision": plan.precision,
+        "kind": plan.kind, "name": plan.name, "precision": plan.precision,
+        "ranks": plan.world_size, "node": node or plan.world_size,
         "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
     }  # fmt: skip
     if plan.kind == "fsdp":

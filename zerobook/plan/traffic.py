@@ -38,7 +38,7 @@ def flows(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
         return []
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
-        return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2)]
+        return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
     return (_fsdp if spread.kind == "fsdp" else _zero3 if spread.stage == 3 else _zero)(weights, groups, spread, accumulation)
 
 
@@ -48,8 +48,8 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     flat = sum(-(-sum(w.numel for w in group) // (2 * n)) * 2 * n for group in groups)
     times = accumulation if spread.stage == 2 else 1  # ZeRO-1 keeps whole gradients until the last micro-batch
     return [
-        Flow("gradients", "all-reduce", times * elements * spread.compute, n, worth=2),
-        Flow("updated weights", "all-gather", flat * spread.compute, n),
+        Flow("gradients", "all-reduce", times * elements * spread.compute, n, worth=2, within=n <= spread.node),
+        Flow("updated weights", "all-gather", flat * spread.compute, n, within=n <= spread.node),
     ]
 
 
@@ -62,11 +62,18 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulati
     trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
     persistent = sum(_whole(w, n) * _element(w, spread) for w in weights if w.trained and w.numel <= spread.persistent)
     second = n if spread.secondary == 1 else spread.secondary
+    within = n <= spread.node
     found = [
-        Flow("weights, forward", "all-gather", accumulation * whole * quantized, n),
-        Flow("weights, backward", "all-gather", accumulation * again * quantized, second, within=second < n),
-        Flow("gradients", "reduce-scatter", accumulation * trained * (0.25 if spread.quantized_gradients else 1.0), n),
-        Flow("small weights", "all-gather", persistent, n),
+        Flow("weights, forward", "all-gather", accumulation * whole * quantized, n, within=within),
+        Flow("weights, backward", "all-gather", accumulation * again * quantized, second, within=second <= spread.node),
+        Flow(
+            "gradients",
+            "reduce-scatter",
+            accumulation * trained * (0.25 if spread.quantized_gradients else 1.0),
+            n,
+            within=within,
+        ),
+        Flow("small weights", "all-gather", persistent, n, within=within),
     ]
     return [flow for flow in found if flow.size]
 
@@ -91,9 +98,9 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     trained = size([w for group in groups for w in group])
     layers = size([w for w in weights if w.unit]) if spread.reshards else 0
     found = [
-        Flow("weights, forward", "all-gather", accumulation * size(weights), n, within=n < spread.ranks),
-        Flow("weights, backward", "all-gather", accumulation * layers, n, within=n < spread.ranks),
-        Flow("gradients", "reduce-scatter", accumulation * trained, n, within=n < spread.ranks),
+        Flow("weights, forward", "all-gather", accumulation * size(weights), n, within=n <= spread.node),
+        Flow("weights, backward", "all-gather", accumulation * layers, n, within=n <= spread.node),
+        Flow("gradients", "reduce-scatter", accumulation * trained, n, within=n <= spread.node),
     ]
     if n < spread.ranks:
         found.append(Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2))

@@ -1,0 +1,153 @@
+"""The peak of a rank's GPU memory in a step, and of a node's host RAM: states, activations and buffers put together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zerobook.plan.hardware import CONTEXT
+from zerobook.plan.holdings import Groups, Holdings, Weight, hold
+from zerobook.plan.spread import Spread
+from zerobook.plan.trace import Trace
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "other")
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """Bytes at the moment of the peak, by part, on one GPU; and of host RAM and disk on a node.
+
+    ``buffers`` are what the implementation lays aside or gathers; ``other`` is the CUDA context. ``when`` names the peak.
+    """
+
+    device: dict[str, int]
+    when: str
+    host_at_load: int
+    host: int
+    disk: int
+    moments: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.device.values())
+
+
+def memory(
+    weights: Sequence[Weight], groups: Groups, spread: Spread, trace: Trace, *, accumulation: int, gpus_per_node: int
+) -> Memory:
+    """Follow a step through its moments and take the fullest.
+
+    Args:
+        accumulation: micro-batches of a step.
+        gpus_per_node: ranks that share a node's host RAM and disk.
+    """
+    held = max((hold(weights, groups, spread, rank) for rank in {0, spread.ranks - 1}), key=lambda h: sum(h.states.values()))
+    fixed = held.on_device
+    trained = sum(w.numel for group in groups for w in group)
+    moments: dict[str, dict[str, int]] = {}
+    for gradients_done, activations in trace.timeline:
+        when = "backward" if gradients_done else "forward and loss"
+        parts = {
+            "parameters": fixed["parameters"],
+            "gradients": _gradients(held, spread, gradients_done, trained, accumulation),
+            "optimizer": fixed["optimizer"],
+            "activations": activations,
+            "buffers": _buffers(weights, groups, spread, backward=bool(gradients_done)),
+            "other": CONTEXT,
+        }
+        if when not in moments or sum(parts.values()) > sum(moments[when].values()):
+            moments[when] = parts
+    at_step = _at_step(weights, groups, spread)
+    moments["step"] = {**fixed, "activations": 0, "buffers": at_step, "other": CONTEXT}
+    when = max(moments, key=lambda name: sum(moments[name].values()))
+    whole = sum(w.numel * w.element for w in weights)
+    on_host = sum(held.host.values()) + (_pinned(groups, spread) if held.host else 0)
+    return Memory(
+        device=moments[when],
+        when=when,
+        host_at_load=_at_load(weights, spread, whole, gpus_per_node),
+        host=on_host * gpus_per_node,
+        disk=held.disk * gpus_per_node,
+        moments={name: sum(parts.values()) for name, parts in moments.items()},
+    )
+
+
+def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumulation: int) -> int:
+    """On the device, when ``done`` of the ``trained`` elements have one."""
+    final = held.on_device["gradients"]
+    if accumulation > 1 and spread.kind in ("single", "ddp"):
+        return final  # those of the micro-batch before
+    if spread.stage == 3 and spread.kind == "deepspeed":
+        return final  # laid aside at the start
+    if spread.kind == "deepspeed" and spread.stage == 1 and accumulation > 1:
+        return trained * spread.compute
+    return final * done // max(trained, 1)
+
+
+def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, *, backward: bool) -> int:
+    """What lies aside during the passes."""
+    trained = sum(w.numel for group in groups for w in group)
+    if spread.kind == "ddp":
+        return 4 * trained  # the buckets that gradients are copied into; they stay
+    if spread.kind == "deepspeed":
+        bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
+        if spread.stage < 3:
+            return bucket * (2 if spread.overlap else 1) if backward else 0
+        return bucket + _gathered(weights, spread)
+    if spread.kind == "fsdp":
+        units = _units(weights, spread)
+        root, layers = units.pop("", 0), sorted(units.values(), reverse=True)
+        # a layer in use, the next one on its way, and the flat buffer that it comes in
+        gathered = root + sum(layers[:2]) + (layers[0] if layers else 0)
+        return gathered + (2 * layers[0] if backward and layers else 0)  # a layer's gradients, and the buffer they leave in
+    return 0
+
+
+def _gathered(weights: Sequence[Weight], spread: Spread) -> int:
+    """Bytes of whole weights that ZeRO-3 lets live at once."""
+    sharded = [w for w in weights if w.numel > spread.persistent]
+    total = sum(w.numel for w in sharded)
+    units: dict[str, int] = defaultdict(int)
+    for w in sharded:
+        units[w.unit or w.name] += w.numel
+    largest = max(units.values(), default=0)
+    return min(total, max(spread.live, largest) + spread.prefetch_bucket) * spread.compute
+
+
+def _units(weights: Sequence[Weight], spread: Spread) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for w in weights:
+        found[w.unit] += w.numel * (spread.compute if spread.precision != "no" else w.element)
+    return found
+
+
+def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
+    """What the optimizer's step takes for itself."""
+    if spread.kind == "ddp":
+        return 4 * sum(w.numel for group in groups for w in group)
+    if spread.kind != "deepspeed" or spread.offload_optimizer != "none":
+        return 0
+    sizes = [-(-sum(w.numel for w in group) // spread.ranks) for group in groups]
+    if spread.stage == 3:
+        bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
+        return 4 * min(max(sizes, default=0), spread.sub_group) + bucket
+    # a group's gradients flattened, and again in fp32
+    return max(((4 + spread.compute) * size for size in sizes), default=0)
+
+
+def _pinned(groups: Groups, spread: Spread) -> int:
+    """Host RAM beside the states themselves: ZeRO-2 offload keeps updated weights in the compute dtype there, too."""
+    if spread.kind == "deepspeed" and spread.stage < 3:
+        return spread.compute * sum(-(-sum(w.numel for w in group) // spread.ranks) for group in groups)
+    return 0
+
+
+def _at_load(weights: Sequence[Weight], spread: Spread, whole: int, gpus_per_node: int) -> int:
+    """A node's host RAM while the model is loaded: every rank its own copy, but where it is sharded while loading: there
+    rank 0 alone (FSDP2), or a file at a time (ZeRO-3)."""
+    if spread.kind == "fsdp":
+        return whole
+    if spread.kind == "deepspeed" and spread.stage == 3:
+        return min(whole, 5 * 10**9) * gpus_per_node  # transformers writes files of 5 GB at most by default
+    return whole * gpus_per_node

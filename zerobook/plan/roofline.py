@@ -1,0 +1,64 @@
+"""How long a step takes, by the slowest of what it has to do. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerobook.plan.hardware import NETWORK, PCIE, Cluster
+from zerobook.plan.holdings import Groups
+from zerobook.plan.spread import Spread
+from zerobook.plan.traffic import Flow, between_nodes
+
+EFFICIENCY = 0.45
+"""Of the maker's operations a second, what matrix products of a training get: 40 to 50 % is what tuned trainings of large
+models report. Small models and short rows get less."""
+LINKS = 0.7
+"""Of the links' bytes a second, what collectives get inside a node."""
+HOST_ADAM = 20e9
+"""Bytes a second that a rank's CPU optimizer reads and writes; DeepSpeed's CPUAdam moves 28 for each parameter."""
+NVME = 3e9
+"""Bytes a second of a node's NVMe disk."""
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step: ``compute`` on the GPU, ``links`` inside and ``network`` between nodes, ``offload`` to and on the
+    host. The first three overlap, but for a tenth of the shorter ones; offload follows behind."""
+
+    compute: float
+    links: float
+    network: float
+    offload: float
+
+    @property
+    def step(self) -> float:
+        parts = sorted((self.compute, self.links, self.network))
+        return parts[2] + 0.1 * (parts[0] + parts[1]) + self.offload
+
+    @property
+    def bound(self) -> str:
+        """What the step waits for most."""
+        parts = {"compute": self.compute, "links": self.links, "network": self.network, "offload": self.offload}
+        return max(parts, key=lambda name: parts[name])
+
+
+def time(flops: float, flows: Sequence[Flow], groups: Groups, spread: Spread, cluster: Cluster, *, accumulation: int) -> Time:
+    """Seconds of an optimizer step.
+
+    Args:
+        flops: of one micro-batch on one rank.
+    """
+    peak = cluster.device.flops if spread.precision != "no" else cluster.device.flops / 8  # fp32 outside of tensor cores
+    links = sum(flow.sent for flow in flows) / (cluster.link * LINKS)
+    network = between_nodes(flows, cluster.nodes) / (cluster.network * NETWORK) if cluster.network else 0.0
+    mine = sum(w.numel for group in groups for w in group) / spread.ranks
+    offload = 0.0
+    if spread.offload_optimizer != "none" and spread.kind == "deepspeed":
+        offload = mine * (28 / HOST_ADAM + 2 * spread.compute / PCIE)
+    if spread.offload_optimizer == "nvme":
+        offload += mine * cluster.gpus * 24 / NVME
+    if spread.offload_param != "none":
+        held = sum(flow.size for flow in flows if flow.collective == "all-gather") / spread.ranks
+        offload += held / PCIE
+    return Time(accumulation * flops / (peak * EFFICIENCY), links, network, offload)
