@@ -11,6 +11,7 @@ HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
   doctor      where a strategy file leads on this machine, and everything that disagrees
+  plan        what a run will hold, send and take under every strategy file, before it is paid for
   data        prepare a recipe's data ahead, and look at it
   checkpoint  what a run has saved, whether it is whole, and what is kept
   runlog      what happened to a run, why, and what it cost; the logbook
@@ -24,6 +25,7 @@ Recipes are started with accelerate:
 
 COMMANDS = {
     "doctor": ("zerobook.doctor", "doctor"),
+    "plan": ("zerobook.plan.command", "plan"),
     "data": ("zerobook.data.command", "data"),
     "checkpoint": ("zerobook.checkpoint.command", "checkpoint"),
     "runlog": ("zerobook.runlog.command", "runlog"),

@@ -170,8 +170,6 @@ class RecipeConfig(BaseModel):
         """Disagreements between keys, and files that are not there. Subclasses add their own."""
         found = []
         named = {key: getattr(self, key) for key in ("dataset_name", "train_file", "datasets") if getattr(self, key)}
-        if not named:
-            found.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
         if len(named) > 1:
             said = " and ".join(f"{key}={value!r}" for key, value in named.items())
             found.append(f"dataset_name: {said} are set together. Keep one.")
@@ -198,6 +196,10 @@ class RecipeConfig(BaseModel):
                 f"max_train_steps={self.max_train_steps}. Lower one or raise the other."
             )
         return found
+
+    def names_data(self) -> bool:
+        """Whether there is any training data."""
+        return bool(self.dataset_name or self.train_file or self.datasets)
 
     def _streaming_problems(self) -> list[str]:
         found = []
@@ -236,12 +238,13 @@ class Resolved(dict):
         return self.get(key, "default").startswith("flag ")
 
 
-def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[ConfigT, Resolved, bool]:
+def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True) -> tuple[ConfigT, Resolved, bool]:
     """Read flags and the YAML they name.
 
     Args:
         config_class: the recipe's config.
         argv: the flags, without the program's name; ``sys.argv[1:]`` when None.
+        data: training data has to be named.
 
     Returns:
         (config, source of each value, whether ``--dry-run`` was asked for).
@@ -282,6 +285,8 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None) -> tuple[C
     except ValidationError as error:
         problems += [_explain(e, sources) for e in error.errors()]
         raise ConfigError(problems) from None
+    if data and not config.names_data():
+        problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
     problems += config.problems()
     if problems:
         raise ConfigError(problems)

@@ -117,6 +117,7 @@ def cluster(
 
     count, machines = number(gpus, "--gpus"), number(nodes, "--nodes")
     memory = read(parse_bytes, gpu_memory, "--gpu_memory")
+    host, room = read(parse_bytes, host_memory, "--host_memory"), read(parse_bytes, disk, "--disk")
     device = _choose(gpu, memory, problems)
     link = device.link
     if intra_node is not None:
@@ -130,10 +131,7 @@ def cluster(
         problems.append(f"--interconnect: {machines} nodes, and nothing is said of the network between. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
-    return Cluster(
-        gpus=count, nodes=machines, device=device, link=link, network=network,
-        host_memory=read(parse_bytes, host_memory, "--host_memory"), disk=read(parse_bytes, disk, "--disk"),
-    )  # fmt: skip
+    return Cluster(gpus=count, nodes=machines, device=device, link=link, network=network, host_memory=host, disk=room)
 
 
 def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:

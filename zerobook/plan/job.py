@@ -67,16 +67,20 @@ class Job:
         return Shape(self.config.per_device_train_batch_size, *self.lengths, padded=not (blocks or self.config.packing))
 
     @contextmanager
-    def made(self, shape: Shape | None = None, *, cast: str = "no") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    def made(
+        self, shape: Shape | None = None, *, cast: str = "no", precision: str | None = None
+    ) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
         """The model in training mode and a micro-batch for it, good inside.
 
         Args:
             shape: of the micro-batch; the largest where it is None.
             cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
                 weights are fp32 and others as loaded.
+            precision: of the run, which 4-bit weights are computed in; the config's where it is None.
         """
         import transformers
 
+        precision = precision or self.config.mixed_precision or "no"
         kind = transformers.AutoModelForSeq2SeqLM if self.seq2seq else transformers.AutoModelForCausalLM
         attention = self.config.attn_implementation
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
@@ -87,6 +91,8 @@ class Job:
             model.config.use_cache = False
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
+            if getattr(self.config, "load_in_4bit", False):
+                _quantise(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
             if self.lora:
                 model = self._adapted(model)
             for parameter in model.parameters():
@@ -142,22 +148,26 @@ def job(config: RecipeConfig) -> Job:
     Raises:
         ConfigError: there is no such model, or transformers does not know its class.
     """
-    from transformers import AutoConfig
-
     name = config.model_name_or_path or getattr(config, "config_name", None)
     if name is None:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
+    model_config = read_config(name, config.model_revision)
+    return Job(config, model_config, Path(name).stem if name.endswith(".json") else name)
+
+
+def read_config(name: str, revision: str = "main") -> Any:
+    """transformers' config of a hub name, a folder, a config.json or the embedded model. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
     where = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
     try:
         if where.endswith(".json"):
             facts = json.loads(Path(where).read_text())
-            model_config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-        else:
-            model_config = AutoConfig.from_pretrained(where, revision=config.model_revision)
+            return AutoConfig.for_model(facts.pop("model_type"), **facts)
+        return AutoConfig.from_pretrained(where, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model_name_or_path: {name}: no model config can be read there: {reason}") from error
-    return Job(config, model_config, Path(name).stem if name.endswith(".json") else name)
 
 
 def _units(model: nn.Module) -> dict[str, str]:
@@ -168,6 +178,41 @@ def _units(model: nn.Module) -> dict[str, str]:
         if type(module).__name__ in classes:
             units |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
     return units
+
+
+class _Dequantised(torch.autograd.Function):
+    """A product with weights that are unpacked for it, and again for the gradient of its input; they get none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: int) -> torch.Tensor:
+        ctx.width = x.shape[-1]
+        return x @ x.new_empty(ctx.width, out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad @ grad.new_empty(grad.shape[-1], ctx.width), None
+
+
+class _Linear4bit(nn.Linear):
+    """bitsandbytes' layer of NF4 weights with double quantisation, as far as memory goes (Dettmers et al., 2023, section 3):
+    half a byte an element, a byte of scale for every 64, and 4 bytes for every 256 of those."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = _Dequantised.apply(x.to(self.weight.dtype), self.out_features)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
+
+
+def _quantise(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put 4-bit layers in the place of all linear ones but the output head, as transformers does; packed in ``dtype``."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        for name, layer in module.named_children():
+            if type(layer) is nn.Linear and layer is not head:
+                made = _Linear4bit(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+                elements = layer.in_features * layer.out_features
+                packed = -(-elements // 2) + -(-elements // 64) + 4 * -(-elements // (64 * 256))
+                made.weight = nn.Parameter(torch.empty(-(-packed // dtype.itemsize), 1, dtype=dtype), requires_grad=False)
+                setattr(module, name, made)
 
 
 def _to_fake(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,12 +167,19 @@ def _judge(made: Row, traced: Traced, cluster: Cluster) -> None:
                 made.remedies.append("LoRA")
 
 
+SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3")
+"""Strategy files, the one with the least machinery first; where rates are within a twentieth, it goes first."""
+
+
 def rank(rows: Sequence[Row]) -> list[Row]:
     """The best first: those that fit, by tokens a second; then the others, by how little they lack."""
 
     def key(made: Row) -> tuple:
         if made.problems or made.memory is None:
-            return (2, 0.0)
-        return (0, -made.tokens_per_second) if made.fits else (1, float(made.memory.total))
+            return (2, 0.0, 0)
+        if not made.fits:
+            return (1, float(made.memory.total), 0)
+        place = SIMPLEST.index(made.file) if made.file in SIMPLEST else len(SIMPLEST)
+        return (0, -round(math.log(made.tokens_per_second, 1.05)), place)
 
     return sorted(rows, key=key)

@@ -1,0 +1,250 @@
+"""``zerobook plan``: what a run will hold, send and take under every strategy file, before anything is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.errors import ConfigError
+from zerobook.plan import formulas
+from zerobook.plan.hardware import DEVICES, Cluster, cluster
+from zerobook.plan.units import count, duration, gb, parse_count, size
+
+if TYPE_CHECKING:
+    from zerobook.plan.recommend import Advice
+    from zerobook.plan.rows import Row, Traced
+
+ROOT = Path(__file__).resolve().parents[2]
+USAGE = """zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
+
+MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
+recipes/seq2seq_chatbot.py for an encoder-decoder; name a recipe to plan another, and give its flags behind.
+
+examples:
+  zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16
+  zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
+      recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16 --dtype bfloat16
+  zerobook plan --formulas --parameters 7.5B --gpus 64
+"""
+
+
+def plan(argv: list[str]) -> int:
+    """Print a row for each strategy file. Returns 0 where one fits, 1 where none does."""
+    parser = argparse.ArgumentParser(
+        "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", default=None, help="GPUs of a node (default 1)")
+    parser.add_argument("--nodes", default="1", help="nodes (default 1)")
+    parser.add_argument("--gpu", help=f"which: {', '.join(DEVICES)} (default a100-80gb)")
+    parser.add_argument("--gpu_memory", help="of one GPU, such as 80GB")
+    parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
+    parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
+    parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
+    parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
+    parser.add_argument("--here", action="store_true", help="this machine, as it is found")
+    parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
+    parser.add_argument("--parameters", help="with --formulas: of the model, such as 7.5B")
+    parser.add_argument("--precision", choices=("mixed", "fp32"), default="mixed", help="with --formulas")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
+    parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
+    parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
+    place = next((i for i, token in enumerate(argv) if not token.startswith("--") and _stands_alone(argv, i)), len(argv))
+    asked = parser.parse_args(argv[:place])
+    where = _here() if asked.here else cluster(
+        gpus=asked.gpus or "1", nodes=asked.nodes, gpu=asked.gpu, gpu_memory=asked.gpu_memory, host_memory=asked.host_memory,
+        disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
+    )  # fmt: skip
+    if asked.formulas:
+        if asked.parameters is None:
+            raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
+        _formulas(parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed")
+        return 0
+    if place == len(argv):
+        raise ConfigError(
+            "no model is named. Give a hub name, a config.json, or a recipe with its flags; see zerobook plan --help."
+        )
+    traced, rows = _rows(argv[place], argv[place + 1 :], where)
+    if asked.json:
+        _write_json(asked.json, traced, rows, where)
+    if asked.json != "-":
+        _print(traced, rows, where)
+    if asked.png:
+        from zerobook.plan.picture import draw
+
+        draw(rows, where, f"{traced.job.name}, a GPU of {where.name}", Path(asked.png))
+        print(f"wrote {asked.png}")
+    if asked.recommend:
+        from zerobook.plan.recommend import recommend
+
+        def replan(changes: dict[str, Any]) -> tuple[Traced, list[Row]]:
+            more = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+            return _rows(argv[place], [*argv[place + 1 :], *more], where)
+
+        _print_advice(recommend(traced, rows, where, replan))
+    return 0 if any(row.fits for row in rows) else 1
+
+
+_SWITCHES = ("--here", "--formulas", "--recommend")
+
+
+def _stands_alone(argv: list[str], place: int) -> bool:
+    """Whether a token is the model or the recipe, and not the value of the flag before it."""
+    before = argv[place - 1] if place else ""
+    return not before.startswith("--") or "=" in before or before in _SWITCHES
+
+
+def _here() -> Cluster:
+    import psutil
+
+    from zerobook.plan.hardware import Device
+    from zerobook.resolve import Hardware
+
+    found, host = Hardware.detect(), psutil.virtual_memory()
+    import shutil
+
+    disk = shutil.disk_usage(Path.cwd()).free
+    if not found.gpus:
+        cores = psutil.cpu_count(logical=False) or 1
+        device = Device("CPU process", host.available // cores, 5e10, 1e10, 1e10)
+        return Cluster(gpus=cores, device=device, link=1e10, host_memory=host.available, disk=disk, cpu=True)
+    import torch
+
+    free, total = torch.cuda.mem_get_info(0)
+    if free < 0.9 * total:
+        print(f"note: {size(total - free)} of this GPU's {size(total)} are taken by others; planned with what is free.")
+    key = next((name for name in DEVICES if name.split("-")[0] in (found.gpu_name or "").lower()), "a100-80gb")
+    like = DEVICES[key]
+    device = Device(found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention)
+    return Cluster(gpus=found.gpus, device=device, link=like.link, host_memory=host.available, disk=disk)
+
+
+def _rows(first: str, flags: list[str], where: Cluster) -> tuple[Traced, list[Row]]:
+    from zerobook.config import parse
+    from zerobook.doctor import _config_class
+    from zerobook.plan.job import job, read_config
+    from zerobook.plan.rows import Traced, rank, row
+
+    recipe = Path(first)
+    if recipe.suffix != ".py":
+        kind = "seq2seq_chatbot" if read_config(first).is_encoder_decoder else "causal_lm"
+        recipe, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
+    config, sources, _ = parse(_config_class(str(recipe)), flags, data=False)
+    traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
+    files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    from tqdm import tqdm
+
+    bar = tqdm(files, desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
+    return traced, rank([row(file, traced, where, sources) for file in bar])
+
+
+def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    job, config = traced.job, traced.job.config
+    shape = job.shape
+    lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
+    console.print(
+        f"[bold]{job.name}[/]: {count(traced.parameters)} parameters, {count(traced.trained)} trained | micro-batch "
+        f"{shape.rows} x {lengths} tokens, accumulation {config.gradient_accumulation_steps} | {where.name}, "
+        f"{gb(where.device.memory)} GB each"
+    )
+    table = Table(title="GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", title_justify="left", box=None)
+    for column in ("strategy file", "fits"):
+        table.add_column(column, no_wrap=True)
+    for column in (
+        "total",
+        "weights",
+        "grads",
+        "optim.",
+        "activ.",
+        "buffers",
+        "paper's\nstates",
+        "host RAM\nat load",
+        "in\ntraining",
+    ):
+        table.add_column(column, justify="right")
+    for column in ("sent\na step", "between\nnodes", "tokens/s", "waits\nfor"):
+        table.add_column(column, justify="right")
+    for made in rows:
+        if made.memory is None or made.time is None or made.paper is None:
+            table.add_row(made.file, "[red]cannot run[/]", style="dim")
+            continue
+        parts = made.memory.device
+        tight = made.memory.total > 0.92 * where.device.memory
+        fits = "[red]no[/]" if not made.fits else "[yellow]tight[/]" if tight else "[green]yes[/]"
+        table.add_row(
+            made.file, fits, gb(made.memory.total), *(gb(parts[key]) for key in ("parameters", "gradients", "optimizer")),
+            gb(parts["activations"]), gb(parts["buffers"] + parts["other"]), gb(made.paper.total),
+            size(made.memory.host_at_load), _or_dash(made.memory.host), _or_dash(made.sent), _or_dash(made.between),
+            f"{made.tokens_per_second:,.0f}", made.time.bound, style="" if made.fits else "dim",
+        )  # fmt: skip
+    console.print(table)
+    for made in rows:
+        for problem in made.problems:
+            console.print(f"[bold]{made.file}[/] cannot run: {problem}")
+        if made.over:
+            console.print(f"[bold]{made.file}[/] does not fit: {'; '.join(made.over)}", end="")
+            remedies = [r for r in made.remedies if r]
+            console.print(f" -> {' or '.join(remedies)}" if remedies else "")
+    best = rows[0]
+    if best.fits and best.time is not None:
+        console.print(
+            f"best: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of {best.tokens_per_step:,} tokens, "
+            f"{duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
+        )
+    else:
+        console.print("[red]nothing fits.[/]")
+    from zerobook.plan.roofline import EFFICIENCY
+
+    console.print(
+        f"[dim]checkpoints: {size(max(made.checkpoint for made in rows))}. Weights, gradients and optimizer state are counted, "
+        f"activations traced; times assume {EFFICIENCY:.0%} of the GPU's listed operations a second. paper's states: what "
+        "ZeRO's formulas say of the three together.[/]"
+    )
+
+
+def _or_dash(amount: float) -> str:
+    return size(amount) if amount else "-"
+
+
+def _formulas(parameters: int, where: Cluster, *, mixed: bool) -> None:
+    names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    kind = "mixed precision, K = 12" if mixed else "fp32, K = 8"
+    print(f"{count(parameters)} parameters on {where.ranks} GPUs ({kind}); GB are 10^9 bytes, without activations")
+    print(f"{'':8} {'weights':>9} {'gradients':>10} {'optimizer':>10} {'total':>9}   sent a step by each rank")
+    for stage, name in enumerate(names):
+        states = formulas.model_states(parameters, stage, where.ranks, mixed=mixed)
+        moved = formulas.ring(formulas.traffic(stage), where.ranks) * parameters * (2 if mixed else 4)
+        print(f"{name:8} {gb(states.parameters):>9} {gb(states.gradients):>10} {gb(states.optimizer):>10} "
+              f"{gb(states.total):>9}   {size(moved) if moved else '-'}")  # fmt: skip
+    two = formulas.deepspeed_zero2(parameters, where.gpus, where.nodes, offload=False)
+    print(f"DeepSpeed's estimator, ZeRO-2, in GiB: host {two.host / 2**30:,.2f}, GPU {two.gpu / 2**30:,.2f} ({two.formula})")
+    print(f"a checkpoint with optimizer state: {size(formulas.CHECKPOINT_BYTES * parameters)} (14 bytes a parameter)")
+
+
+def _write_json(target: str, traced: Traced, rows: list[Row], where: Cluster) -> None:
+    import orjson
+
+    found: dict[str, Any] = {
+        "model": traced.job.name, "parameters": traced.parameters, "trained": traced.trained, "hardware": asdict(where),
+        "rows": [asdict(made) | {"fits": made.fits, "tokens_per_second": made.tokens_per_second} for made in rows],
+    }  # fmt: skip
+    text = orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n")
+        print(f"wrote {target}")
+
+
+def _print_advice(advice: Advice) -> None:
+    if advice.row is not None:
+        flags = "".join(f" --{key} {value}" for key, value in advice.flags.items())
+        print(f"recommended: accelerate_configs/{advice.row.file}.yaml{flags}")
+    for rule, reason in advice.reasons:
+        print(f"  {rule}: {reason}")

@@ -1,0 +1,130 @@
+"""Which strategy file and which flags to take, and by which rule.
+
+The rules are those of practice, in the order in which they are tried: what costs nothing first, what costs time next, what
+changes the training after that, and offload last. Whether something fits is never a rule's word, always the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zerobook.plan.hardware import PCIE, Cluster
+from zerobook.plan.rows import Row, Traced
+from zerobook.plan.units import size
+
+SLOW_NETWORK = 100e9 / 8
+"""Bytes a second between nodes, below which sharding should stay inside them: small clusters are built with 100 to 400 Gbps,
+and from some 64 GPUs plain ZeRO-3 wants about 1000."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``row`` is what to take, None where nothing fits; ``flags`` what to add to the command; ``reasons`` (rule, why)."""
+
+    row: Row | None
+    flags: dict[str, Any]
+    reasons: list[tuple[str, str]]
+
+
+Replan = Callable[[dict[str, Any]], tuple[Traced, list[Row]]]
+
+
+def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -> Advice:
+    """Try one change after another until something fits.
+
+    Args:
+        replan: flags to add -> the plan with them.
+    """
+    config, reasons = traced.job.config, list(_always(traced, where))
+    flags: dict[str, Any] = {}
+    for rule, change in _ladder(traced, where):
+        if rule is not None:
+            flags |= change
+            traced, rows = replan(flags)
+        fitting = [row for row in rows if row.fits and not _offloads(row)]
+        if fitting:
+            best = _choose(traced, fitting, where, reasons)
+            if rule is not None:
+                reasons.append((rule, f"without it nothing fits {where.name}"))
+            return Advice(best, flags, reasons + list(_about(best, config, where)))
+    offloading = [row for row in rows if row.fits]
+    if offloading:
+        reasons.append(("offload last", "nothing fits without it; accumulation was tried before it, since it costs less"))
+        return Advice(offloading[0], flags, reasons + list(_about(offloading[0], config, where)))
+    least = min((row.memory.total for row in rows if row.memory), default=0)
+    reasons.append(
+        ("nothing fits", f"the smallest plan needs {size(least)} a GPU: take more or larger GPUs, or a smaller model")
+    )
+    return Advice(None, flags, reasons)
+
+
+def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
+    config = traced.job.config
+    if where.device.bf16 and config.mixed_precision not in ("bf16",):
+        yield "bf16", "--mixed_precision bf16: half the bytes, and no loss scale that can overflow"
+    if not where.device.bf16 and config.mixed_precision != "fp16":
+        yield "fp16", f"--mixed_precision fp16: {where.device.name} has no bf16"
+    if not traced.job.seq2seq and not config.packing and traced.job.shape.padded:
+        yield "packing", "--packing: no time is spent on padding"
+    if where.device.fused:
+        yield "flash attention", "--attn_implementation auto takes it where the package is installed"
+
+
+def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """(rule, flags) in the order to try; first as it is."""
+    config = traced.job.config
+    yield None, {}
+    if not config.activation_checkpointing:
+        yield "activation checkpointing", {"activation_checkpointing": True}
+    rows = config.per_device_train_batch_size
+    if rows > 1:
+        yield (
+            "accumulation before offload",
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
+        )
+
+
+def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
+    """The fastest, but for what a roofline does not see."""
+    slow = where.network is not None and where.network < SLOW_NETWORK
+    if slow:
+        inside = [row for row in fitting if row.spread is not None and row.spread.shard <= where.gpus and row.spread.stage == 3]
+        if inside:
+            reasons.append(
+                ("hybrid on slow links", f"{size(where.network or 0)}/s between nodes: weights are gathered inside them")
+            )
+            return inside[0]
+    best = fitting[0]
+    sharded = [row for row in fitting if row.spread is not None and row.spread.kind == "deepspeed" and row.spread.stage == 3]
+    if traced.job.lora and best.spread is not None and best.spread.stage == 3 and sharded:
+        reasons.append(
+            ("LoRA with bf16 and ZeRO-3 first", "adapters are small, and the frozen weights are what has to be shared")
+        )
+        best = sharded[0]
+    if best.spread is not None and best.spread.stage == 3 and where.link <= PCIE:
+        others = [row for row in fitting if row.spread is not None and row.spread.stage < 3]
+        if others:
+            reasons.append(("ZeRO-3 wants fast links", f"{size(where.link)}/s inside the node: {others[0].name} gathers less"))
+            return others[0]
+    return best
+
+
+def _about(best: Row, config: Any, where: Cluster) -> Iterator[tuple[str, str]]:
+    assert best.spread is not None and best.memory is not None
+    if best.spread.stage in (1, 2) and where.host_memory and best.memory.host_at_load > 0.8 * where.host_memory:
+        yield (
+            "host RAM at load",
+            f"every rank loads a whole copy: {size(best.memory.host_at_load)} of {size(where.host_memory)}",
+        )
+    samples = config.per_device_train_batch_size * config.gradient_accumulation_steps * best.spread.ranks
+    yield (
+        "effective batch",
+        f"{samples} samples a step at a learning rate of {config.learning_rate:g}; Adam's rate grows with the square root of "
+        "the batch, and very large models want a lower one",
+    )
+
+
+def _offloads(row: Row) -> bool:
+    return row.spread is not None and (row.spread.offload_optimizer != "none" or row.spread.offload_param != "none")
