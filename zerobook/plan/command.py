@@ -14,6 +14,8 @@ from zerobook.plan.hardware import DEVICES, Cluster, cluster
 from zerobook.plan.units import count, duration, gb, parse_count, size
 
 if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig, Resolved
+    from zerobook.plan.measure import Figure
     from zerobook.plan.recommend import Advice
     from zerobook.plan.rows import Row, Traced
 
@@ -51,9 +53,11 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
     parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
+    parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
+    parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     place = next((i for i, token in enumerate(argv) if not token.startswith("--") and _stands_alone(argv, i)), len(argv))
     asked = parser.parse_args(argv[:place])
-    where = _here() if asked.here else cluster(
+    where = _here(asked.gpus) if asked.here else cluster(
         gpus=asked.gpus or "1", nodes=asked.nodes, gpu=asked.gpu, gpu_memory=asked.gpu_memory, host_memory=asked.host_memory,
         disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
     )  # fmt: skip
@@ -66,7 +70,9 @@ def plan(argv: list[str]) -> int:
         raise ConfigError(
             "no model is named. Give a hub name, a config.json, or a recipe with its flags; see zerobook plan --help."
         )
-    traced, rows = _rows(argv[place], argv[place + 1 :], where)
+    if asked.measure:
+        return _measure(argv[place], argv[place + 1 :], where, asked)
+    traced, rows = _rows(argv[place], argv[place + 1 :], where, asked.strategies)
     if asked.json:
         _write_json(asked.json, traced, rows, where)
     if asked.json != "-":
@@ -81,13 +87,13 @@ def plan(argv: list[str]) -> int:
 
         def replan(changes: dict[str, Any]) -> tuple[Traced, list[Row]]:
             more = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-            return _rows(argv[place], [*argv[place + 1 :], *more], where)
+            return _rows(argv[place], [*argv[place + 1 :], *more], where, asked.strategies)
 
         _print_advice(recommend(traced, rows, where, replan))
     return 0 if any(row.fits for row in rows) else 1
 
 
-_SWITCHES = ("--here", "--formulas", "--recommend")
+_SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
 
 
 def _stands_alone(argv: list[str], place: int) -> bool:
@@ -96,18 +102,21 @@ def _stands_alone(argv: list[str], place: int) -> bool:
     return not before.startswith("--") or "=" in before or before in _SWITCHES
 
 
-def _here() -> Cluster:
+def _here(processes: str | None) -> Cluster:
+    """This machine; ``processes`` as ``--gpus`` says, of what there is by default."""
+    import shutil
+
     import psutil
 
     from zerobook.plan.hardware import Device
     from zerobook.resolve import Hardware
 
     found, host = Hardware.detect(), psutil.virtual_memory()
-    import shutil
-
+    if processes is not None and not processes.isdigit():
+        raise ConfigError(f"--gpus: {processes!r} is no number of processes.")
     disk = shutil.disk_usage(Path.cwd()).free
     if not found.gpus:
-        cores = psutil.cpu_count(logical=False) or 1
+        cores = int(processes or psutil.cpu_count(logical=False) or 1)
         device = Device("CPU process", host.available // cores, 5e10, 1e10, 1e10)
         return Cluster(gpus=cores, device=device, link=1e10, host_memory=host.available, disk=disk, cpu=True)
     import torch
@@ -118,26 +127,89 @@ def _here() -> Cluster:
     key = next((name for name in DEVICES if name.split("-")[0] in (found.gpu_name or "").lower()), "a100-80gb")
     like = DEVICES[key]
     device = Device(found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention)
-    return Cluster(gpus=found.gpus, device=device, link=like.link, host_memory=host.available, disk=disk)
+    if int(processes or 0) > found.gpus:
+        raise ConfigError(
+            f"--gpus: {processes}, and there are {found.gpus} here. Leave --here out to plan for another machine."
+        )
+    return Cluster(gpus=int(processes or found.gpus), device=device, link=like.link, host_memory=host.available, disk=disk)
 
 
-def _rows(first: str, flags: list[str], where: Cluster) -> tuple[Traced, list[Row]]:
+def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], RecipeConfig, Resolved]:
+    """The recipe, its flags, and what they come to."""
     from zerobook.config import parse
     from zerobook.doctor import _config_class
-    from zerobook.plan.job import job, read_config
-    from zerobook.plan.rows import Traced, rank, row
+    from zerobook.plan.job import read_config
 
     recipe = Path(first)
     if recipe.suffix != ".py":
         kind = "seq2seq_chatbot" if read_config(first).is_encoder_decoder else "causal_lm"
         recipe, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
-    config, sources, _ = parse(_config_class(str(recipe)), flags, data=False)
-    traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
+    config, sources, _ = parse(_config_class(str(recipe)), flags, data=data)
+    return recipe, flags, config, sources
+
+
+def _files(chosen: str | None) -> list[Path]:
     files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    names = {file.stem for file in files}
+    wanted = names if chosen is None else set(chosen.split(","))
+    if wanted - names:
+        raise ConfigError(
+            f"--strategies: {', '.join(sorted(wanted - names))}: no such file. There are: {', '.join(sorted(names))}."
+        )
+    return [file for file in files if file.stem in wanted]
+
+
+def _rows(first: str, flags: list[str], where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
     from tqdm import tqdm
 
-    bar = tqdm(files, desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
+    from zerobook.plan.job import job
+    from zerobook.plan.rows import Traced, rank, row
+
+    _, _, config, sources = _read(first, flags, data=False)
+    traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
+    bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
     return traced, rank([row(file, traced, where, sources) for file in bar])
+
+
+def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
+    """Print planned beside measured. Returns 0 where every run came through."""
+    import orjson
+    from rich.console import Console
+    from rich.table import Table
+    from tqdm import tqdm
+
+    from zerobook.plan.job import job
+    from zerobook.plan.measure import measure
+
+    if not asked.here:
+        raise ConfigError(
+            "--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be."
+        )
+    recipe, flags, config, sources = _read(first, flags, data=True)
+    planned, found = job(config), []
+    for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False, disable=not sys.stderr.isatty()):
+        found.append(measure(file, planned, recipe, flags, where, sources))
+    if asked.json:
+        Path(asked.json).write_bytes(orjson.dumps([asdict(made) for made in found], option=orjson.OPT_INDENT_2))
+    names = list(dict.fromkeys(name for made in found for name in made.figures))
+    table = Table(title=f"planned / measured on {where.name}: the rank that is furthest off", title_justify="left", box=None)
+    for column in ("strategy file", "ranks", *names):
+        table.add_column(column, justify="left" if column == "strategy file" else "right", no_wrap=column == "strategy file")
+    for made in found:
+        cells = [_beside(made.figures[name]) if name in made.figures else "-" for name in names]
+        table.add_row(made.file, str(made.ranks), *cells)
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console.print(table)
+    for made in found:
+        if made.died:
+            console.print(f"[bold]{made.file}[/]: {made.died}")
+    return 1 if any(made.died and not made.died.startswith("cannot run") for made in found) else 0
+
+
+def _beside(figure: Figure) -> str:
+    if figure.planned == figure.measured:
+        return f"{size(figure.measured)} =" if figure.measured else "-"
+    return f"{size(figure.planned)} / {size(figure.measured)} ({figure.error:+.2%})"
 
 
 def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:

@@ -11,10 +11,12 @@ DS      the estimators of DeepSpeed 0.19.8, deepspeed.runtime.zero.stage_1_and_2
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class States(NamedTuple):
+@dataclass(frozen=True)
+class States:
     """Bytes of the model's states on one device."""
 
     parameters: float
@@ -23,7 +25,7 @@ class States(NamedTuple):
 
     @property
     def total(self) -> float:
-        return sum(self)
+        return self.parameters + self.gradients + self.optimizer
 
 
 def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool) -> States:

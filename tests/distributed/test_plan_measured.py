@@ -1,0 +1,79 @@
+"""What is planned is what real runs hold and send, on one, two and four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zerobook.cli import main
+from zerobook.config import parse
+from zerobook.doctor import _config_class
+from zerobook.plan.hardware import Cluster, Device
+from zerobook.plan.job import job
+from zerobook.plan.measure import measure
+
+ROOT = Path(__file__).resolve().parents[2]
+full = pytest.mark.full
+TEXT = {"train_file": "text.txt", "block_size": 64}
+CHATS = {"train_file": "chats.jsonl"}
+JOBS = {
+    "llama": ("causal_lm", "llama", {**TEXT, "weight_decay": 0.1}),
+    "gpt2": ("causal_lm", "gpt2", {**TEXT, "gradient_accumulation_steps": 2}),
+    "bf16": ("causal_lm", "llama", {**TEXT, "mixed_precision": "bf16"}),
+    "checkpointing": ("causal_lm", "gpt2", {**TEXT, "activation_checkpointing": True}),
+    "lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64}),
+    "packed lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "packing": True}),
+    "bart": ("seq2seq_chatbot", "bart", {**CHATS, "max_source_length": 64, "max_target_length": 32}),
+    "wide": ("causal_lm", "wide", TEXT),
+}
+SHARDED = ("zero1", "zero2", "zero3", "fsdp")
+OFFLOADED = ("zero2_offload", "zero3_offload", "zero3_offload_optimizer", "fsdp_offload")
+SAMPLE = {("zero2", 2, "llama"), ("fsdp", 2, "packed lora")}
+CASES = [
+    ("single", 1, "llama"),
+    *[("ddp", ranks, name) for ranks, name in ((2, "llama"), (4, "bart"), (2, "bf16"))],
+    *[(strategy, ranks, "llama") for strategy in SHARDED for ranks in (1, 2, 4)],
+    *[(strategy, 2, name) for strategy in SHARDED for name in ("gpt2", "bf16", "checkpointing", "lora", "packed lora")],
+    *[(strategy, 2, "llama") for strategy in OFFLOADED],
+    *[("fsdp_hybrid", 4, name) for name in ("llama", "lora")],
+    ("zero2", 2, "bart"),
+    ("zero3", 4, "bart"),
+    ("fsdp", 2, "bart"),
+    ("zero2_offload", 2, "bf16"),
+    ("zero3_nvme", 2, "wide"),
+]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy, ranks, name",
+    [pytest.param(*case, marks=[] if case in SAMPLE else full, id="-".join(map(str, case))) for case in CASES],
+)
+def test_the_plan_is_what_a_run_holds_and_sends(tiny, strategy, ranks, name):
+    recipe, model, flags = JOBS[name]
+    flags = {"model_name_or_path": tiny / model, "per_device_train_batch_size": 2, "validation_split_percentage": 0} | flags
+    flags["train_file"] = tiny / flags["train_file"]
+    line = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    file = ROOT / "recipes" / f"{recipe}.py"
+    config, sources, _ = parse(_config_class(str(file)), line)
+    here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
+    found = measure(ROOT / "accelerate_configs" / f"{strategy}.yaml", job(config), file, line, here, sources)
+    assert not found.died, found.died
+    for kind in ("parameters", "gradients", "optimizer"):
+        figure = found.figures[kind]
+        assert figure.planned == figure.measured, f"{kind}: {figure}"
+    assert found.figures["activations saved"].measured > 0
+    assert abs(found.figures["activations saved"].error) < 0.05, found.figures["activations saved"]
+    assert (found.figures["sent"].measured > 0) == (ranks > 1)
+    assert abs(found.figures["sent"].error) < 0.02, found.figures["sent"]
+
+
+@pytest.mark.launch
+def test_a_run_that_dies_says_how(tiny, capsys):
+    line = ["plan", "--here", "--gpus", "2", "--measure", "--strategies", "ddp,fsdp_hybrid", str(tiny / "llama")]
+    # ids beyond the vocabulary pass the plan, and not the run
+    assert main([*line, "--train_file", str(tiny / "chats.jsonl"), "--tokenizer_name", str(tiny / "nothing")]) == 1
+    said = capsys.readouterr().out
+    assert "ddp: exit status" in said and "nothing" in said
+    assert "fsdp_hybrid: cannot run" in said

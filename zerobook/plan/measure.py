@@ -1,0 +1,134 @@
+"""A few steps under every strategy file, in fresh processes, and what they held and sent beside what was planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerobook.config import Resolved
+from zerobook.errors import ConfigError
+from zerobook.plan.hardware import CONTEXT, Cluster
+from zerobook.plan.holdings import hold
+from zerobook.plan.job import Job, Shape
+from zerobook.plan.memory import memory
+from zerobook.plan.rows import launch_plan
+from zerobook.plan.spread import spread
+from zerobook.plan.trace import trace
+from zerobook.plan.traffic import flows, sent
+
+PROBE = Path(__file__).with_name("probe.py")
+LIMIT = 600
+"""Seconds that one strategy's few steps may take, its start included."""
+STEPS = 3
+
+
+@dataclass
+class Figure:
+    """Bytes, planned and measured, of the rank that is furthest off."""
+
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative; 0 where both are nothing."""
+        if self.measured == 0:
+            return 0.0 if self.planned == 0 else float("inf")
+        return self.planned / self.measured - 1
+
+
+@dataclass
+class Measured:
+    """A strategy's figures by name, or how its run died. ``seconds`` a step on the slowest rank."""
+
+    file: str
+    ranks: int
+    figures: dict[str, Figure] = field(default_factory=dict)
+    seconds: float = 0.0
+    died: str = ""
+
+
+def measure(file: Path, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: Resolved) -> Measured:
+    """Run the recipe for a few steps under one strategy file.
+
+    Args:
+        flags: the recipe's, as on the command line, the model's weights and data among them.
+    """
+    try:
+        plan = launch_plan(file, where, job.config, sources)
+    except ConfigError as error:
+        return Measured(file.stem, where.ranks, died=error.problems[0])
+    if plan.problems:
+        return Measured(file.stem, plan.world_size, died=f"cannot run: {plan.problems[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+        line += [
+            "--num_processes",
+            str(plan.world_size),
+            "--main_process_port",
+            "0",
+            str(PROBE),
+            str(result),
+            str(recipe),
+            *flags,
+        ]
+        line += ["--max_train_steps", str(STEPS), "--output_dir", str(Path(folder) / "run")]
+        died = _run(line)
+        found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
+        if not all(path.exists() for path in found):
+            return Measured(file.stem, plan.world_size, died=died or "it ended before its second step")
+        ranks = [json.loads(path.read_text()) for path in found]
+    return _compared(file, job, plan, ranks, where)
+
+
+def _run(line: list[str]) -> str:
+    """Why it ended badly; empty where it did not."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(line, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"it was stopped after {LIMIT} s"
+        if code == 0:
+            return ""
+        said.seek(0)
+        lines = [text.strip() for text in said.read().splitlines() if "Error" in text and "ChildFailedError" not in text]
+        return f"exit status {code}: {lines[0][:300] if lines else 'it said nothing of an error'}"
+
+
+def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], where: Cluster) -> Measured:
+    weights, groups = job.weights()
+    spreads = spread(plan, job.model_config, min(where.gpus, plan.world_size))
+    accumulation = job.config.gradient_accumulation_steps
+    pairs: dict[str, list[Figure]] = {}
+    traced: dict[tuple, Any] = {}
+    for rank, found in enumerate(ranks):
+        held = hold(weights, groups, spreads, rank)
+        labels = found["batch"]["labels"][1] if job.seq2seq else 0
+        shape = Shape(*found["batch"]["input_ids"], labels, found["padded"])
+        if shape not in traced:
+            with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
+                kernels = "cpu" if where.cpu else "cuda"
+                traced[shape] = trace(model, batch, job.objective.loss, spreads.autocast, kernels=kernels)
+        moved = sent(flows(weights, groups, spreads, accumulation))
+        planned = {**held.states, "activations saved": traced[shape].saved, "sent": moved}
+        measured = {**found["held"], "activations saved": found["saved"], "sent": sum(found["sent"].values())}
+        if "cuda" in found:
+            peak = memory(weights, groups, spreads, traced[shape], accumulation=accumulation, gpus_per_node=spreads.node)
+            planned["GPU memory, peak"], measured["GPU memory, peak"] = peak.total - CONTEXT, found["cuda"]["allocated"]
+        for name, amount in planned.items():
+            pairs.setdefault(name, []).append(Figure(amount, measured[name]))
+    furthest = {name: max(figures, key=lambda figure: abs(figure.error)) for name, figures in pairs.items()}
+    return Measured(file.stem, plan.world_size, furthest, max(found["seconds"] for found in ranks))
