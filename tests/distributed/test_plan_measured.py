@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_parity import record
 from zerobook.cli import main
 from zerobook.config import parse
 from zerobook.doctor import _config_class
@@ -60,6 +61,8 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, strategy, ranks, name):
     here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
     found = measure(ROOT / "accelerate_configs" / f"{strategy}.yaml", job(config), file, line, here, sources)
     assert not found.died, found.died
+    figures = {kind: [figure.planned, figure.measured] for kind, figure in found.figures.items()}
+    record("plan", strategy=strategy, ranks=ranks, job=name, **figures)
     for kind in ("parameters", "gradients", "optimizer"):
         figure = found.figures[kind]
         assert figure.planned == figure.measured, f"{kind}: {figure}"
