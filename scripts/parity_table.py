@@ -78,7 +78,7 @@ def main(source: str, target: str) -> None:
         for r in measured if r["table"] == "resume"
     ]  # fmt: skip
     plan = [
-        [r["strategy"], str(r["ranks"]), r["job"], f"{r['parameters'][1]:,}", f"{r['gradients'][1]:,}", f"{r['optimizer'][1]:,}",
+        [r["strategy"], str(r["ranks"]), r["job"], *(f"{r[kind][1]:,}" for kind in ("parameters", "gradients", "optimizer")),
          error(*(sum(r[kind][k] for kind in ("parameters", "gradients", "optimizer")) for k in (0, 1))),
          f"{r['activations saved'][1]:,}", error(*r["activations saved"]), f"{r['sent'][1]:,.0f}", error(*r["sent"])]
         for r in measured if r["table"] == "plan"
