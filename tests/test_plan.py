@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -242,6 +244,24 @@ def test_machines():
     two = cluster(gpus="8", nodes="2", gpu_memory="80GB", interconnect="400Gbps", intra_node="pcie")
     assert two.ranks == 16 and two.network == 50e9 and two.link == 32e9 and two.device.flops == DEVICES["a100-80gb"].flops
     assert cluster(gpu="h200").device.memory == 141e9
+
+
+@pytest.mark.launch
+def test_measured_links_are_planned_with(tmp_path):
+    file = tmp_path / "links.json"
+    line = [sys.executable, "scripts/allreduce_bench.py", "--megabytes", "0.25", "1", "--rounds", "3", "--out", str(file)]
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(file.read_text())
+    assert found["ranks"] == 2 and found["backend"] == "gloo" and len(found["rows"]) == 6
+    for measured in found["rows"]:
+        worth = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}[measured["operation"]]
+        assert measured["bus_bytes_per_s"] == pytest.approx(worth * measured["bytes"] / measured["seconds"])
+    (largest,) = [r for r in found["rows"] if r["operation"] == "all_reduce" and r["bytes"] == 1_000_000]
+    assert cluster(gpus="8", nodes="2", interconnect=str(file)).network == largest["bus_bytes_per_s"]
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="allreduce_bench"):
+        cluster(gpus="8", nodes="2", interconnect=str(file))
 
 
 # --- the command

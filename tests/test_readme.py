@@ -73,7 +73,7 @@ RUN_HERE = [line for line, needs in commands(README) if needs is None and not li
 
 def test_readme_names_every_command_and_strategy():
     assert "make demo" in blocks(README, "bash")[0].splitlines() and "make test" in LINES
-    assert all(line.startswith(("accelerate launch ", "zerobook ")) for line in RUN_HERE) and len(RUN_HERE) == 11
+    assert all(line.startswith(("accelerate launch ", "zerobook ")) for line in RUN_HERE) and len(RUN_HERE) == 12
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"\bmake ([a-z-]+)(?![\w+-])", README))
     assert named <= targets <= named

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerobook.errors import ConfigError
 from zerobook.plan.units import parse_bytes, parse_rate
@@ -122,16 +124,27 @@ def cluster(
     link = device.link
     if intra_node is not None:
         links = {"nvlink": device.link, "pcie": min(device.link, PCIE)}
-        given = links.get(intra_node) or read(parse_rate, intra_node, "--intra_node")
+        given = links.get(intra_node) or read(_rate, intra_node, "--intra_node")
         link = given or link
         if intra_node == "nvlink" and device.link <= PCIE:
             problems.append(f"--intra_node: {device.name} has no NVLink. Say pcie, or give the rate, such as 64GB/s.")
-    network = read(parse_rate, interconnect, "--interconnect")
+    network = read(_rate, interconnect, "--interconnect")
     if machines > 1 and interconnect is None:
         problems.append(f"--interconnect: {machines} nodes, and nothing is said of the network between. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
     return Cluster(gpus=count, nodes=machines, device=device, link=link, network=network, host_memory=host, disk=room)
+
+
+def _rate(text: str, key: str) -> float:
+    """A rate, or a file that ``scripts/allreduce_bench.py`` wrote: the bus bandwidth of its largest all-reduce."""
+    if not text.endswith(".json"):
+        return parse_rate(text, key)
+    try:
+        rows = [row for row in json.loads(Path(text).read_text())["rows"] if row["operation"] == "all_reduce"]
+        return float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
 
 
 def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:

@@ -169,7 +169,7 @@ def trace(
                 follow.count(tensor)
             inputs = follow.live
             labels = batch["labels"]
-            given = {key: value for key, value in batch.items() if key != "labels" or model.config.is_encoder_decoder}
+            given = {key: value for key, value in batch.items() if key != "labels"}
             with Saved(lambda: apart) as saved:
                 value = loss(model(**given).logits, labels)
             kept = saved.bytes

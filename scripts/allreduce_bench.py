@@ -1,0 +1,106 @@
+"""How fast ranks talk: all-reduce, all-gather and reduce-scatter over sizes, on gloo or NCCL, one node or several.
+
+On one machine it starts its own processes; on several, start it on each with torchrun:
+
+    python scripts/allreduce_bench.py --processes 2 --out links.json
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 scripts/allreduce_bench.py
+
+Algorithm bandwidth is the size over the time. Bus bandwidth is what each link carries, whatever the number of ranks: times
+2 (N - 1)/N for all-reduce, (N - 1)/N for the others, whose size is that of the gathered tensor (as NVIDIA's nccl-tests count).
+``zerobook plan --interconnect links.json`` (or ``--intra_node``) takes the largest size's bus bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+def measured(operation: str, size: int, device: torch.device, rounds: int) -> float:
+    """Median seconds of one call on ``size`` bytes of fp32, slowest rank."""
+    ranks = dist.get_world_size()
+    elements = max(size // 4 // ranks, 1) * ranks
+    whole = torch.ones(elements, device=device)
+    part = torch.ones(elements // ranks, device=device)
+    call = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }[operation]
+    times = []
+    for turn in range(rounds + 2):  # two to warm up
+        dist.barrier()
+        wait(device)
+        start = time.perf_counter()
+        call()
+        wait(device)
+        if turn >= 2:
+            times.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2, help="where torchrun did not start it: processes to start")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64], help="sizes of the whole tensor")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    asked = parser.parse_args()
+    if "RANK" not in os.environ:
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={asked.processes}", __file__]
+        sys.exit(subprocess.run([*line, *sys.argv[1:]], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    ranks = dist.get_world_size()
+    nodes = ranks // int(os.environ["LOCAL_WORLD_SIZE"])
+    rows = []
+    for operation in OPERATIONS:
+        for megabytes in asked.megabytes:
+            size = int(megabytes * 1e6)
+            seconds = measured(operation, size, device, asked.rounds)
+            rows.append(
+                {"operation": operation, "bytes": size, "seconds": seconds, "algorithm_bytes_per_s": size / seconds,
+                 "bus_bytes_per_s": size / seconds * BUS[operation] * (ranks - 1) / ranks}
+            )  # fmt: skip
+            if dist.get_rank() == 0:
+                row = rows[-1]
+                algorithm, bus = row["algorithm_bytes_per_s"] / 1e9, row["bus_bytes_per_s"] / 1e9
+                print(f"{operation:15} {megabytes:>8g} MB {seconds * 1e3:>9.2f} ms   algorithm {algorithm:>7.2f} GB/s   "
+                      f"bus {bus:>7.2f} GB/s")  # fmt: skip
+    if dist.get_rank() == 0 and asked.out:
+        name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+        facts = {
+            "date": str(date.today()), "torch": torch.__version__, "backend": dist.get_backend(), "device": name,
+            "ranks": ranks, "nodes": nodes, "rows": rows,
+        }  # fmt: skip
+        asked.out.write_text(json.dumps(facts, indent=1) + "\n")
+        print(f"wrote {asked.out}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
