@@ -134,7 +134,8 @@ def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
 def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
     """Every weight padded to one element a rank and cut; small ones stay gathered besides."""
     sub_groups = [sum(_part(w, spread) for w in sub) for group in groups for sub in _sub_groups(group, spread)]
-    persistent = sum(w.numel * _cast(w, spread) for w in weights if w.numel <= spread.persistent)
+    small = [w for w in weights if w.numel <= spread.persistent]
+    persistent = sum(w.numel * _cast(w, spread) for w in small) if spread.ranks > 1 else 0  # alone, the part is the whole
     sharded = sum(_part(w, spread) * _cast(w, spread) for w in weights)
     held = Holdings(parameters=sharded + persistent, gradients=sum(sub_groups) * spread.compute, optimizer=12 * sum(sub_groups))
     if spread.offload_optimizer == "none":
