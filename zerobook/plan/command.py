@@ -85,9 +85,14 @@ def plan(argv: list[str]) -> int:
     if asked.recommend:
         from zerobook.plan.recommend import recommend
 
-        def replan(changes: dict[str, Any]) -> tuple[Traced, list[Row]]:
+        def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
             more = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-            return _rows(argv[place], [*argv[place + 1 :], *more], where, asked.strategies)
+            if other is None:
+                return _rows(argv[place], [*argv[place + 1 :], *more], where, asked.strategies)
+            recipe, flags, _, _ = _read(argv[place], argv[place + 1 :], data=False)
+            same = {"--block_size": "--max_seq_length", "--config_name": "--model_name_or_path"}
+            flags = [same.get(word, word) for word in flags]
+            return _rows(str(recipe.with_name(f"{other}.py")), [*flags, *more], where, asked.strategies)
 
         _print_advice(recommend(traced, rows, where, replan))
     return 0 if any(row.fits for row in rows) else 1
@@ -317,6 +322,7 @@ def _write_json(target: str, traced: Traced, rows: list[Row], where: Cluster) ->
 def _print_advice(advice: Advice) -> None:
     if advice.row is not None:
         flags = "".join(f" --{key} {value}" for key, value in advice.flags.items())
-        print(f"recommended: accelerate_configs/{advice.row.file}.yaml{flags}")
+        recipe = f" recipes/{advice.recipe}.py" if advice.recipe else ""
+        print(f"recommended: accelerate_configs/{advice.row.file}.yaml{recipe}{flags}")
     for rule, reason in advice.reasons:
         print(f"  {rule}: {reason}")

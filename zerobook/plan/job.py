@@ -233,12 +233,18 @@ def _to_fake(model: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on a model that is not going to be used."""
-    from transformers.utils import logging
+    """Without the libraries' remarks on a model that is not going to be used."""
+    import logging
+    import warnings
 
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
-        logging.set_verbosity(level)
+        transformers_logging.set_verbosity(level)

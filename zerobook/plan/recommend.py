@@ -21,43 +21,56 @@ and from some 64 GPUs plain ZeRO-3 wants about 1000."""
 
 @dataclass(frozen=True)
 class Advice:
-    """``row`` is what to take, None where nothing fits; ``flags`` what to add to the command; ``reasons`` (rule, why)."""
+    """``row`` is what to take, None where nothing fits; ``flags`` what to add to the command, of the recipe ``recipe`` where
+    another is meant than was asked for; ``reasons`` (rule, why)."""
 
     row: Row | None
     flags: dict[str, Any]
+    recipe: str | None
     reasons: list[tuple[str, str]]
 
 
-Replan = Callable[[dict[str, Any]], tuple[Traced, list[Row]]]
+Replan = Callable[[dict[str, Any], str | None], tuple[Traced, list[Row]]]
+LORA = "lora_finetune"
 
 
 def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -> Advice:
     """Try one change after another until something fits.
 
     Args:
-        replan: flags to add -> the plan with them.
+        replan: (flags to add, another recipe) -> the plan with them.
     """
-    config, reasons = traced.job.config, list(_always(traced, where))
+    reasons = list(_always(traced, where))
     flags: dict[str, Any] = {}
-    for rule, change in _ladder(traced, where):
+    recipe, as_asked = None, rows
+    for rule, change in _ladder(traced):
         if rule is not None:
-            flags |= change
-            traced, rows = replan(flags)
+            flags |= {key: value for key, value in change.items() if key != "recipe"}
+            recipe = change.get("recipe", recipe)
+            traced, rows = replan(flags, recipe)
         fitting = [row for row in rows if row.fits and not _offloads(row)]
         if fitting:
             best = _choose(traced, fitting, where, reasons)
             if rule is not None:
-                reasons.append((rule, f"without it nothing fits {where.name}"))
-            return Advice(best, flags, reasons + list(_about(best, config, where)))
+                reasons.append((rule, f"without it, or offload, nothing fits {where.name}"))
+            if recipe is not None:
+                other = f"adapters alone are trained; to train all weights there is {_other(as_asked)}"
+                reasons.append(("what LoRA leaves out", other))
+            return Advice(best, flags, recipe, reasons + list(_about(best, traced.job.config, where)))
     offloading = [row for row in rows if row.fits]
     if offloading:
         reasons.append(("offload last", "nothing fits without it; accumulation was tried before it, since it costs less"))
-        return Advice(offloading[0], flags, reasons + list(_about(offloading[0], config, where)))
+        return Advice(offloading[0], flags, recipe, reasons + list(_about(offloading[0], traced.job.config, where)))
     least = min((row.memory.total for row in rows if row.memory), default=0)
     reasons.append(
         ("nothing fits", f"the smallest plan needs {size(least)} a GPU: take more or larger GPUs, or a smaller model")
     )
-    return Advice(None, flags, reasons)
+    return Advice(None, flags, recipe, reasons)
+
+
+def _other(rows: list[Row]) -> str:
+    fitting = [row for row in rows if row.fits]
+    return f"{fitting[0].file}, at {fitting[0].tokens_per_second:,.0f} tokens/s" if fitting else "no file that fits"
 
 
 def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
@@ -72,7 +85,7 @@ def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
         yield "flash attention", "--attn_implementation auto takes it where the package is installed"
 
 
-def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[str, Any]]]:
+def _ladder(traced: Traced) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """(rule, flags) in the order to try; first as it is."""
     config = traced.job.config
     yield None, {}
@@ -84,6 +97,13 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
             "accumulation before offload",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
         )
+    if traced.job.seq2seq:
+        return
+    if not traced.job.lora:
+        yield "LoRA on all linear layers", {"recipe": LORA, "dtype": "bfloat16"}
+    if not getattr(config, "load_in_4bit", False):
+        # rows of files that lose a quantised base, such as parameter offload, cannot run, and say so
+        yield "QLoRA, where the strategy supports a quantised base", {"load_in_4bit": True}
 
 
 def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
