@@ -27,7 +27,7 @@ from zerobook.plan.traffic import flows, sent
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT = 600
 """Seconds that one strategy's few steps may take, its start included."""
-STEPS = 3
+STEPS = 5
 
 
 @dataclass
@@ -85,7 +85,7 @@ def measure(file: Path, job: Job, recipe: Path, flags: Sequence[str], where: Clu
         died = _run(line)
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
         if not all(path.exists() for path in found):
-            return Measured(file.stem, plan.world_size, died=died or "it ended before its second step")
+            return Measured(file.stem, plan.world_size, died=died or "it ended before the step that is measured")
         ranks = [json.loads(path.read_text()) for path in found]
     return _compared(file, job, plan, ranks, where)
 

@@ -3,8 +3,8 @@
     accelerate launch ... zerobook/plan/probe.py RESULT.json recipes/NAME.py [flags]
 
 The recipe runs unchanged; what it calls is watched from outside: collectives by wrapping torch.distributed before anything
-imports it, the rest around the loop's own methods. Step `STEP` is measured: in the first one allocations are still settling.
-Every rank's figures go to ``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of
+imports it, the rest around the loop's own methods. Step `STEP` is measured: allocations have settled by then, and so has the
+order of modules that ZeRO-3 learns anew after every forward pass without a backward one. Every rank's figures go to ``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of
 activations saved by autograd in the first micro-batch's forward pass, bytes sent by each collective, and on CUDA the
 allocator's peaks.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-STEP = 2
+STEP = 4
 
 SENT: Counter = Counter()
 CALLS: Counter = Counter()
