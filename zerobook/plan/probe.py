@@ -4,9 +4,9 @@
 
 The recipe runs unchanged; what it calls is watched from outside: collectives by wrapping torch.distributed before anything
 imports it, the rest around the loop's own methods. Step `STEP` is measured: allocations have settled by then, and so has the
-order of modules that ZeRO-3 learns anew after every forward pass without a backward one. Every rank's figures go to ``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of
-activations saved by autograd in the first micro-batch's forward pass, bytes sent by each collective, and on CUDA the
-allocator's peaks.
+order of modules that ZeRO-3 learns anew after every forward pass without a backward one. Every rank's figures go to
+``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of activations saved by autograd in the
+first micro-batch's forward pass, bytes sent by each collective, and on CUDA the allocator's peaks.
 """
 
 from __future__ import annotations
