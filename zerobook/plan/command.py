@@ -54,6 +54,8 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
     parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
+    parser.add_argument("--autotune", metavar="FOLDER", help="with --here: find the fastest by running it, and write it there")
+    parser.add_argument("--global_batch", help="with --autotune: samples of a step")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     place = next((i for i, token in enumerate(argv) if not token.startswith("--") and _stands_alone(argv, i)), len(argv))
     asked = parser.parse_args(argv[:place])
@@ -72,6 +74,8 @@ def plan(argv: list[str]) -> int:
         )
     if asked.measure:
         return _measure(argv[place], argv[place + 1 :], where, asked)
+    if asked.autotune:
+        return _autotune(argv[place], argv[place + 1 :], where, asked)
     traced, rows = _rows(argv[place], argv[place + 1 :], where, asked.strategies)
     if asked.json:
         _write_json(asked.json, traced, rows, where)
@@ -209,6 +213,50 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
         if made.died:
             console.print(f"[bold]{made.file}[/]: {made.died}")
     return 1 if any(made.died and not made.died.startswith("cannot run") for made in found) else 0
+
+
+def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
+    """Print what was tried. Returns 0 where something came through."""
+    from tqdm import tqdm
+
+    from zerobook.plan.autotune import autotune, write
+    from zerobook.plan.job import job
+
+    if not asked.here:
+        raise ConfigError(
+            "--autotune: it runs on this machine. Give --here, and --gpus for fewer processes than there could be."
+        )
+    if not (asked.global_batch or "").isdigit() or int(asked.global_batch) < 1:
+        raise ConfigError(
+            f"--global_batch: {asked.global_batch!r} is no number of samples. Give what a step is to have, such as 64."
+        )
+    recipe, flags, config, sources = _read(first, flags, data=True)
+    with tqdm(desc="measuring", unit=" runs", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(words: str) -> None:
+            bar.set_postfix_str(words)
+            bar.update()
+
+        files = _files(asked.strategies)
+        tuned = autotune(job(config), recipe, flags, files, where, sources, int(asked.global_batch), progress)
+    print(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {asked.global_batch} on {where.name}")
+    for candidate in tuned.tried:
+        samples = candidate.planned.tokens_per_second / candidate.planned.tokens_per_step * int(asked.global_batch)
+        end = f" ({candidate.died})" if candidate.died else ""
+        print(f"{candidate.rate:>10.4g}  {samples:>10.4g}   {candidate.words}{end}")
+    if tuned.best is None:
+        return 1
+    if tuned.knee is not None and len(tuned.curve) > 1:
+        shown = ", ".join(f"{micro}: {rate:.4g}" for micro, rate in tuned.curve)
+        rising = tuned.knee == tuned.curve[-1][0]
+        print(f"samples/s by micro-batch: {shown}; {'still rising' if rising else f'from {tuned.knee} on it hardly rises'}")
+    strategy, override = write(tuned, recipe, where, Path(asked.autotune))
+    print(f"wrote {strategy} and {override}")
+    print(
+        f"the learning rate stays at {config.learning_rate:g}: the global batch is what was asked for, however it is cut. "
+        "Another batch wants another rate, which grows with its square root under Adam; very large models want a lower one."
+    )
+    return 0
 
 
 def _beside(figure: Figure) -> str:

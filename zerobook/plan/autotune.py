@@ -1,0 +1,166 @@
+"""The fastest way to train at a wanted global batch on this machine: planned first, then measured in fresh processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from zerobook.config import Resolved
+from zerobook.errors import ConfigError
+from zerobook.plan.hardware import Cluster
+from zerobook.plan.job import Job
+from zerobook.plan.measure import measure
+from zerobook.plan.rows import Row, Traced, row
+
+TRIED = 6
+"""Candidates that are measured; the plan ranks hundreds well enough to leave the rest out."""
+KNEE = 0.95
+"""Of the best rate: the smallest micro-batch that reaches it is where throughput stops rising."""
+
+
+@dataclass
+class Candidate:
+    """A strategy file with a cut of the global batch. ``rate`` is measured, in samples a second; 0 where the run died."""
+
+    file: Path
+    micro: int
+    accumulation: int
+    checkpointing: bool
+    planned: Row
+    rate: float = 0.0
+    died: str = ""
+
+    @property
+    def flags(self) -> dict[str, object]:
+        return {
+            "per_device_train_batch_size": self.micro,
+            "gradient_accumulation_steps": self.accumulation,
+            "activation_checkpointing": self.checkpointing,
+        }
+
+    @property
+    def words(self) -> str:
+        kept = "recomputed" if self.checkpointing else "kept"
+        return f"{self.file.stem}, {self.micro} samples a micro-batch x {self.accumulation}, activations {kept}"
+
+
+@dataclass
+class Tuned:
+    """``tried`` in the order of their measured rates, the best first; ``curve`` is (micro-batch, samples a second) of the best
+    one's strategy, and ``knee`` the micro-batch where the curve has flattened."""
+
+    tried: list[Candidate]
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.tried[0] if self.tried and self.tried[0].rate else None
+
+    @property
+    def knee(self) -> int | None:
+        most = max((rate for _, rate in self.curve), default=0.0)
+        return min((micro for micro, rate in self.curve if rate >= KNEE * most), default=None) if most else None
+
+
+def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """(micro-batch, accumulation) that make up ``global_batch`` on ``ranks``, the micro-batch doubling.
+
+    Raises:
+        ConfigError: the ranks do not divide it.
+    """
+    if global_batch % ranks:
+        raise ConfigError(f"--global_batch: {global_batch} samples do not divide among {ranks} processes.")
+    share, micro = global_batch // ranks, 1
+    while micro <= share:
+        if share % micro == 0:
+            yield micro, share // micro
+        micro *= 2
+
+
+def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolved, global_batch: int) -> Iterable[Candidate]:
+    """All that fit, the fastest by plan first."""
+    kernels = "cpu" if where.cpu else "cuda"
+    found: list[Candidate] = []
+    for micro, accumulation in cuts(global_batch, where.ranks):
+        for checkpointing in (False, True):
+            changed = {"per_device_train_batch_size": micro, "activation_checkpointing": checkpointing,
+                       "gradient_accumulation_steps": accumulation}  # fmt: skip
+            config = job.config.model_copy(update=changed)
+            given = Resolved(sources | dict.fromkeys(changed, "autotune"))
+            traced = Traced.of(Job(config, job.model_config, job.name), kernels)
+            for file in files:
+                planned = row(file, traced, where, given)
+                if planned.fits and planned.spread is not None and planned.spread.ranks == where.ranks:
+                    found.append(Candidate(file, micro, accumulation, checkpointing, planned))
+    return sorted(found, key=lambda c: -c.planned.tokens_per_second)
+
+
+def autotune(
+    job: Job,
+    recipe: Path,
+    flags: Sequence[str],
+    files: Sequence[Path],
+    where: Cluster,
+    sources: Resolved,
+    global_batch: int,
+    progress: Callable[[str], None],
+) -> Tuned:
+    """Measure the best planned candidates, and the curve of micro-batches of the one that wins.
+
+    A run that dies, out of memory above all, is passed over: it had processes of its own.
+    """
+    planned = list(candidates(job, files, where, sources, global_batch))
+    if not planned:
+        raise ConfigError(
+            f"nothing is planned to fit {where.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
+        )
+    # of each strategy and choice of activations the plan's favourite cut only: the curve looks at the others
+    seen: dict[tuple[str, bool], Candidate] = {}
+    for candidate in planned:
+        seen.setdefault((candidate.file.stem, candidate.checkpointing), candidate)
+    tried = list(seen.values())[:TRIED]
+    for candidate in tried:
+        progress(candidate.words)
+        _measure(candidate, job, recipe, flags, where, sources)
+    tried.sort(key=lambda c: -c.rate)
+    tuned = Tuned(tried)
+    if tuned.best is not None:
+        like = (tuned.best.file.stem, tuned.best.checkpointing)
+        for candidate in [c for c in planned if (c.file.stem, c.checkpointing) == like]:
+            if candidate is not tuned.best:
+                progress(candidate.words)
+                _measure(candidate, job, recipe, flags, where, sources)
+                tuned.tried.append(candidate)
+            if candidate.rate:
+                tuned.curve.append((candidate.micro, candidate.rate))
+        tuned.tried.sort(key=lambda c: -c.rate)
+        tuned.curve.sort()
+    return tuned
+
+
+def _measure(candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: Resolved) -> None:
+    line = [*flags, *(word for key, value in candidate.flags.items() for word in (f"--{key}", str(value)))]
+    config = job.config.model_copy(update=candidate.flags)
+    given = Resolved(sources | dict.fromkeys(candidate.flags, "autotune"))
+    found = measure(candidate.file, Job(config, job.model_config, job.name), recipe, line, where, given)
+    candidate.died = found.died
+    if not found.died:
+        candidate.rate = candidate.micro * candidate.accumulation * where.ranks / found.seconds
+
+
+def write(tuned: Tuned, recipe: Path, where: Cluster, folder: Path) -> tuple[Path, Path]:
+    """The winner as a strategy file and a YAML of the recipe's flags, to be given as ``--config``."""
+    best = tuned.best
+    assert best is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    strategy, override = folder / f"{best.file.stem}.yaml", folder / "recipe.yaml"
+    strategy.write_text(best.file.read_text())
+    header = (
+        f"# Measured on {where.name}: {best.rate:.4g} samples a second, {len(tuned.tried)} candidates tried.\n"
+        f"# Launch: accelerate launch --config_file {strategy} --num_processes {where.ranks} {recipe} --config {override} ...\n"
+    )
+    override.write_text(header + yaml.safe_dump(best.flags))
+    return strategy, override
