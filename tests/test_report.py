@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import subprocess
 import threading
@@ -217,3 +218,17 @@ def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
     attempt(tmp_path, {"seed": 1}).close()
     page, markdown = report.write(tmp_path)
     assert "ENDED WITHOUT A WORD" in page.read_text() and "Logbook" in markdown.read_text()
+
+
+def test_a_page_that_does_not_fit_leaves_the_old_one_and_nothing_else(run):  # noqa: F811
+    """A full disk took half a page once, and the run's model had no room left."""
+    page, _ = report.write(run)
+    before, there = page.read_text(), sorted(file.name for file in page.parent.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))  # larger files fail in the middle, as on a full disk
+    try:
+        with pytest.raises(OSError):
+            report.write(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert page.read_text() == before and sorted(file.name for file in page.parent.iterdir()) == there

@@ -22,7 +22,7 @@ from zerobook.runlog import writer
 from zerobook.runlog.attempt import begin, decided, last_words
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of
-from zerobook.runlog.lines import backwards, decode, encode, read
+from zerobook.runlog.lines import backwards, decode, encode, newest, read
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import RunLog
 
@@ -190,7 +190,7 @@ def kill_at_random_moments(tmp_path, times, seed):
     """Returns the log's folder; raises where an event that was acknowledged is not there, or more than a line is torn."""
     root = str(Path(__file__).resolve().parents[1])
     rng = random.Random(seed)
-    for attempt in range(1, times + 1):
+    for _ in range(times):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER.format(root=root, folder=str(tmp_path))], stdout=subprocess.PIPE
         )
@@ -199,9 +199,9 @@ def kill_at_random_moments(tmp_path, times, seed):
         process.send_signal(signal.SIGKILL)
         said = process.stdout.read().split(b"\n")[:-1]
         process.wait(timeout=30)
-        there = [e for e in read(tmp_path / "runlog" / "events.jsonl") if e["attempt"] == attempt]
         if said:
-            assert int(said[-1]) <= there[-1]["seq"], "an acknowledged event is lost"
+            last, _ = newest(tmp_path / "runlog" / "events.jsonl")
+            assert last is not None and int(said[-1]) <= last["seq"], "an acknowledged event is lost"
     return tmp_path / "runlog"
 
 
@@ -212,8 +212,11 @@ def test_a_log_that_is_killed_at_any_moment_opens_and_lacks_nothing(tmp_path, ti
     log = RunLog(tmp_path)
     log.close()
     found, counts = problems(folder)
-    assert found == [] and log.attempt == times + 1 and counts["events"] > times
-    torn = [e for e in read(folder / "events.jsonl") if e["type"] == "repaired"]
+    events = read(folder / "events.jsonl")
+    attempts = {event["attempt"] for event in events}  # who was killed before a first line left no number
+    assert found == [] and 0.9 * times < len(attempts) <= times and log.attempt == max(attempts) + 1 == len(attempts) + 1
+    assert counts["events"] > times
+    torn = [e for e in events if e["type"] == "repaired"]
     for file in ("events.jsonl", "steps.jsonl"):
         of_one = [e["attempt"] for e in torn if e["file"] == file]
         assert len(of_one) == len(set(of_one)), "at most one torn line an attempt"

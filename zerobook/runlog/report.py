@@ -59,9 +59,20 @@ def write(run: str | Path) -> tuple[Path, Path]:
     folder = folder_of(run)
     history = History.read(folder)
     page, markdown = folder / PAGE, folder / MARKDOWN
-    page.write_text(render(history), encoding="utf-8")
-    markdown.write_text(as_markdown(history), encoding="utf-8")
+    _put(page, render(history))
+    _put(markdown, as_markdown(history))
     return page, markdown
+
+
+def _put(file: Path, text: str) -> None:
+    """All of it or nothing: half a page on a full disk would take the room that the run's model still needs."""
+    staging = file.with_name(f"{file.name}.partial")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        staging.replace(file)
+    except OSError:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def render(history: History, refresh: int | None = None) -> str:
