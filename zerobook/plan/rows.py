@@ -118,7 +118,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
     micro = traced.trace(spreads)
     held = memory(traced.weights, traced.groups, spreads, micro, accumulation=accumulation, gpus_per_node=spreads.node)
-    found = flows(traced.weights, traced.groups, spreads, accumulation)
+    found = flows(traced.weights, traced.groups, spreads, accumulation, packed=config.packing)
     stage = spreads.stage if spreads.kind != "fsdp" else 3
     share = spreads.shard if stage == 3 else spreads.ranks
     keep = config.save_total_limit or max(

@@ -32,14 +32,22 @@ class Flow:
         return self.size * self.worth * (self.ranks - 1) / self.ranks
 
 
-def flows(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> list[Flow]:
-    """All of a step that grow with the model; a norm or a loss is not worth a line."""
+def flows(
+    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, *, packed: bool = False
+) -> list[Flow]:
+    """All of a step that grow with the model; a norm or a loss is not worth a line.
+
+    Args:
+        packed: rows are packs. ZeRO-3 then gathers all weights twice, near or far; that was counted, and not explained.
+    """
     if spread.ranks == 1 or spread.kind == "single":
         return []
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
         return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
-    return (_fsdp if spread.kind == "fsdp" else _zero3 if spread.stage == 3 else _zero)(weights, groups, spread, accumulation)
+    if spread.kind == "deepspeed" and spread.stage == 3:
+        return _zero3(weights, groups, spread, accumulation, packed)
+    return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
 
 
 def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
@@ -53,11 +61,11 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, packed: bool) -> list[Flow]:
     n = spread.ranks
     sharded = [w for w in weights if w.numel > spread.persistent]
     whole = sum(_whole(w, n) * _element(w, spread) for w in sharded)
-    again = sum(_whole(w, n) * _element(w, spread) for w in _given_up(sharded, spread))
+    again = sum(_whole(w, n) * _element(w, spread) for w in (sharded if packed else _given_up(sharded, spread)))
     quantized = 0.5 if spread.quantized_weights else 1.0
     trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
     persistent = sum(_whole(w, n) * _element(w, spread) for w in weights if w.trained and w.numel <= spread.persistent)

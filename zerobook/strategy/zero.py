@@ -73,6 +73,14 @@ class ZeroStrategy(Strategy):
         self.model.step()
         return self.model.get_global_grad_norm()
 
+    def after_forwards(self) -> None:
+        if self.plan.zero_stage == 3:
+            # It learns the order of modules from the first pass it sees. Learnt from one without a backward pass, it gives
+            # up weights behind the forward pass and gathers all of them again in the backward one, for the rest of the run.
+            coordinator = self.deepspeed_optimizer.parameter_offload.get_param_coordinator()
+            if not coordinator.is_invalid_trace():
+                coordinator._invalidate_trace()
+
     def learning_rate(self) -> float:
         return float(self.deepspeed_optimizer.param_groups[0]["lr"])
 
