@@ -21,7 +21,7 @@ def draw(rows: Sequence[Row], where: Cluster, title: str, file: Path) -> None:
 
     shown = [row for row in rows if row.memory is not None][::-1]
     limit = where.device.memory / 1e9
-    right = min(max(row.memory.total / 1e9 for row in shown if row.memory), 2.5 * limit) * 1.12
+    right = max(min(max(row.memory.total / 1e9 for row in shown if row.memory), 2.5 * limit), limit) * 1.12
     figure, axes = pyplot.subplots(figsize=(9, 0.42 * len(shown) + 1.6), layout="constrained")
     for place, row in enumerate(shown):
         assert row.memory is not None
