@@ -296,17 +296,20 @@ def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
     for column in ("sent\na step", "between\nnodes", "tokens/s", "waits\nfor"):
         table.add_column(column, justify="right")
     for made in rows:
-        if made.memory is None or made.time is None or made.paper is None:
+        if made.memory is None or made.paper is None:
             table.add_row(made.file, "[red]cannot run[/]", style="dim")
             continue
         parts = made.memory.device
         tight = made.memory.total > 0.92 * where.device.memory
         fits = "[red]no[/]" if not made.fits else "[yellow]tight[/]" if tight else "[green]yes[/]"
+        states = (gb(parts[key]) for key in ("parameters", "gradients", "optimizer"))
+        activations = "-" if made.bare else gb(parts["activations"])  # the states alone are too much
+        rate, bound = (f"{made.tokens_per_second:,.0f}", made.time.bound) if made.time else ("-", "-")
         table.add_row(
-            made.file, fits, gb(made.memory.total), *(gb(parts[key]) for key in ("parameters", "gradients", "optimizer")),
-            gb(parts["activations"]), gb(parts["buffers"] + parts["other"]), gb(made.paper.total),
-            size(made.memory.host_at_load), _or_dash(made.memory.host), _or_dash(made.sent), _or_dash(made.between),
-            f"{made.tokens_per_second:,.0f}", made.time.bound, style="" if made.fits else "dim",
+            made.file, fits, ("> " if made.bare else "") + gb(made.memory.total), *states, activations,
+            gb(parts["buffers"] + parts["other"]), gb(made.paper.total), size(made.memory.host_at_load),
+            _or_dash(made.memory.host), _or_dash(made.sent), _or_dash(made.between), rate, bound,
+            style="" if made.fits else "dim",
         )  # fmt: skip
     console.print(table)
     for made in rows:

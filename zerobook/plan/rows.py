@@ -12,7 +12,7 @@ from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight
+from zerobook.plan.holdings import Groups, Weight, hold
 from zerobook.plan.job import Job
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.roofline import Time, time
@@ -31,7 +31,7 @@ TIGHT = 0.92
 @dataclass(kw_only=True)
 class Row:
     """One strategy file on one cluster. ``problems`` say why it cannot run at all, and then there is nothing else;
-    ``over`` what does not fit."""
+    ``over`` what does not fit. ``bare``: the states alone do not fit a GPU, so no activations were traced, and no time."""
 
     file: str
     name: str
@@ -43,6 +43,7 @@ class Row:
     checkpoint: int = 0
     time: Time | None = None
     tokens_per_step: int = 0
+    bare: bool = False
     problems: list[str] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
@@ -116,7 +117,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         return Row(file=file.stem, name=plan.name, problems=plan.problems)
     accumulation = config.gradient_accumulation_steps
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
-    micro = traced.trace(spreads)
+    states = sum(hold(traced.weights, traced.groups, spreads).on_device.values())
+    bare = states > cluster.device.memory
+    micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
     held = memory(traced.weights, traced.groups, spreads, micro, accumulation=accumulation, gpus_per_node=spreads.node)
     found = flows(traced.weights, traced.groups, spreads, accumulation, packed=config.packing)
     stage = spreads.stage if spreads.kind != "fsdp" else 3
@@ -133,7 +136,8 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
         checkpoint=STATE_BYTES * traced.trained * keep,
-        time=time(micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation),
+        time=None if bare else time(micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation),
+        bare=bare,
         tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
     )  # fmt: skip
     _judge(made, traced, cluster)
