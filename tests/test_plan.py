@@ -16,10 +16,10 @@ from zerobook.config import Resolved
 from zerobook.doctor import _config_class
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.hardware import DEVICES, cluster
+from zerobook.plan.hardware import DEVICES, cluster, known
 from zerobook.plan.job import Job, Shape, job, read_config
 from zerobook.plan.rows import Row, Traced, rank, row
-from zerobook.plan.trace import Saved, trace
+from zerobook.plan.trace import Follow, Saved, _autocast, _kernels, trace
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "benchmarks" / "models"
@@ -66,6 +66,8 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     assert found.saved == measured.saved if exact else found.saved == pytest.approx(measured.saved, rel=0.02)
     assert found.peak == pytest.approx(measured.peak, rel=0.001 if exact else 0.02)
     assert found.flops == pytest.approx(measured.flops, rel=0.35)  # real attention is not counted on a CPU
+    if flags.get("attn_implementation") == "eager":
+        assert found.flops == measured.flops
     assert [done for done, _ in found.timeline] == [done for done, _ in measured.timeline]
     trained = sum(w.numel for w in planned.weights()[0] if w.trained)
     assert found.timeline[-1][0] == trained, "every trained weight got a gradient"
@@ -101,6 +103,15 @@ def test_saved_counts_each_storage_once_and_no_weights():
         y = x @ weight  # keeps x, and the weight, which does not count
         (y * y).sum()  # keeps y twice
     assert saved.bytes == x.nbytes + y.nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_casts_what_attention_takes(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), _kernels(device, Follow()), _autocast("cpu", torch.bfloat16):
+        x = torch.ones(1, 2, 8, 4)
+        assert torch.nn.functional.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
 
 
 def test_what_cuda_does_otherwise_is_traced(tiny):
@@ -243,6 +254,15 @@ def test_impossible_machines_are_refused(flags, said):
     assert all(word in str(caught.value) for word in said), str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name, key",
+    [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A10", "a10"), ("NVIDIA H200", "h200"),
+     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA RTX A6000", "a6000"), ("Tesla V100-SXM2-32GB", "v100-32gb"), ("Radeon", None)],
+)  # fmt: skip
+def test_a_drivers_name_is_known(name, key):
+    assert known(name) == (DEVICES[key] if key else None)
+
+
 def test_machines():
     two = cluster(gpus="8", nodes="2", gpu_memory="80GB", interconnect="400Gbps", intra_node="pcie")
     assert two.ranks == 16 and two.network == 50e9 and two.link == 32e9 and two.device.flops == DEVICES["a100-80gb"].flops
@@ -303,6 +323,7 @@ def test_the_command_prints_every_strategy(tiny, tmp_path, capsys):
         (["--gpus", "2"], ["no model is named"]),
         (["nowhere/at-all.json"], ["nowhere/at-all.json", "no model config"]),
         (["--formulas"], ["--parameters"]),
+        (["--here", "--gpus", "0", "{tiny}/llama"], ["--gpus", "'0'", "1 or more"]),
         (["--formulas", "--parameters", "7.5GB"], ["--parameters", "'7.5GB'"]),
         (["{tiny}/llama", "--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
         (["{tiny}/llama", "--packing", "--group_by_length"], ["group_by_length"]),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.hardware import DEVICES, Cluster, cluster
+from zerobook.plan.hardware import DEVICES, Cluster, cluster, known
 from zerobook.plan.units import count, duration, gb, parse_count, size
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def _here(processes: str | None) -> Cluster:
     from zerobook.resolve import Hardware
 
     found, host = Hardware.detect(), psutil.virtual_memory()
-    if processes is not None and not processes.isdigit():
-        raise ConfigError(f"--gpus: {processes!r} is no number of processes.")
+    if processes is not None and not (processes.isdigit() and int(processes)):
+        raise ConfigError(f"--gpus: {processes!r} is no number of processes; give 1 or more.")
     disk = shutil.disk_usage(Path.cwd()).free
     if not found.gpus:
         cores = int(processes or psutil.cpu_count(logical=False) or 1)
@@ -133,8 +133,10 @@ def _here(processes: str | None) -> Cluster:
     free, total = torch.cuda.mem_get_info(0)
     if free < 0.9 * total:
         print(f"note: {size(total - free)} of this GPU's {size(total)} are taken by others; planned with what is free.")
-    key = next((name for name in DEVICES if name.split("-")[0] in (found.gpu_name or "").lower()), "a100-80gb")
-    like = DEVICES[key]
+    like = known(found.gpu_name or "")
+    if like is None:
+        like = DEVICES["a100-80gb"]
+        print(f"note: the speed of {found.gpu_name} is not known here; times are those of an {like.name}.")
     device = Device(found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention)
     if int(processes or 0) > found.gpus:
         raise ConfigError(
@@ -270,6 +272,8 @@ def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    from zerobook.plan.rows import TIGHT
+
     job, config = traced.job, traced.job.config
     shape = job.shape
     lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
@@ -300,7 +304,7 @@ def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
             table.add_row(made.file, "[red]cannot run[/]", style="dim")
             continue
         parts = made.memory.device
-        tight = made.memory.total > 0.92 * where.device.memory
+        tight = made.memory.total > TIGHT * where.device.memory
         fits = "[red]no[/]" if not made.fits else "[yellow]tight[/]" if tight else "[green]yes[/]"
         states = (gb(parts[key]) for key in ("parameters", "gradients", "optimizer"))
         activations = "-" if made.bare else gb(parts["activations"])  # the states alone are too much
@@ -317,8 +321,7 @@ def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
             console.print(f"[bold]{made.file}[/] cannot run: {problem}")
         if made.over:
             console.print(f"[bold]{made.file}[/] does not fit: {'; '.join(made.over)}", end="")
-            remedies = [r for r in made.remedies if r]
-            console.print(f" -> {' or '.join(remedies)}" if remedies else "")
+            console.print(f" -> {' or '.join(made.remedies)}" if made.remedies else "")
     best = rows[0]
     if best.fits and best.time is not None:
         console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,13 @@ def _rate(text: str, key: str) -> float:
         return float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
+
+
+def known(name: str) -> Device | None:
+    """The device that a driver's name means, as ``NVIDIA A100-SXM4-80GB``; None where none of ours is."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    fitting = [key for key in DEVICES if set(key.split("-")) <= words]
+    return DEVICES[max(fitting, key=len)] if fitting else None
 
 
 def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:

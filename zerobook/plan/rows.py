@@ -164,9 +164,8 @@ def _judge(made: Row, traced: Traced, cluster: Cluster) -> None:
         if parts["activations"] > excess and config.per_device_train_batch_size > 1:
             made.remedies.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
         if not made.remedies:
-            made.remedies.append(
-                "more sharding or offload" if made.spread.stage < 3 or made.spread.offload_param == "none" else ""
-            )
+            if made.spread.stage < 3 or made.spread.offload_param == "none":
+                made.remedies.append("more sharding or offload")
             if not traced.job.lora:
                 made.remedies.append("LoRA")
 

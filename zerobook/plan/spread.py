@@ -24,7 +24,6 @@ class Spread:
     offload_optimizer: str = "none"
     offload_param: str = "none"
     reduce_bucket: int = 500_000_000
-    gather_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     persistent: int = 100_000
     live: int = 1_000_000_000
@@ -88,7 +87,6 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         shard=plan.world_size if stage == 3 else 1,
         secondary=number("zero_hpz_partition_size", 1),
         reduce_bucket=number("reduce_bucket_size", 5e8),
-        gather_bucket=number("allgather_bucket_size", 5e8),
         prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
         persistent=number("stage3_param_persistence_threshold", 1e5),
         live=number("stage3_max_live_parameters", 1e9),

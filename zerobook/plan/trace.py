@@ -228,8 +228,8 @@ def _kernels(device: str, follow: Follow) -> Iterator[None]:
         on_cpu = device == "cpu" and (dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad))
         if not (alike or options.get("enable_gqa")) or on_cpu:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(query.device.type):  # the tensors are a CPU's, whatever device is imitated
+            dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (t.to(dtype) for t in (query, key, value))
             attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:
