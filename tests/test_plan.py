@@ -256,8 +256,9 @@ def test_impossible_machines_are_refused(flags, said):
 
 @pytest.mark.parametrize(
     "name, key",
-    [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A10", "a10"), ("NVIDIA H200", "h200"),
-     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA RTX A6000", "a6000"), ("Tesla V100-SXM2-32GB", "v100-32gb"), ("Radeon", None)],
+    [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A10", "a10"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s"),
+     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA RTX A6000", "a6000"), ("Tesla V100-SXM2-32GB", "v100-32gb"),
+     ("Radeon", None)],
 )  # fmt: skip
 def test_a_drivers_name_is_known(name, key):
     assert known(name) == (DEVICES[key] if key else None)
