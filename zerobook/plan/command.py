@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
-from zerobook.plan import formulas
+from zerobook.plan import table
 from zerobook.plan.hardware import DEVICES, Cluster, cluster, known
-from zerobook.plan.units import count, duration, gb, parse_count, size
+from zerobook.plan.units import parse_count, size
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig, Resolved
     from zerobook.plan.measure import Figure
     from zerobook.plan.recommend import Advice
-    from zerobook.plan.rows import Row, Traced
+    from zerobook.plan.rows import Row, Subject, Traced
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = """zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
@@ -66,7 +66,7 @@ def plan(argv: list[str]) -> int:
     if asked.formulas:
         if asked.parameters is None:
             raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
-        _formulas(parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed")
+        table.show_formulas(parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed", target=asked.json)
         return 0
     if place == len(argv):
         raise ConfigError(
@@ -76,17 +76,19 @@ def plan(argv: list[str]) -> int:
         return _measure(argv[place], argv[place + 1 :], where, asked)
     if asked.autotune:
         return _autotune(argv[place], argv[place + 1 :], where, asked)
-    traced, rows = _rows(argv[place], argv[place + 1 :], where, asked.strategies)
+    subject, rows, traced = _plan(argv[place], argv[place + 1 :], where, asked.strategies)
     if asked.json:
-        _write_json(asked.json, traced, rows, where)
+        table.write_json(asked.json, table.record(subject, rows, where))
     if asked.json != "-":
-        _print(traced, rows, where)
+        table.show(subject, rows, where)
     if asked.png:
         from zerobook.plan.picture import draw
 
-        draw(rows, where, f"{traced.job.name}, a GPU of {where.name}", Path(asked.png))
+        draw(rows, where, f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}", Path(asked.png))
         print(f"wrote {asked.png}")
-    if asked.recommend:
+    if asked.recommend and traced is None:
+        print("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
+    elif asked.recommend:
         from zerobook.plan.recommend import recommend
 
         def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
@@ -149,11 +151,15 @@ def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str],
     """The recipe, its flags, and what they come to."""
     from zerobook.config import parse
     from zerobook.doctor import _config_class
-    from zerobook.plan.job import read_config
+    from zerobook.plan.job import NoClass, read_config
 
     recipe = Path(first)
     if recipe.suffix != ".py":
-        kind = "seq2seq_chatbot" if read_config(first).is_encoder_decoder else "causal_lm"
+        try:
+            both = read_config(first).is_encoder_decoder
+        except NoClass as error:
+            both = error.facts.get("is_encoder_decoder", False)
+        kind = "seq2seq_chatbot" if both else "causal_lm"
         recipe, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
     config, sources, _ = parse(_config_class(str(recipe)), flags, data=data)
     return recipe, flags, config, sources
@@ -180,6 +186,20 @@ def _rows(first: str, flags: list[str], where: Cluster, chosen: str | None) -> t
     traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
     return traced, rank([row(file, traced, where, sources) for file in bar])
+
+
+def _plan(first: str, flags: list[str], where: Cluster, chosen: str | None) -> tuple[Subject, list[Row], Traced | None]:
+    """What was planned and its rows; without traces where there are but formulas."""
+    from zerobook.plan.job import NoClass
+
+    try:
+        traced, rows = _rows(first, flags, where, chosen)
+        return traced.subject, rows, traced
+    except NoClass as error:
+        from zerobook.plan.fallback import fall_back
+
+        _, _, config, sources = _read(first, flags, data=False)
+        return *fall_back(config, sources, error, _files(chosen), where), None
 
 
 def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
@@ -265,112 +285,6 @@ def _beside(figure: Figure) -> str:
     if figure.planned == figure.measured:
         return f"{size(figure.measured)} =" if figure.measured else "-"
     return f"{size(figure.planned)} / {size(figure.measured)} ({figure.error:+.2%})"
-
-
-def _print(traced: Traced, rows: list[Row], where: Cluster) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    from zerobook.plan.rows import TIGHT
-
-    job, config = traced.job, traced.job.config
-    shape = job.shape
-    lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
-    console.print(
-        f"[bold]{job.name}[/]: {count(traced.parameters)} parameters, {count(traced.trained)} trained | micro-batch "
-        f"{shape.rows} x {lengths} tokens, accumulation {config.gradient_accumulation_steps} | {where.name}, "
-        f"{gb(where.device.memory)} GB each"
-    )
-    table = Table(title="GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", title_justify="left", box=None)
-    for column in ("strategy file", "fits"):
-        table.add_column(column, no_wrap=True)
-    for column in (
-        "total",
-        "weights",
-        "grads",
-        "optim.",
-        "activ.",
-        "buffers",
-        "paper's\nstates",
-        "host RAM\nat load",
-        "in\ntraining",
-    ):
-        table.add_column(column, justify="right")
-    for column in ("sent\na step", "between\nnodes", "tokens/s", "waits\nfor"):
-        table.add_column(column, justify="right")
-    for made in rows:
-        if made.memory is None or made.paper is None:
-            table.add_row(made.file, "[red]cannot run[/]", style="dim")
-            continue
-        parts = made.memory.device
-        tight = made.memory.total > TIGHT * where.device.memory
-        fits = "[red]no[/]" if not made.fits else "[yellow]tight[/]" if tight else "[green]yes[/]"
-        states = (gb(parts[key]) for key in ("parameters", "gradients", "optimizer"))
-        activations = "-" if made.bare else gb(parts["activations"])  # the states alone are too much
-        rate, bound = (f"{made.tokens_per_second:,.0f}", made.time.bound) if made.time else ("-", "-")
-        table.add_row(
-            made.file, fits, ("> " if made.bare else "") + gb(made.memory.total), *states, activations,
-            gb(parts["buffers"] + parts["other"]), gb(made.paper.total), size(made.memory.host_at_load),
-            _or_dash(made.memory.host), _or_dash(made.sent), _or_dash(made.between), rate, bound,
-            style="" if made.fits else "dim",
-        )  # fmt: skip
-    console.print(table)
-    for made in rows:
-        for problem in made.problems:
-            console.print(f"[bold]{made.file}[/] cannot run: {problem}")
-        if made.over:
-            console.print(f"[bold]{made.file}[/] does not fit: {'; '.join(made.over)}", end="")
-            console.print(f" -> {' or '.join(made.remedies)}" if made.remedies else "")
-    best = rows[0]
-    if best.fits and best.time is not None:
-        console.print(
-            f"best: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of {best.tokens_per_step:,} tokens, "
-            f"{duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
-        )
-    else:
-        console.print("[red]nothing fits.[/]")
-    from zerobook.plan.roofline import EFFICIENCY
-
-    console.print(
-        f"[dim]checkpoints: {size(max(made.checkpoint for made in rows))}. Weights, gradients and optimizer state are counted, "
-        f"activations traced; times assume {EFFICIENCY:.0%} of the GPU's listed operations a second. paper's states: what "
-        "ZeRO's formulas say of the three together.[/]"
-    )
-
-
-def _or_dash(amount: float) -> str:
-    return size(amount) if amount else "-"
-
-
-def _formulas(parameters: int, where: Cluster, *, mixed: bool) -> None:
-    names = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-    kind = "mixed precision, K = 12" if mixed else "fp32, K = 8"
-    print(f"{count(parameters)} parameters on {where.ranks} GPUs ({kind}); GB are 10^9 bytes, without activations")
-    print(f"{'':8} {'weights':>9} {'gradients':>10} {'optimizer':>10} {'total':>9}   sent a step by each rank")
-    for stage, name in enumerate(names):
-        states = formulas.model_states(parameters, stage, where.ranks, mixed=mixed)
-        moved = formulas.ring(formulas.traffic(stage), where.ranks) * parameters * (2 if mixed else 4)
-        print(f"{name:8} {gb(states.parameters):>9} {gb(states.gradients):>10} {gb(states.optimizer):>10} "
-              f"{gb(states.total):>9}   {size(moved) if moved else '-'}")  # fmt: skip
-    two = formulas.deepspeed_zero2(parameters, where.gpus, where.nodes, offload=False)
-    print(f"DeepSpeed's estimator, ZeRO-2, in GiB: host {two.host / 2**30:,.2f}, GPU {two.gpu / 2**30:,.2f} ({two.formula})")
-    print(f"a checkpoint with optimizer state: {size(formulas.CHECKPOINT_BYTES * parameters)} (14 bytes a parameter)")
-
-
-def _write_json(target: str, traced: Traced, rows: list[Row], where: Cluster) -> None:
-    import orjson
-
-    found: dict[str, Any] = {
-        "model": traced.job.name, "parameters": traced.parameters, "trained": traced.trained, "hardware": asdict(where),
-        "rows": [asdict(made) | {"fits": made.fits, "tokens_per_second": made.tokens_per_second} for made in rows],
-    }  # fmt: skip
-    text = orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
-    if target == "-":
-        print(text)
-    else:
-        Path(target).write_text(text + "\n")
-        print(f"wrote {target}")
 
 
 def _print_advice(advice: Advice) -> None:

@@ -137,8 +137,14 @@ def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, q
     """
     if stage < 3:
         return 2.0
-    forward = 0.5 if quantized_weights else 1.0
-    return forward + (0.0 if hpz else forward) + (0.25 if quantized_gradients else 1.0)
+    forward, backward, gradients = zero3_worths(quantized_weights=quantized_weights, quantized_gradients=quantized_gradients)
+    return forward + (0.0 if hpz else backward) + gradients
+
+
+def zero3_worths(*, quantized_weights: bool = False, quantized_gradients: bool = False) -> tuple[float, float, float]:
+    """Of `traffic` under ZeRO-3: (weights gathered in the forward, in the backward pass, gradients reduce-scattered)."""
+    gathered = 0.5 if quantized_weights else 1.0
+    return gathered, gathered, 0.25 if quantized_gradients else 1.0
 
 
 def ring(worth: float, ranks: int) -> float:
@@ -152,6 +158,13 @@ def between_nodes_rule(parameters: float, nodes: int) -> float:
     It counts 3 worths of 16 bits, divided over the nodes; the ring's law, `ring`, stands beside it in the table.
     """
     return 48 * parameters / nodes / 8
+
+
+def flops(parameters: float, tokens: float, *, checkpointing: bool) -> float:
+    """Floating-point operations of a forward and a backward pass: 2 and 4 for each parameter and token, and 2 more where the
+    forward pass is run again. Kaplan et al., Scaling Laws for Neural Language Models, arXiv:2001.08361, section 2.1; the
+    products inside of attention are left out."""
+    return (8 if checkpointing else 6) * parameters * tokens
 
 
 CHECKPOINT_BYTES = 14

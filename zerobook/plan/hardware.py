@@ -113,7 +113,7 @@ def cluster(
             return None
 
     def number(text: str, key: str) -> int:
-        if not str(text).isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             problems.append(f"{key}: {text!r} is no number of {key[2:]}; give 1 or more.")
             return 1
         return int(text)

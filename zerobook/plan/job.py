@@ -32,6 +32,20 @@ class Shape(NamedTuple):
     padded: bool
 
 
+class NoClass(ConfigError):
+    """A model whose config can be read, and whose class cannot be built here. ``facts`` are its config.json's, ``why`` says
+    what was missing."""
+
+    def __init__(self, name: str, facts: dict[str, Any], error: Exception):
+        self.name, self.facts = name, facts
+        lines = str(error).strip().splitlines()
+        # the libraries go on with all classes there are
+        reason = lines[0].split(". ")[0][:200].rstrip(". ") if lines else type(error).__name__
+        code = " The code that comes with it is run with --trust_remote_code." if "auto_map" in facts else ""
+        self.why = f"its class cannot be built here: {reason}.{code}"
+        super().__init__(f"model_name_or_path: {name}: {self.why}")
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe's config with the model's. ``name`` is what the model is called in tables."""
@@ -87,7 +101,10 @@ class Job:
         if attention == "eager":
             options["attn_implementation"] = attention
         with torch.device("meta"), _quiet():
-            model = kind.from_config(self.model_config, dtype=self._dtype, **options)
+            try:
+                model = kind.from_config(self.model_config, dtype=self._dtype, **options)
+            except Exception as error:  # whatever the code of a class raises
+                raise NoClass(self.name, self.model_config.to_dict(), error) from error
             model.config.use_cache = False
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
@@ -146,28 +163,51 @@ def job(config: RecipeConfig) -> Job:
     """The job of a recipe's config. Reads the model's config.json; downloads no more than that.
 
     Raises:
-        ConfigError: there is no such model, or transformers does not know its class.
+        ConfigError: there is no such model.
+        NoClass: transformers does not know its class.
     """
     name = config.model_name_or_path or getattr(config, "config_name", None)
     if name is None:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
-    model_config = read_config(name, config.model_revision)
-    return Job(config, model_config, Path(name).stem if name.endswith(".json") else name)
+    model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
+    return Job(config, model_config, _called(name))
 
 
-def read_config(name: str, revision: str = "main") -> Any:
-    """transformers' config of a hub name, a folder, a config.json or the embedded model. Raises `ConfigError`."""
-    from transformers import AutoConfig
+def _called(name: str) -> str:
+    return Path(name).stem if name.endswith(".json") else name
+
+
+def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Any:
+    """transformers' config of a hub name, a folder, a config.json or the embedded model.
+
+    Args:
+        trust: run the code of a repository that ships its own class.
+
+    Raises:
+        ConfigError: there is none.
+        NoClass: there is one, of a class that is not known here, or with values that its class does not take.
+    """
+    from transformers import AutoConfig, PretrainedConfig
 
     where = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
     try:
         if where.endswith(".json"):
             facts = json.loads(Path(where).read_text())
-            return AutoConfig.for_model(facts.pop("model_type"), **facts)
-        return AutoConfig.from_pretrained(where, revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        else:
+            facts = PretrainedConfig.get_config_dict(where, revision=revision)[0]
+        if not isinstance(facts, dict):
+            raise ValueError(f"it holds a {type(facts).__name__} where keys and values belong")
+    except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"model_name_or_path: {name}: no model config can be read there: {reason}") from error
+    try:
+        if where.endswith(".json"):
+            return AutoConfig.for_model(facts["model_type"], **{key: facts[key] for key in facts if key != "model_type"})
+        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
+    except KeyError as error:
+        raise NoClass(_called(name), facts, ValueError(f"its config has no {error}")) from error
+    except Exception as error:  # whatever the code of a class raises
+        raise NoClass(_called(name), facts, error) from error
 
 
 def _units(model: nn.Module) -> dict[str, str]:

@@ -66,7 +66,7 @@ def memory(
     return Memory(
         device=moments[when],
         when=when,
-        host_at_load=_at_load(weights, spread, whole, gpus_per_node),
+        host_at_load=at_load(whole, spread, gpus_per_node),
         host=on_host * gpus_per_node,
         disk=held.disk * gpus_per_node,
         moments={name: sum(parts.values()) for name, parts in moments.items()},
@@ -143,9 +143,9 @@ def _pinned(groups: Groups, spread: Spread) -> int:
     return 0
 
 
-def _at_load(weights: Sequence[Weight], spread: Spread, whole: int, gpus_per_node: int) -> int:
-    """A node's host RAM while the model is loaded: every rank its own copy, but where it is sharded while loading: there
-    rank 0 alone (FSDP2), or a file at a time (ZeRO-3)."""
+def at_load(whole: int, spread: Spread, gpus_per_node: int) -> int:
+    """Bytes of a node's host RAM while a model of ``whole`` bytes is loaded: every rank its own copy, but where it is sharded
+    while loading: there rank 0 alone (FSDP2), or a file at a time (ZeRO-3)."""
     if spread.kind == "fsdp":
         return whole
     if spread.kind == "deepspeed" and spread.stage == 3:

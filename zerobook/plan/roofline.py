@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from zerobook.plan.hardware import NETWORK, PCIE, Cluster
 from zerobook.plan.holdings import Groups
@@ -15,31 +15,36 @@ EFFICIENCY = 0.45
 models report. Small models and short rows get less."""
 LINKS = 0.7
 """Of the links' bytes a second, what collectives get inside a node."""
+ADAM = 28
+"""Bytes that a fused AdamW moves for each parameter: it reads weight, gradient and two moments, and writes all but the
+gradient, 4 bytes each. It computes next to nothing, so memory's rate is its own."""
 HOST_ADAM = 20e9
-"""Bytes a second that a rank's CPU optimizer reads and writes; DeepSpeed's CPUAdam moves 28 for each parameter."""
+"""Bytes a second that a rank's CPU optimizer reads and writes."""
 NVME = 3e9
 """Bytes a second of a node's NVMe disk."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step: ``compute`` on the GPU, ``links`` inside and ``network`` between nodes, ``offload`` to and on the
-    host. The first three overlap, but for a tenth of the shorter ones; offload follows behind."""
+    """Seconds of a step: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes, ``optimizer`` on
+    the GPU, ``offload`` to and on the host. The first three overlap, but for a tenth of the shorter ones; the others follow
+    behind."""
 
     compute: float
     links: float
     network: float
+    optimizer: float
     offload: float
 
     @property
     def step(self) -> float:
         parts = sorted((self.compute, self.links, self.network))
-        return parts[2] + 0.1 * (parts[0] + parts[1]) + self.offload
+        return parts[2] + 0.1 * (parts[0] + parts[1]) + self.optimizer + self.offload
 
     @property
     def bound(self) -> str:
         """What the step waits for most."""
-        parts = {"compute": self.compute, "links": self.links, "network": self.network, "offload": self.offload}
+        parts = asdict(self)
         return max(parts, key=lambda name: parts[name])
 
 
@@ -52,13 +57,16 @@ def time(flops: float, flows: Sequence[Flow], groups: Groups, spread: Spread, cl
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.flops / 8  # fp32 outside of tensor cores
     links = sum(flow.sent for flow in flows) / (cluster.link * LINKS)
     network = between_nodes(flows, cluster.nodes) / (cluster.network * NETWORK) if cluster.network else 0.0
-    mine = sum(w.numel for group in groups for w in group) / spread.ranks
-    offload = 0.0
-    if spread.offload_optimizer != "none" and spread.kind == "deepspeed":
-        offload = mine * (28 / HOST_ADAM + 2 * spread.compute / PCIE)
+    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is spread as the weights are
+    mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
+    optimizer = offload = 0.0
+    if spread.offload_optimizer == "none":
+        optimizer = mine * ADAM / cluster.device.bandwidth
+    else:
+        offload = mine * (ADAM / HOST_ADAM + 2 * spread.compute / PCIE)
     if spread.offload_optimizer == "nvme":
         offload += mine * cluster.gpus * 24 / NVME
     if spread.offload_param != "none":
         held = sum(flow.size for flow in flows if flow.collective == "all-gather") / spread.ranks
         offload += held / PCIE
-    return Time(accumulation * flops / (peak * EFFICIENCY), links, network, offload)
+    return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)

@@ -10,11 +10,11 @@ from pathlib import Path
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
-from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight, hold
-from zerobook.plan.job import Job
+from zerobook.plan.job import Job, NoClass, Shape
 from zerobook.plan.memory import Memory, memory
+from zerobook.plan.paper import Paper, paper
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.spread import Spread, spread
 from zerobook.plan.trace import Trace, trace
@@ -31,19 +31,24 @@ TIGHT = 0.92
 @dataclass(kw_only=True)
 class Row:
     """One strategy file on one cluster. ``problems`` say why it cannot run at all, and then there is nothing else;
-    ``over`` what does not fit. ``bare``: the states alone do not fit a GPU, so no activations were traced, and no time."""
+    ``over`` what does not fit. ``states`` are bytes on the GPU between backward pass and step, ``paper`` what the literature
+    says of them. ``bare``: the states alone do not fit a GPU, so no activations were traced, and no time.
+    ``by_formula``: nothing was counted or traced; ``formula`` says what was computed instead."""
 
     file: str
     name: str
     spread: Spread | None = None
     memory: Memory | None = None
-    paper: formulas.States | None = None
+    states: float = 0.0
+    paper: Paper | None = None
     sent: float = 0.0
     between: float = 0.0
     checkpoint: int = 0
     time: Time | None = None
     tokens_per_step: int = 0
     bare: bool = False
+    by_formula: bool = False
+    formula: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
@@ -55,6 +60,19 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.time.step if self.time else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What rows are of: a model, and the ``shape`` of its micro-batches. ``by_formula`` says why its class could not be built,
+    where it could not."""
+
+    name: str
+    parameters: int
+    trained: int
+    shape: Shape
+    accumulation: int
+    by_formula: str = ""
 
 
 @dataclass
@@ -76,7 +94,11 @@ class Traced:
         key = (spread.cast, spread.autocast)
         if key not in self._traces:
             with self.job.made(cast=spread.cast) as (model, batch):
-                self._traces[key] = trace(model, batch, self.job.objective.loss, spread.autocast, kernels=self.device)
+                try:
+                    made = trace(model, batch, self.job.objective.loss, spread.autocast, kernels=self.device)
+                except Exception as error:  # code that looks at values, or kernels that take no fake tensors
+                    raise NoClass(self.job.name, self.job.model_config.to_dict(), error) from error
+                self._traces[key] = made
         return self._traces[key]
 
     @property
@@ -86,6 +108,14 @@ class Traced:
     @property
     def trained(self) -> int:
         return sum(w.numel for w in self.weights if w.trained)
+
+    @property
+    def subject(self) -> Subject:
+        job = self.job
+        return Subject(
+            name=job.name, parameters=self.parameters, trained=self.trained, shape=job.shape,
+            accumulation=job.config.gradient_accumulation_steps,
+        )  # fmt: skip
 
 
 def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Resolved) -> LaunchPlan:
@@ -122,30 +152,32 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
     held = memory(traced.weights, traced.groups, spreads, micro, accumulation=accumulation, gpus_per_node=spreads.node)
     found = flows(traced.weights, traced.groups, spreads, accumulation, packed=config.packing)
-    stage = spreads.stage if spreads.kind != "fsdp" else 3
-    share = spreads.shard if stage == 3 else spreads.ranks
-    keep = config.save_total_limit or max(
-        1, (config.max_train_steps or 1) // (config.save_steps or config.max_train_steps or 1)
-    )
     made = Row(
         file=file.stem,
         name=plan.name,
         spread=spreads,
         memory=held,
-        paper=formulas.model_states(traced.trained, stage, share, mixed=spreads.precision != "no"),
+        states=states,
+        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes),
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
-        checkpoint=STATE_BYTES * traced.trained * keep,
+        checkpoint=checkpoints(traced.trained, config),
         time=None if bare else time(micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation),
         bare=bare,
         tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
     )  # fmt: skip
-    _judge(made, traced, cluster)
+    judge(made, config, cluster)
     return made
 
 
-def _judge(made: Row, traced: Traced, cluster: Cluster) -> None:
-    """What does not fit, and what would help."""
+def checkpoints(trained: int, config: RecipeConfig) -> int:
+    """Bytes of all that a run keeps of its checkpoints."""
+    steps = config.max_train_steps or 1
+    return STATE_BYTES * trained * (config.save_total_limit or max(1, steps // (config.save_steps or steps)))
+
+
+def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
+    """Write into a row what does not fit, and what would help."""
     assert made.memory is not None and made.spread is not None
     limits = [
         ("GPU memory", made.memory.total, cluster.device.memory),
@@ -156,7 +188,7 @@ def _judge(made: Row, traced: Traced, cluster: Cluster) -> None:
     for what, needed, there in limits:
         if there is not None and needed > there:
             made.over.append(f"{what}: {size(needed)} of {size(there)}")
-    parts, config = made.memory.device, traced.job.config
+    parts = made.memory.device
     excess = made.memory.total - cluster.device.memory
     if excess > 0:
         if parts["activations"] > excess and not config.activation_checkpointing:
@@ -166,7 +198,7 @@ def _judge(made: Row, traced: Traced, cluster: Cluster) -> None:
         if not made.remedies:
             if made.spread.stage < 3 or made.spread.offload_param == "none":
                 made.remedies.append("more sharding or offload")
-            if not traced.job.lora:
+            if not hasattr(config, "lora_r"):
                 made.remedies.append("LoRA")
 
 
@@ -175,13 +207,14 @@ SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3")
 
 
 def rank(rows: Sequence[Row]) -> list[Row]:
-    """The best first: those that fit, by tokens a second; then the others, by how little they lack."""
+    """The best first: those that fit, by tokens a second; then the others, by how little they lack. What lacks room for the
+    states alone goes behind what would fit with smaller activations."""
 
     def key(made: Row) -> tuple:
         if made.problems or made.memory is None:
-            return (2, 0.0, 0)
+            return (3, 0.0, 0)
         if not made.fits:
-            return (1, float(made.memory.total), 0)
+            return (2 if made.bare else 1, float(made.memory.total), 0)
         place = SIMPLEST.index(made.file) if made.file in SIMPLEST else len(SIMPLEST)
         return (0, -round(math.log(made.tokens_per_second, 1.05)), place)
 

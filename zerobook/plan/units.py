@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from zerobook.errors import ConfigError
@@ -57,9 +58,10 @@ def parse_count(text: str, key: str) -> int:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
 def gb(amount: float) -> str:

@@ -1,0 +1,222 @@
+"""A plan by formulas alone, for a model whose class cannot be built: one that transformers does not know, or that comes with
+code of its own which nobody said to run.
+
+It knows decoders: layers of attention and one MLP, an embedding and an output head. The rows are shaped as those that are
+counted and traced, and say that they are not. The libraries hold more than the formulas know: buckets, copies, padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import ConfigError
+from zerobook.plan import formulas
+from zerobook.plan.hardware import CONTEXT, Cluster
+from zerobook.plan.holdings import Weight
+from zerobook.plan.job import NoClass, Shape
+from zerobook.plan.memory import Memory, at_load
+from zerobook.plan.paper import flows, paper
+from zerobook.plan.roofline import time
+from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank
+from zerobook.plan.spread import spread
+
+KEYS = {
+    "width": ("hidden_size", "n_embd", "d_model", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+"""What a decoder's formulas need -> the names that configs have for it."""
+OPTIONAL = {
+    "inner": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "shared": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "head": ("head_dim",),
+}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+GATED = ("silu", "swish", "glu")
+"""Activations, or ends of their names, whose MLPs have a third matrix."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder's numbers: ``inner`` is the width of the MLP, ``head`` of a head, ``shared`` the heads that keys and values
+    have, ``gated`` says that the MLP has three matrices, ``tied`` that the output head is the embedding."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    inner: int
+    head: int
+    shared: int
+    gated: bool
+    tied: bool
+
+    @classmethod
+    def of(cls, name: str, facts: Mapping[str, Any]) -> Decoder:
+        """Read a config.json's keys. What a config leaves out of `OPTIONAL` is as in GPT-2: 4 H, a head of its own for every
+        query. An MLP is taken as gated where its activation is, or where it is not 4 H wide and no activation is named.
+
+        Raises:
+            ConfigError: with all that is missing or no number, or with what the formulas do not know.
+        """
+        problems = []
+        if facts.get("is_encoder_decoder"):
+            problems.append(f"{name}: is_encoder_decoder: true, and the formulas know decoders alone.")
+        for key in EXPERTS:
+            if isinstance(facts.get(key), int) and facts[key] > 1:
+                problems.append(f"{name}: {key}: {facts[key]}, and the formulas know layers of one MLP each.")
+        found: dict[str, int] = {}
+        for what, keys in (KEYS | OPTIONAL).items():
+            key = next((key for key in keys if facts.get(key) is not None), None)
+            if key is None:
+                if what in KEYS:
+                    problems.append(f"{name}: {' / '.join(keys)}: the config has none of them, and the formulas need it.")
+            elif type(facts[key]) is not int or facts[key] < 1:
+                problems.append(f"{name}: {key}: {facts[key]!r} is no number that a model can have; 1 or more is.")
+            else:
+                found[what] = facts[key]
+        if problems:
+            problems.append(f"{name}: count its parameters, and give zerobook plan --formulas --parameters 7B, say.")
+            raise ConfigError(problems)
+        width, heads = found["width"], found["heads"]
+        inner = found.get("inner", 4 * width)
+        act = next((str(facts[key]).lower() for key in ("hidden_act", "activation_function") if facts.get(key)), "")
+        gated = act.endswith(GATED) if act else inner != 4 * width
+        return cls(
+            width, found["layers"], heads, found["vocabulary"], inner, found.get("head", width // heads),
+            found.get("shared", heads), gated, tied=bool(facts.get("tie_word_embeddings", True)),
+        )  # fmt: skip
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer's matrices; norms and biases are left out, which are thousandths of it."""
+        attention = 2 * self.width * self.heads * self.head + 2 * self.width * self.shared * self.head
+        return attention + (3 if self.gated else 2) * self.width * self.inner
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def formula(self) -> str:
+        """How ``parameters`` come about."""
+        plain = self.heads * self.head == self.width == self.shared * self.head and self.inner == 4 * self.width
+        if plain and not self.gated:
+            layers, where = "12 L H^2", ""
+        else:
+            layers = f"L (2 H A + 2 H K + {3 if self.gated else 2} H F)"
+            where = f", A = {self.heads * self.head}, K = {self.shared * self.head}, F = {self.inner}"
+        return (
+            f"{layers} + {'' if self.tied else '2 '}V H = {self.parameters:,}; L = {self.layers}, H = {self.width}, "
+            f"V = {self.vocabulary}{where}"
+        )
+
+
+def fall_back(
+    config: RecipeConfig, sources: Resolved, error: NoClass, files: Sequence[Path], cluster: Cluster
+) -> tuple[Subject, list[Row]]:
+    """Rows by formula for every strategy file, the best first.
+
+    Args:
+        error: why the class cannot be built, and the numbers of its config.
+
+    Raises:
+        ConfigError: the config lacks the numbers, or the recipe trains what the formulas do not know.
+    """
+    if hasattr(config, "lora_r") or hasattr(config, "max_source_length"):
+        what = "adapters" if hasattr(config, "lora_r") else "encoder-decoders"
+        raise ConfigError(
+            [*error.problems, f"{error.name}: without its class there are formulas, which do not know {what}. "
+             "Plan recipes/causal_lm.py with it, or take a model whose class is known."]
+        )  # fmt: skip
+    decoder = Decoder.of(error.name, error.facts)
+    shape = Shape(config.per_device_train_batch_size, config.block_size, 0, padded=False)  # type: ignore[attr-defined]
+    subject = Subject(
+        name=error.name, parameters=decoder.parameters, trained=decoder.parameters, shape=shape,
+        accumulation=config.gradient_accumulation_steps, by_formula=error.why,
+    )  # fmt: skip
+    return subject, rank([_row(file, config, sources, decoder, shape, cluster) for file in files])
+
+
+def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, shape: Shape, cluster: Cluster) -> Row:
+    try:
+        plan = launch_plan(file, cluster, config, sources)
+    except ConfigError as error:
+        return Row(file=file.stem, name=file.stem, by_formula=True, problems=error.problems)
+    if plan.problems:
+        return Row(file=file.stem, name=plan.name, by_formula=True, problems=plan.problems)
+    spreads = spread(plan, SimpleNamespace(hidden_size=decoder.width), min(cluster.gpus, plan.world_size))
+    literature = paper(decoder.parameters, decoder.parameters, spreads, cluster.nodes)
+    rows, length, checkpointing = shape.rows, shape.source, config.activation_checkpointing
+    fused, element = config.attn_implementation != "eager", spreads.compute
+    kept = formulas.activations(
+        decoder.layers, rows, length, decoder.width, decoder.heads, element=element, fused=fused, checkpointing=checkpointing
+    )
+    logits = formulas.logits(rows, length, decoder.vocabulary, element=element)
+    largest = max(decoder.layer, decoder.embedding)
+    gathered = 4 * largest if spreads.stage == 3 else 0  # as DeepSpeed's estimator has it, formulas.deepspeed_zero3
+    flops = formulas.flops(decoder.parameters, rows * length, checkpointing=checkpointing)
+    everything = [[Weight("all", (decoder.parameters,), 4, trained=True)]]
+    states, lying = literature.states, literature.lying
+    device = {
+        "parameters": states.parameters if lying["parameters"] == "none" else 0,
+        "gradients": states.gradients if lying["gradients"] == "none" else 0,
+        "optimizer": states.optimizer if lying["optimizer"] == "none" else 0,
+        "activations": kept + logits,
+        "buffers": gathered,
+        "other": CONTEXT,
+    }
+    loaded = decoder.parameters * (4 if config.dtype == "float32" else 2)
+    made = Row(
+        file=file.stem,
+        name=plan.name,
+        spread=spreads,
+        memory=Memory(
+            device={part: int(amount) for part, amount in device.items()},
+            when="all at once",
+            host_at_load=at_load(loaded, spreads, spreads.node),
+            host=int(literature.held("cpu") * spreads.node),
+            disk=int(literature.held("nvme") * spreads.node),
+        ),
+        states=literature.held("none"),
+        paper=literature,
+        sent=literature.sent,
+        between=literature.between,
+        checkpoint=checkpoints(decoder.parameters, config),
+        time=time(
+            flops, flows(decoder.parameters, decoder.parameters, spreads), everything, spreads, cluster,
+            accumulation=config.gradient_accumulation_steps,
+        ),
+        by_formula=True,
+        formula={
+            "parameters": decoder.formula,
+            "activations": _activations(decoder, shape, element=element, fused=fused, checkpointing=checkpointing),
+            "logits": f"{rows} x {length} x {decoder.vocabulary} x ({element} + 3 x 4) bytes",
+            "gathered": f"4 x {largest:,} bytes" if gathered else "nothing",
+            "operations": f"{8 if checkpointing else 6} P x {rows} x {length} a micro-batch",
+        },
+        tokens_per_step=rows * length * config.gradient_accumulation_steps * spreads.ranks,
+    )  # fmt: skip
+    judge(made, config, cluster)
+    return made
+
+
+def _activations(decoder: Decoder, shape: Shape, *, element: int, fused: bool, checkpointing: bool) -> str:
+    """`formulas.activations`, written out."""
+    tokens = f"{shape.rows} x {shape.source} x {decoder.width}"
+    layer = f"{34 * element / 2:g} x {tokens}"
+    if not fused:
+        layer += f" + {5 * element / 2:g} x {decoder.heads} x {shape.source}^2 x {shape.rows}"
+    if checkpointing:
+        return f"{decoder.layers} x {element} x {tokens} + {layer} bytes"
+    return f"{decoder.layers} x ({layer}) bytes"

@@ -1,0 +1,236 @@
+"""How plans are printed and written: the rows of strategy files, and the literature's formulas alone.
+
+Imports nothing heavy, so that the formulas alone are there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.plan import formulas
+from zerobook.plan.hardware import Cluster
+from zerobook.plan.paper import Paper, paper
+from zerobook.plan.spread import Spread
+from zerobook.plan.units import count, duration, gb, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zerobook.plan.rows import Row, Subject
+
+WIDTH = 150
+"""Columns, where nobody looks at a terminal."""
+Column = tuple[str, "Callable[[Row], str]"]
+
+
+def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
+    """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    shape = subject.shape
+    lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
+    room = f", host {size(where.host_memory)}" if where.host_memory else ""
+    console.print(
+        f"[bold]{subject.name}[/]: {count(subject.parameters)} parameters, {count(subject.trained)} trained | micro-batch "
+        f"{shape.rows} x {lengths} tokens, accumulation {subject.accumulation} | {where.name}, "
+        f"{gb(where.device.memory)} GB each{room}"
+    )
+    if subject.by_formula:
+        console.print("[yellow]by formula[/], not counted or traced: ", end="")
+        console.print(subject.by_formula, markup=False)
+    by = "BY FORMULA: " if subject.by_formula else ""
+    console.print(_table(f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", _memory(subject), rows, where))
+    if any(made.sent for made in rows):
+        console.print(_table(f"{by}sent in a step, and its time", _traffic(subject, where), rows, where))
+    _misfits(console, rows)
+    best = rows[0]
+    if best.fits and best.time is not None:
+        console.print(
+            f"best{' by formula' if by else ''}: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of "
+            f"{best.tokens_per_step:,} tokens, {duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
+        )
+    else:
+        console.print("[red]nothing fits.[/]")
+    for line in _footer(subject, rows, where):
+        console.print(f"[dim]{line}[/]")
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cluster) -> Table:
+    from rich.table import Table
+
+    made_of = Table(title=title, title_justify="left", box=None)
+    made_of.add_column("strategy file", no_wrap=True)
+    made_of.add_column("fits", no_wrap=True)
+    for header, _ in columns:
+        made_of.add_column(header, justify="left" if header.startswith("formula") else "right")
+    for row in rows:
+        cells = [] if row.memory is None else [cell(row) for _, cell in columns]
+        made_of.add_row(row.file, _fits(row, where), *cells, style="" if row.fits else "dim")
+    return made_of
+
+
+def _fits(row: Row, where: Cluster) -> str:
+    from zerobook.plan.rows import TIGHT
+
+    if row.memory is None:
+        return "[red]cannot run[/]"
+    if not row.fits:
+        return "[red]no[/]"
+    return "[yellow]tight[/]" if row.memory.total > TIGHT * where.device.memory else "[green]yes[/]"
+
+
+def _memory(subject: Subject) -> list[Column]:
+    def part(*names: str) -> Callable[[Row], str]:
+        return lambda row: gb(sum(_held(row).device[name] for name in names))
+
+    columns: list[Column] = [
+        ("total", lambda row: ("> " if row.bare else "") + gb(_held(row).total)),
+        ("weights", part("parameters")),
+        ("grads", part("gradients")),
+        ("optim.", part("optimizer")),
+        ("activ.", lambda row: "-" if row.bare else gb(_held(row).device["activations"])),
+        ("buffers", part("buffers", "other")),
+    ]
+    if not subject.by_formula:
+        columns += [("all states,\ncounted", lambda row: gb(row.states)), ("by\npaper", lambda row: gb(_paper(row).held("none")))]
+    columns += [
+        ("host RAM\nat load", lambda row: size(_held(row).host_at_load)),
+        ("in\ntraining", lambda row: _or_dash(_held(row).host)),
+    ]
+    if subject.by_formula:
+        columns.append(("formula of the\nstates, in bytes", lambda row: _paper(row).formula["states"].removesuffix(" bytes")))
+    return columns
+
+
+def _traffic(subject: Subject, where: Cluster) -> list[Column]:
+    """Counted and by the papers' law, which is all there is by formula."""
+    columns: list[Column] = [("each rank", lambda row: _or_dash(row.sent))]
+    if not subject.by_formula:
+        columns.append(("by\npaper", lambda row: _or_dash(_paper(row).sent)))
+    if where.nodes > 1:
+        columns.append(("each node", lambda row: _or_dash(row.between)))
+        if not subject.by_formula:
+            columns.append(("by paper,\nas a ring", lambda row: _or_dash(_paper(row).between)))
+        columns.append(("by 48 P/N\nbits", lambda row: _or_dash(_paper(row).rule or 0)))
+    columns += [
+        ("tokens/s", lambda row: f"{row.tokens_per_second:,.0f}" if row.time else "-"),
+        ("waits for", lambda row: row.time.bound if row.time else "-"),
+    ]
+    if subject.by_formula:
+        columns.append(("formula of what each\nrank sends, in bytes", lambda row: _paper(row).formula["sent"].removesuffix(" bytes")))
+    return columns
+
+
+def _held(row: Row) -> Any:
+    assert row.memory is not None
+    return row.memory
+
+
+def _paper(row: Row) -> Paper:
+    assert row.paper is not None
+    return row.paper
+
+
+def _misfits(console: Any, rows: Sequence[Row]) -> None:
+    """Why rows cannot run, and what would help those that do not fit; those with one reason and remedy on one line."""
+    for row in rows:
+        for problem in row.problems:
+            console.print(f"[bold]{row.file}[/] cannot run: ", end="")
+            console.print(problem, markup=False)
+    alike: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row.over:
+            alike.setdefault((tuple(reason.partition(":")[0] for reason in row.over), tuple(row.remedies)), []).append(row)
+    for (reasons, remedies), some in alike.items():
+        why = "; ".join(some[0].over) if len(some) == 1 else " and ".join(reasons)
+        way = f" -> {' or '.join(remedies)}" if remedies else ""
+        console.print(f"does not fit ({why}): [bold]{', '.join(row.file for row in some)}[/]{way}")
+
+
+def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
+    from zerobook.plan.roofline import EFFICIENCY
+
+    lines = [f"checkpoints: {size(max(row.checkpoint for row in rows))}; times assume {EFFICIENCY:.0%} of the GPU's listed speed"]
+    if subject.by_formula:
+        example = next((row for row in rows if row.formula), None)
+        lines += [f"{name}: {words}" for name, words in example.formula.items()] if example else []
+        lines.append("the libraries' buffers, copies and padding are in no formula: leave room for them")
+    else:
+        lines.append("weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7")
+    if any(row.bare for row in rows):
+        lines.append(">: the states alone exceed the GPU, so no activations were traced")
+    if where.nodes > 1:
+        lines.append("48 P/N bits: a rule of thumb for ZeRO-3 in 2-byte elements on N nodes")
+    if subject.accumulation > 1:
+        lines.append("what the paper sends is one micro-batch's: it knows no accumulation")
+    return lines
+
+
+def _or_dash(amount: float) -> str:
+    return size(amount) if amount else "-"
+
+
+def record(subject: Subject, rows: Sequence[Row], where: Cluster) -> dict[str, Any]:
+    """A plan for JSON. Amounts are bytes, times seconds."""
+    return {
+        "model": subject.name, "parameters": subject.parameters, "trained": subject.trained,
+        "by_formula": subject.by_formula or None, "hardware": asdict(where),
+        "rows": [asdict(row) | {"fits": row.fits, "tokens_per_second": row.tokens_per_second} for row in rows],
+    }  # fmt: skip
+
+
+def write_json(target: str, found: dict[str, Any]) -> None:
+    """Into a file, or for ``-`` to the terminal."""
+    text = json.dumps(found, indent=2)
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n")
+        print(f"wrote {target}")
+
+
+def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str | None) -> None:
+    """Print what the papers say of so many parameters under DDP and ZeRO's stages; ``target`` as in `write_json`."""
+    ranks, rows = where.ranks, []
+    for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        spread = Spread(
+            kind="deepspeed" if stage else "ddp", name=name, ranks=ranks, node=where.gpus, stage=stage,
+            shard=ranks if stage == 3 else 1, precision="bf16" if mixed else "no",
+        )  # fmt: skip
+        rows.append((name, paper(parameters, parameters, spread, where.nodes)))
+    two = formulas.deepspeed_zero2(parameters, where.gpus, where.nodes, offload=False)
+    checkpoint = formulas.CHECKPOINT_BYTES * parameters
+    if target:
+        write_json(target, {
+            "parameters": parameters, "hardware": asdict(where), "precision": "mixed" if mixed else "fp32", "unit": "bytes",
+            "rows": [{"name": name, "total": made.states.total, **asdict(made)} for name, made in rows],
+            "deepspeed_zero2": two._asdict(),
+            "checkpoint": {"bytes": checkpoint, "formula": f"{formulas.CHECKPOINT_BYTES} P bytes"},
+        })  # fmt: skip
+    if target == "-":
+        return
+    kind = "mixed precision: 2-byte elements, K = 12" if mixed else "fp32: 4-byte elements, K = 8"
+    print(f"{count(parameters)} parameters (P) on {where.name}: {ranks} GPUs ({kind}); GB are 10^9 bytes, without activations")
+    print(f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10} a GPU, by formula")
+    for name, made in rows:
+        states = made.states
+        cells = "".join(f"{gb(amount) + ' GB':>{width}}" for amount, width in
+                        ((states.parameters, 10), (states.gradients, 11), (states.optimizer, 11), (states.total, 10)))  # fmt: skip
+        print(f"{name:8}{cells} = {made.formula['states']}")
+    if ranks > 1:
+        print("sent in a step by each rank, by the ring's law" + (", and by each node:" if where.nodes > 1 else ":"))
+    for name, made in rows if ranks > 1 else ():
+        line = f"{name:8}{size(made.sent):>10} = {made.formula['sent']}"
+        if where.nodes > 1:
+            line += f"; between nodes {_or_dash(made.between)} as a ring"
+        if made.rule is not None:
+            line += f", {size(made.rule)} by the rule {made.formula['rule']}"
+        print(line)
+    print(f"DeepSpeed's estimator, ZeRO-2: host {two.host / 2**30:,.2f} GiB, GPU {two.gpu / 2**30:,.2f} GiB = {two.formula} bytes")
+    print(f"a checkpoint with optimizer state: {size(checkpoint)} = {formulas.CHECKPOINT_BYTES} P bytes")
