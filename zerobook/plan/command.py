@@ -66,7 +66,9 @@ def plan(argv: list[str]) -> int:
     if asked.formulas:
         if asked.parameters is None:
             raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
-        table.show_formulas(parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed", target=asked.json)
+        table.show_formulas(
+            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed", target=asked.json
+        )
         return 0
     if place == len(argv):
         raise ConfigError(
@@ -84,7 +86,9 @@ def plan(argv: list[str]) -> int:
     if asked.png:
         from zerobook.plan.picture import draw
 
-        draw(rows, where, f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}", Path(asked.png))
+        draw(
+            rows, where, f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}", Path(asked.png)
+        )
         print(f"wrote {asked.png}")
     if asked.recommend and traced is None:
         print("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
@@ -123,7 +127,7 @@ def _here(processes: str | None) -> Cluster:
     from zerobook.resolve import Hardware
 
     found, host = Hardware.detect(), psutil.virtual_memory()
-    if processes is not None and not (processes.isdigit() and int(processes)):
+    if processes is not None and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"--gpus: {processes!r} is no number of processes; give 1 or more.")
     disk = shutil.disk_usage(Path.cwd()).free
     if not found.gpus:
@@ -132,19 +136,20 @@ def _here(processes: str | None) -> Cluster:
         return Cluster(gpus=cores, device=device, link=1e10, host_memory=host.available, disk=disk, cpu=True)
     import torch
 
-    free, total = torch.cuda.mem_get_info(0)
+    if int(processes or 0) > found.gpus:
+        raise ConfigError(
+            f"--gpus: {processes}, and there are {found.gpus} here. Leave --here out to plan for another machine."
+        )
+    gpus = int(processes or found.gpus)
+    (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))  # ranks are alike
     if free < 0.9 * total:
-        print(f"note: {size(total - free)} of this GPU's {size(total)} are taken by others; planned with what is free.")
+        print(f"note: {size(total - free)} of GPU {busiest}'s {size(total)} are taken by others; planned with what is free.")
     like = known(found.gpu_name or "")
     if like is None:
         like = DEVICES["a100-80gb"]
         print(f"note: the speed of {found.gpu_name} is not known here; times are those of an {like.name}.")
     device = Device(found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention)
-    if int(processes or 0) > found.gpus:
-        raise ConfigError(
-            f"--gpus: {processes}, and there are {found.gpus} here. Leave --here out to plan for another machine."
-        )
-    return Cluster(gpus=int(processes or found.gpus), device=device, link=like.link, host_memory=host.available, disk=disk)
+    return Cluster(gpus=gpus, device=device, link=like.link, host_memory=host.available, disk=disk)
 
 
 def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], RecipeConfig, Resolved]:

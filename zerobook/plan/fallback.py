@@ -212,11 +212,12 @@ def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, 
 
 
 def _activations(decoder: Decoder, shape: Shape, *, element: int, fused: bool, checkpointing: bool) -> str:
-    """`formulas.activations`, written out."""
+    """`formulas.activations`, written out. Its 34 are those of an MLP of two matrices, 4 H wide."""
     tokens = f"{shape.rows} x {shape.source} x {decoder.width}"
     layer = f"{34 * element / 2:g} x {tokens}"
     if not fused:
         layer += f" + {5 * element / 2:g} x {decoder.heads} x {shape.source}^2 x {shape.rows}"
+    more = "; a gated MLP keeps up to half as much again" if decoder.gated else ""
     if checkpointing:
-        return f"{decoder.layers} x {element} x {tokens} + {layer} bytes"
-    return f"{decoder.layers} x ({layer}) bytes"
+        return f"{decoder.layers} x {element} x {tokens} + {layer} bytes{more}"
+    return f"{decoder.layers} x ({layer}) bytes{more}"

@@ -63,7 +63,9 @@ def flows(parameters: int, trained: int, spread: Spread) -> list[Flow]:
     """What the papers send in a step."""
     elements = {"P": parameters, "T": trained}
     return [
-        Flow(leg.what, leg.collective, leg.worth * spread.compute * elements[leg.letter] / leg.cut, leg.ranks, within=leg.within)
+        Flow(
+            leg.what, leg.collective, leg.worth * spread.compute * elements[leg.letter] / leg.cut, leg.ranks, within=leg.within
+        )
         for leg in _legs(spread, "P" if trained == parameters else "T")
     ]
 

@@ -46,8 +46,9 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
         console.print(subject.by_formula, markup=False)
     by = "BY FORMULA: " if subject.by_formula else ""
     console.print(_table(f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", _memory(subject), rows, where))
-    if any(made.sent for made in rows):
-        console.print(_table(f"{by}sent in a step, and its time", _traffic(subject, where), rows, where))
+    sends = any(row.sent for row in rows)
+    title = f"{by}{'sent in a step, and its time' if sends else 'time of a step; nothing is sent'}"
+    console.print(_table(title, [*(_traffic(subject, where) if sends else ()), *_time()], rows, where))
     _misfits(console, rows)
     best = rows[0]
     if best.fits and best.time is not None:
@@ -98,7 +99,10 @@ def _memory(subject: Subject) -> list[Column]:
         ("buffers", part("buffers", "other")),
     ]
     if not subject.by_formula:
-        columns += [("all states,\ncounted", lambda row: gb(row.states)), ("by\npaper", lambda row: gb(_paper(row).held("none")))]
+        columns += [
+            ("all states,\ncounted", lambda row: gb(row.states)),
+            ("by\npaper", lambda row: gb(_paper(row).held("none"))),
+        ]
     columns += [
         ("host RAM\nat load", lambda row: size(_held(row).host_at_load)),
         ("in\ntraining", lambda row: _or_dash(_held(row).host)),
@@ -118,13 +122,18 @@ def _traffic(subject: Subject, where: Cluster) -> list[Column]:
         if not subject.by_formula:
             columns.append(("by paper,\nas a ring", lambda row: _or_dash(_paper(row).between)))
         columns.append(("by 48 P/N\nbits", lambda row: _or_dash(_paper(row).rule or 0)))
-    columns += [
+    if subject.by_formula:
+        columns.append(
+            ("formula of what each\nrank sends, in bytes", lambda row: _paper(row).formula["sent"].removesuffix(" bytes"))
+        )
+    return columns
+
+
+def _time() -> list[Column]:
+    return [
         ("tokens/s", lambda row: f"{row.tokens_per_second:,.0f}" if row.time else "-"),
         ("waits for", lambda row: row.time.bound if row.time else "-"),
     ]
-    if subject.by_formula:
-        columns.append(("formula of what each\nrank sends, in bytes", lambda row: _paper(row).formula["sent"].removesuffix(" bytes")))
-    return columns
 
 
 def _held(row: Row) -> Any:
@@ -156,7 +165,9 @@ def _misfits(console: Any, rows: Sequence[Row]) -> None:
 def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
     from zerobook.plan.roofline import EFFICIENCY
 
-    lines = [f"checkpoints: {size(max(row.checkpoint for row in rows))}; times assume {EFFICIENCY:.0%} of the GPU's listed speed"]
+    lines = [
+        f"checkpoints: {size(max(row.checkpoint for row in rows))}; times assume {EFFICIENCY:.0%} of the GPU's listed speed"
+    ]
     if subject.by_formula:
         example = next((row for row in rows if row.formula), None)
         lines += [f"{name}: {words}" for name, words in example.formula.items()] if example else []
@@ -220,8 +231,8 @@ def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str |
     print(f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10} a GPU, by formula")
     for name, made in rows:
         states = made.states
-        cells = "".join(f"{gb(amount) + ' GB':>{width}}" for amount, width in
-                        ((states.parameters, 10), (states.gradients, 11), (states.optimizer, 11), (states.total, 10)))  # fmt: skip
+        amounts = ((states.parameters, 10), (states.gradients, 11), (states.optimizer, 11), (states.total, 10))
+        cells = "".join(f"{gb(amount) + ' GB':>{width}}" for amount, width in amounts)
         print(f"{name:8}{cells} = {made.formula['states']}")
     if ranks > 1:
         print("sent in a step by each rank, by the ring's law" + (", and by each node:" if where.nodes > 1 else ":"))
@@ -232,5 +243,7 @@ def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str |
         if made.rule is not None:
             line += f", {size(made.rule)} by the rule {made.formula['rule']}"
         print(line)
-    print(f"DeepSpeed's estimator, ZeRO-2: host {two.host / 2**30:,.2f} GiB, GPU {two.gpu / 2**30:,.2f} GiB = {two.formula} bytes")
+    print(
+        f"DeepSpeed's estimator, ZeRO-2: host {two.host / 2**30:,.2f} GiB, GPU {two.gpu / 2**30:,.2f} GiB = {two.formula} bytes"
+    )
     print(f"a checkpoint with optimizer state: {size(checkpoint)} = {formulas.CHECKPOINT_BYTES} P bytes")
