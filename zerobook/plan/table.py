@@ -31,6 +31,7 @@ Column = tuple[str, "Callable[[Row], str]"]
 def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
     """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     shape = subject.shape
@@ -42,13 +43,12 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
         f"{gb(where.device.memory)} GB each{room}"
     )
     if subject.by_formula:
-        console.print("[yellow]by formula[/], not counted or traced: ", end="")
-        console.print(subject.by_formula, markup=False)
+        console.print(f"[yellow]by formula[/], not counted or traced: {escape(subject.by_formula)}")
     by = "BY FORMULA: " if subject.by_formula else ""
     console.print(_table(f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", _memory(subject), rows, where))
     sends = any(row.sent for row in rows)
     title = f"{by}{'sent in a step, and its time' if sends else 'time of a step; nothing is sent'}"
-    console.print(_table(title, [*(_traffic(subject, where) if sends else ()), *_time()], rows, where))
+    console.print(_table(title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows, where))
     _misfits(console, rows)
     best = rows[0]
     if best.fits and best.time is not None:
@@ -112,7 +112,7 @@ def _memory(subject: Subject) -> list[Column]:
     return columns
 
 
-def _traffic(subject: Subject, where: Cluster) -> list[Column]:
+def _traffic(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[Column]:
     """Counted and by the papers' law, which is all there is by formula."""
     columns: list[Column] = [("each rank", lambda row: _or_dash(row.sent))]
     if not subject.by_formula:
@@ -121,12 +121,18 @@ def _traffic(subject: Subject, where: Cluster) -> list[Column]:
         columns.append(("each node", lambda row: _or_dash(row.between)))
         if not subject.by_formula:
             columns.append(("by paper,\nas a ring", lambda row: _or_dash(_paper(row).between)))
+    if _ruled(rows):
         columns.append(("by 48 P/N\nbits", lambda row: _or_dash(_paper(row).rule or 0)))
     if subject.by_formula:
         columns.append(
             ("formula of what each\nrank sends, in bytes", lambda row: _paper(row).formula["sent"].removesuffix(" bytes"))
         )
     return columns
+
+
+def _ruled(rows: Sequence[Row]) -> bool:
+    """Whether there is a strategy that the rule of thumb is for."""
+    return any(row.paper is not None and row.paper.rule is not None for row in rows)
 
 
 def _time() -> list[Column]:
@@ -148,10 +154,11 @@ def _paper(row: Row) -> Paper:
 
 def _misfits(console: Any, rows: Sequence[Row]) -> None:
     """Why rows cannot run, and what would help those that do not fit; those with one reason and remedy on one line."""
+    from rich.markup import escape
+
     for row in rows:
         for problem in row.problems:
-            console.print(f"[bold]{row.file}[/] cannot run: ", end="")
-            console.print(problem, markup=False)
+            console.print(f"[bold]{row.file}[/] cannot run: {escape(problem)}")
     alike: dict[tuple, list[Row]] = {}
     for row in rows:
         if row.over:
@@ -176,7 +183,7 @@ def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
         lines.append("weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7")
     if any(row.bare for row in rows):
         lines.append(">: the states alone exceed the GPU, so no activations were traced")
-    if where.nodes > 1:
+    if _ruled(rows):
         lines.append("48 P/N bits: a rule of thumb for ZeRO-3 in 2-byte elements on N nodes")
     if subject.accumulation > 1:
         lines.append("what the paper sends is one micro-batch's: it knows no accumulation")
