@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SPY = ROOT / "tests" / "distributed" / "spy.py"
 LIMIT_S = 240
 """A launch that hangs is killed; none comes near this."""
+ALONE = ["--main_process_port", "0"]
+TWO_MACHINES = ["zero3_hpz"]
+"""Strategy files that are launched as on two machines, by a launcher each: on one they do nothing of their own."""
 
 
 @dataclass
@@ -58,10 +63,15 @@ class Run:
 
 
 def command(
-    strategy: str | list[str], processes: int, recipe: str, flags: dict[str, Any], through: Path | None = None
+    strategy: str | list[str],
+    processes: int,
+    recipe: str,
+    flags: dict[str, Any],
+    through: Path | None = None,
+    meeting: list[str] = ALONE,
 ) -> list[str]:
     """The command line. ``strategy`` is a file's stem in accelerate_configs/, a path, or launcher flags; ``through`` a script
-    that runs the recipe."""
+    that runs the recipe; ``meeting`` says where the processes find each other."""
     if isinstance(strategy, list):
         launcher = strategy
     else:
@@ -69,7 +79,7 @@ def command(
         launcher = ["--config_file", str(path if path.suffix else ROOT / "accelerate_configs" / f"{strategy}.yaml")]
     line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
     line += ["--num_machines", "1"] if isinstance(strategy, list) else []
-    line += ["--main_process_port", "0", *([str(through)] if through else []), str(ROOT / "recipes" / f"{recipe}.py")]
+    line += [*meeting, *([str(through)] if through else []), str(ROOT / "recipes" / f"{recipe}.py")]
     for key, value in flags.items():
         line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
     return line
@@ -95,7 +105,14 @@ def launch(
         environment: variables besides.
         expect: the exit status to insist on; None takes any.
     """
-    line = command(strategy, processes, recipe, {"output_dir": output, **flags}, SPY if spy is not None else through)
+    through = SPY if spy is not None else through
+    meetings = on_two_machines() if strategy in TWO_MACHINES else [ALONE]
+    line, *others = [
+        command(strategy, processes, recipe, {"output_dir": output, **flags}, through, meeting) for meeting in meetings
+    ]
+    if others:  # the shell is then the launcher: it fails where one of the two does
+        script = f"{shlex.join(others[0])} & other=$!; {shlex.join(line)}; code=$?; [ $code = 0 ] || kill $other; "
+        line = ["bash", "-c", script + "wait $other && exit $code"]
     given = {key: str(value) for key, value in (environment or {}).items()}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | given
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
@@ -119,6 +136,15 @@ def launch(
     if expect is not None:
         assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-9000:]}"
     return Run(output, process.returncode, text).read()
+
+
+def on_two_machines() -> list[list[str]]:
+    """Launcher flags of two machines, both of which are this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--machine_rank"]
+    return [[*meeting, str(rank)] for rank in (0, 1)]
 
 
 def kill_all(process: subprocess.Popen) -> None:

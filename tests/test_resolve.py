@@ -83,6 +83,65 @@ def test_every_shipped_file_resolves_on_a_laptop_and_on_eight_gpus(file, hardwar
         assert f"# {heading}" in comment
 
 
+def hpz(tmp_path, size, world=16, node=8, **zero):
+    """The plan of ZeRO-3 with that partition size, on ``world`` processes, ``node`` on each node."""
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "zero_hpz_partition_size": size} | zero)
+    return plan_for(environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(node)}, A100)[0]
+
+
+@pytest.mark.parametrize(
+    "size, world, node, resolved, name",
+    [("auto", 16, 8, 8, "ZeRO-3 hpZ 2x8"), (4, 16, 8, 4, "ZeRO-3 hpZ 4x4"), (2, 4, 4, 2, "ZeRO-3 hpZ 2x2"),
+     (1, 16, 8, 1, "ZeRO-3"), (0, 16, 8, 1, "ZeRO-3")],
+)  # fmt: skip
+def test_hpz_makes_groups_of_a_nodes_processes(tmp_path, size, world, node, resolved, name):
+    plan = hpz(tmp_path, size, world, node)
+    assert not plan.problems and not plan.notes and (plan.secondary, plan.name) == (resolved, name)
+    assert plan.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == resolved
+
+
+def test_hpz_that_saves_nothing_is_said(tmp_path):
+    for world, node, why in ((8, 8, "there is one node"), (4, 1, "each node has one process")):
+        plan = hpz(tmp_path, "auto", world, node)
+        (note,) = plan.notes
+        assert not plan.problems and plan.secondary == 1 and plan.name == "ZeRO-3"
+        assert plan.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == 1
+        assert f"hpZ is off: {why}" in note and "ds.json" in note
+    plan = hpz(tmp_path, 8, 8, 8)
+    assert plan.secondary == 8 and "one group of all 8 processes" in plan.notes[0], "as asked for"
+
+
+@pytest.mark.parametrize(
+    "size, more, said",
+    [
+        (3, {}, ["is 3,", "do not divide 16 processes", "Pass --num_processes 18"]),
+        (32, {}, ["groups of 32 do not divide 16 processes", "Pass --num_processes 64"]),
+        ("auto", {"world": 12}, ['is "auto", the 8 processes of this node', "12 processes", "Pass --num_processes 16."]),
+        (-2, {}, ["is -2, expected"]),
+        (True, {}, ["is true, expected"]),
+        ("eight", {}, ['is "eight", expected the number of processes of a node, or "auto"']),
+        (8, {"stage": 2}, ["with stage 2", "Set stage 3"]),
+        ("auto", {"stage": 2, "world": 8}, ["with stage 2", "Set stage 3"]),
+        (8, {"offload_param": {"device": "nvme"}}, ["offload_param on nvme", "Offload parameters to cpu"]),
+    ],
+)
+def test_impossible_groups_are_refused(tmp_path, size, more, said):
+    (problem,) = hpz(tmp_path, size, **more).problems
+    assert problem.startswith(f"{tmp_path}/ds.json: zero_optimization.zero_hpz_partition_size is ")
+    assert all(words in problem for words in said), problem
+
+
+def test_deepspeeds_quantisation_is_refused_on_a_cpu(tmp_path):
+    keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3} | dict.fromkeys(keys, True))
+    problems = plan_for(environ)[0].problems
+    assert len(problems) == 3 and plan_for(environ | {"ACCELERATE_USE_CPU": "true"}, A100)[0].problems == problems
+    for key, problem in zip(keys, problems, strict=True):
+        assert f"zero_optimization.{key} is true; DeepSpeed quantises on GPUs only. Set it to false" in problem
+    assert not plan_for(environ, A100)[0].problems
+    assert not plan_for(deepspeed(tmp_path, zero_optimization={"stage": 3, keys[0]: False}))[0].problems
+
+
 def test_precision_has_one_home(tmp_path):
     fp16 = deepspeed(tmp_path, fp16={"enabled": "true", "initial_scale_power": 15})
     assert plan_for(fp16, A100)[0].precision == "fp16"

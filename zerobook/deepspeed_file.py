@@ -12,6 +12,8 @@ from zerobook.config import RecipeConfig, Resolved
 if TYPE_CHECKING:
     from zerobook.resolve import LaunchPlan
 
+HPZ = "zero_hpz_partition_size"
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 NEVER = 1e30
 """A norm that nothing reaches: DeepSpeed computes the gradient norm only where it clips."""
 
@@ -49,6 +51,54 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             f"{plan.config_file}: zero_optimization.offload_param is set with stage {plan.zero_stage}; "
             "parameters can be offloaded only under stage 3. Set stage 3 or remove offload_param."
         )
+    if HPZ in zero:
+        _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+
+
+def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
+    """ZeRO++'s second copy of the weights, shared by a group of processes: "auto" is the ``node`` processes of a node."""
+    said, world = zero[HPZ], plan.world_size
+    where = f"{plan.config_file}: zero_optimization.{HPZ} is {json.dumps(said)}"
+    size = node if said == "auto" else said
+    zero[HPZ] = 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
+    elif said in (0, 1):
+        return  # DeepSpeed's way of saying no
+    elif plan.zero_stage != 3:
+        plan.problems.append(f"{where} with stage {plan.zero_stage}; only stage 3 cuts weights. Set stage 3 or remove it.")
+    elif plan.offload_param == "nvme":
+        plan.problems.append(
+            f"{where} with offload_param on nvme, where DeepSpeed cannot put the second copy. Offload parameters to cpu, or "
+            f"remove {HPZ}."
+        )
+    elif world % size:
+        auto = f", the {size} processes of this node" if said == "auto" else ""
+        plan.problems.append(
+            f"{where}{auto}, and groups of {size} do not divide {world} processes. Pass --num_processes "
+            f"{max(2, -(-world // size)) * size}{'' if auto else ', or write a number that does, or auto'}."
+        )
+    elif said == "auto" and size in (1, world):
+        why = "there is one node" if size == world else "each node has one process"
+        plan.notes.append(
+            f"hpZ is off: {why}, where a second copy of the weights would save nothing. For groups of another size write their "
+            f"number of processes as {HPZ} into a copy of {plan.config_file}"
+        )
+    else:
+        plan.secondary = zero[HPZ] = size
+        if size == world:
+            plan.notes.append(f"hpZ: one group of all {world} processes; the second copy of the weights saves nothing there")
+
+
+def check_device(plan: LaunchPlan) -> None:
+    """What DeepSpeed can do on GPUs only."""
+    zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
+    for key in QUANTISED if plan.device == "cpu" else ():
+        if zero.get(key):
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.{key} is {json.dumps(zero[key])}; DeepSpeed quantises on GPUs only. "
+                "Set it to false to train on a CPU."
+            )
 
 
 def _inline(environ: Mapping[str, str]) -> dict[str, Any]:

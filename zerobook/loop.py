@@ -497,9 +497,10 @@ class TrainingLoop:
         self._before = {}
 
     def _record_memory(self, at_seam: dict[str, int]) -> None:
-        """Bytes per rank: gradients at the seam of the first step, optimizer state after it."""
+        """Bytes per rank: gradients at the seam of the first step, optimizer state after it, weights at the larger of both."""
         strategy = self.strategy
-        mine = strategy.memory() | {"gradients": at_seam["gradients"]}
+        mine = strategy.memory()
+        mine |= {"gradients": at_seam["gradients"], "parameters": max(mine["parameters"], at_seam["parameters"])}
         every = strategy.gather(mine)
         if self.log:
             trained = sum(strategy.shape(p).numel() for _, p in strategy.trainable())

@@ -59,6 +59,7 @@ class LaunchPlan:
     zero_stage: int | None = None
     offload_optimizer: str = "none"
     offload_param: str = "none"
+    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
     config_file: str | None = None
@@ -69,12 +70,13 @@ class LaunchPlan:
 
     @property
     def name(self) -> str:
-        """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``FSDP2 2x2``, ``DDP``."""
+        """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
         if self.kind == "deepspeed":
             parts = [f"{what}: {where}" for what, where in
                      (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
                      if where != "none"]  # fmt: skip
-            return f"ZeRO-{self.zero_stage}" + (f" ({', '.join(parts)} offload)" if parts else "")
+            groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
+            return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
         if self.kind == "fsdp":
             offload = " (cpu offload)" if self.offload_param != "none" else ""
             return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
@@ -132,6 +134,7 @@ def resolve(
         _read_fsdp(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
+    deepspeed_file.check_device(plan)
     local = int(environ.get("LOCAL_WORLD_SIZE", 1))
     if launched and not on_cpu and local > hardware.gpus:
         plan.problems.append(

@@ -17,6 +17,7 @@ HALF, STEPS = 10, 20
 
 WRITERS = {
     "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 4, "zero3_offload": 2, "zero3_nvme": 2, "fsdp": 2, "fsdp_hybrid": 4,
+    "zero3_hpz": 4,
 }  # fmt: skip
 READERS = {
     "ddp": [("zero1", 2), ("zero3", 4), ("fsdp", 2)],
@@ -25,10 +26,11 @@ READERS = {
     "zero3": [("zero2", 2), ("fsdp", 2), ("ddp", 4)],
     "zero3_offload": [("zero3_nvme", 2), ("zero1", 4), ("fsdp", 2)],
     "zero3_nvme": [("zero2", 2), ("zero3_offload", 4), ("ddp", 2)],
-    "fsdp": [("zero3", 2), ("fsdp_hybrid", 4), ("single", 1)],
+    "fsdp": [("zero3", 2), ("fsdp_hybrid", 4), ("single", 1), ("zero3_hpz", 4)],
     "fsdp_hybrid": [("zero1", 2), ("zero3", 2), ("fsdp_offload", 2)],
+    "zero3_hpz": [("zero2", 2), ("fsdp", 4), ("zero3", 4)],
 }
-"""Each writer's checkpoint goes on under three others, one of them on another number of processes."""
+"""Each writer's checkpoint goes on under three others or more, one of them on another number of processes."""
 SAMPLE = [("zero3", "zero2", "causal_lm"), ("fsdp", "single", "lora_finetune")]
 
 

@@ -20,14 +20,14 @@ from zerobook.strategy import MOMENTS
 
 STRATEGIES = {
     "single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero2_offload": 2, "zero3": 2, "zero3_offload_optimizer": 2,
-    "zero3_offload": 2, "zero3_nvme": 2, "fsdp": 2, "fsdp_offload": 2, "fsdp_hybrid": 4,
+    "zero3_offload": 2, "zero3_nvme": 2, "fsdp": 2, "fsdp_offload": 2, "fsdp_hybrid": 4, "zero3_hpz": 4,
 }  # fmt: skip
 """File in accelerate_configs/ -> processes it is launched on."""
 
 SAMPLE = {
     ("ddp", "causal_lm"), ("zero1", "causal_lm"), ("zero2", "causal_lm"), ("zero2_offload", "causal_lm"),
     ("zero3", "causal_lm"), ("fsdp", "causal_lm"), ("zero3_offload", "lora_finetune"), ("zero3_nvme", "lora_finetune"),
-    ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"),
+    ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"), ("zero3_hpz", "causal_lm"),
 }  # fmt: skip
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
@@ -41,6 +41,7 @@ LIVE = {
     "zero1": {"strategy": "ZeRO-1", "zero_stage": 1, **ZERO},
     "zero2": {"strategy": "ZeRO-2", "zero_stage": 2, **ZERO},
     "zero3": {"strategy": "ZeRO-3", "zero_stage": 3, **ZERO},
+    "zero3_hpz": {"strategy": "ZeRO-3 hpZ 2x2", "zero_stage": 3, **ZERO},
     "zero2_offload": {"zero_stage": 2, "offload": ADAM_ON_CPU, **CPU_ADAM},
     "zero3_offload_optimizer": {"zero_stage": 3, "offload": ADAM_ON_CPU, **CPU_ADAM},
     "zero3_offload": {"zero_stage": 3, "offload": CPU, **CPU_ADAM},
@@ -105,6 +106,17 @@ def test_same_training_as_one_process(launches, strategy, recipe):
         assert LIVE[name].items() <= live.items(), f"{name} runs as {live}"
     assert run.event("run_start")["live"]["strategy"] == run.event("run_start")["plan"]["name"], "what was announced"
     assert_sharded(strategy, recipe, run, processes)
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_evaluations_leave_no_old_weights_behind(launches):
+    """hpZ's second copy is made by any forward pass, and is old after the next step."""
+    flags = dict(max_train_samples=10, validation_split_percentage=20, eval_on_start=True, eval_steps=2)
+    one, run = launches("single", 1, 4, 1, **flags), launches("zero3_hpz", 4, 1, 1, **flags)
+    held_out = [[e["loss"] for e in r.events if e["type"] == "eval"] for r in (run, one)]
+    assert len(held_out[0]) == 6 and largest_difference(*held_out) < TOLERANCE
+    assert largest_difference(run.losses, one.losses) < TOLERANCE
 
 
 def reference_run(folder: Path, run: Run, *, rate: float, clip: float, weight_decay: float = 0.1):
@@ -202,7 +214,7 @@ def assert_sharded(strategy: str, recipe: str, run: Run, processes: int) -> None
     trained = 4 * memory["trained_parameters"]  # bytes of fp32
     tensors = {k: 4 * t.numel() for k, t in run.state().items() if k.startswith("weight/")}
     largest, padding = max(tensors.values()), 4 * 2 * processes * (len(tensors) + 1)
-    shards = 1 if strategy == "ddp" else 2
+    shards = {"ddp": 1, "zero3_hpz": 4}.get(strategy, 2)
     # masters are the weights themselves but under DeepSpeed, which keeps fp32 copies
     optimizer = 3 if strategy.startswith("zero") else 2
     small = sum(size for size in tensors.values() if size <= 4 * 10 * 128)  # ZeRO-3 keeps vectors whole
@@ -228,8 +240,9 @@ def assert_sharded(strategy: str, recipe: str, run: Run, processes: int) -> None
         assert 0.9 * share <= rank["optimizer"] <= share + 3 * padding + counters
         if recipe == "causal_lm":
             sharded = strategy.startswith(("zero3", "fsdp"))
-            part = trained / shards + small + padding if sharded else trained
-            assert (0.9 * trained / shards if sharded else trained) <= rank["parameters"] <= part
+            second = (trained - small) / 2 if strategy == "zero3_hpz" else 0  # two processes share another copy
+            part = trained / shards + second + small + padding if sharded else trained
+            assert (0.9 * trained / shards + second if sharded else trained) <= rank["parameters"] <= part
     for kind, copies in (("parameters", 1), ("gradients", 1), ("optimizer", optimizer)):
         assert sum(rank[kind] for rank in ranks) >= copies * trained, f"{kind}: together the ranks hold the whole"
 

@@ -153,9 +153,9 @@ def test_packs_lose_only_what_was_bad_and_streams_go_back_too(trained):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["zero1", "zero3_offload", "zero3_nvme", "fsdp_hybrid"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3_offload", "zero3_nvme", "fsdp_hybrid", "zero3_hpz"])
 def test_every_other_strategy_goes_back_too(trained, strategy):
-    split = {"processes": 4, "per_device_train_batch_size": 2} if strategy == "fsdp_hybrid" else {}
+    split = {"processes": 4, "per_device_train_batch_size": 2} if strategy in ("fsdp_hybrid", "zero3_hpz") else {}
     clean, run = trained(strategy, **split), trained(strategy, "rate", **split)
     assert story(run) == [*MENDED[:2], *MENDED[2:]]
     assert run.event("rollback")["verified"] == ["learning rate", "random numbers", "samples"]

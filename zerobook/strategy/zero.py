@@ -228,6 +228,8 @@ class ZeroStrategy(Strategy):
         for p in self.model.parameters():
             if hasattr(p, "ds_tensor"):
                 held["parameters"].append(p.ds_tensor.data)
+            if getattr(p, "ds_secondary_tensor", None) is not None:
+                held["parameters"].append(p.ds_secondary_tensor)
         for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
             held["gradients"] += [t for t in tensors or [] if t is not None]
         held["gradients"] += [m.grad for m in masters if m.grad is not None]
@@ -250,8 +252,11 @@ class ZeroStrategy(Strategy):
             elif zero.offload_param:
                 offload["parameters"] = "cpu"
         parts = [f"{what}: {where}" for what, where in offload.items() if where != "none"]
+        second = zero.parameter_offload.zero_param_parallel_group if stage == 3 else None
+        size = dist.get_world_size(second) if second is not None else 1
+        groups = f" hpZ {self.world_size // size}x{size}" if size > 1 else ""
         return super().describe() | {
-            "strategy": f"ZeRO-{stage}" + (f" ({', '.join(parts)} offload)" if parts else ""),
+            "strategy": f"ZeRO-{stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else ""),
             "zero_stage": stage,
             "master_dtype": str(masters[0].dtype).removeprefix("torch."),
             "masters": sum(master.numel() for master in masters),
