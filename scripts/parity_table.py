@@ -24,6 +24,7 @@ at every step: half of an adapter has no gradient at first, where a small epsilo
 model called wide has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
+zero3_hpz was launched as on two machines of two processes each.
 """
 RESUME = """# Any checkpoint, any strategy: measured
 
@@ -39,7 +40,7 @@ PLAN = """# Planned against measured
 The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of
 real classes. Bytes of the rank whose figure is furthest off: weights, gradients and optimizer state between backward pass and
 step, which have to be equal; activations that autograd saved in the forward pass; and bytes sent in the step, counted in the
-collectives. Written by `make test-full`.
+collectives. zero3_hpz ran with groups of two, as on two nodes. Written by `make test-full`.
 
 On CUDA, where the allocator's peak is compared too, this was **not run yet**.
 """

@@ -26,6 +26,7 @@ from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, rank, row
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, _autocast, _kernels, trace
+from zerobook.plan.traffic import flows
 from zerobook.resolve import Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -299,11 +300,14 @@ def test_falcon_180b_and_llama_70b_and_65b():
     assert not falcon["zero2"].fits and not falcon["fsdp_hybrid"].fits
     nodes = cluster(gpus="8", nodes="4", gpu="a100-80gb", interconnect="400Gbps", host_memory="1TB")
     del flags["dtype"]
-    llama = rows_of("causal_lm", "llama2_70b", nodes, **flags)
-    assert llama["zero3"].fits and llama["fsdp"].fits and next(iter(llama)) == "fsdp"
+    files = ("ddp", "zero1", "zero2", "zero3", "zero3_hpz", "fsdp", "fsdp_hybrid")
+    llama = rows_of("causal_lm", "llama2_70b", nodes, files=files, **flags)
+    assert llama["zero3"].fits and llama["zero3_hpz"].fits and llama["fsdp"].fits
+    assert next(iter(llama)) == "fsdp"
     assert not llama["fsdp_hybrid"].fits, "a copy a node leaves no room"
     assert not any(llama[name].fits for name in ("ddp", "zero1", "zero2"))
     assert llama["fsdp_hybrid"].between < llama["fsdp"].between
+    assert llama["zero3_hpz"].between == pytest.approx(2 / 3 * llama["zero3"].between, rel=0.01), "as in ZeRO++"
     one = cluster(gpus="1", gpu="a6000")
     quantised = rows_of("lora_finetune", "llama_65b", one, files=("single", "zero3_offload"), load_in_4bit=True,
                         max_seq_length=512, **flags)  # fmt: skip
@@ -329,6 +333,42 @@ def test_what_smaller_activations_would_fit_goes_before_what_nothing_would():
         row_of("fits", 70, time=Time(1, 0, 0, 0, 0), tokens_per_step=10),
     ]  # fmt: skip
     assert [made.file for made in rank(rows)] == ["fits", "near", "far", "states alone", "impossible"]
+
+
+# --- several nodes
+def nodes(count: int, interconnect: str = "50Gbps"):
+    return cluster(gpus="8", nodes=str(count), gpu="a100-80gb", interconnect=interconnect)
+
+
+HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+
+
+def test_hpz_between_two_nodes_and_on_one():
+    two = rows_of("causal_lm", "gpt2_xl", nodes(2), ("zero3", "zero3_hpz"), **HALF)
+    assert two["zero3_hpz"].between < two["zero3"].between and two["zero3_hpz"].name == "ZeRO-3 hpZ 2x8"
+    weights = sum(w.numel for w in made("causal_lm", MODELS / "gpt2_xl.json").weights()[0])
+    more = two["zero3_hpz"].memory.device["parameters"] - two["zero3"].memory.device["parameters"]
+    assert more == pytest.approx(2 * weights / 8, rel=0.001)
+    one = rows_of("causal_lm", "gpt2_xl", cluster(gpus="8", gpu="a100-80gb"), ("zero3", "zero3_hpz"), **HALF)
+    assert one["zero3_hpz"].spread == one["zero3"].spread and next(iter(one)) == "zero3"
+
+
+@pytest.mark.parametrize("secondary, near", [(8, True), (4, True), (16, False), (3, False)])
+def test_what_hpz_sends_where(secondary, near):
+    """Trained weights are gathered from all ranks once a step, and frozen ones never."""
+    weights = [Weight("trained", (48, 100), 2, True), Weight("frozen", (48, 200), 2, False), Weight("small", (10,), 2, False)]
+    spread = Spread(
+        kind="deepspeed", name="", ranks=48, node=8, stage=3, shard=48, secondary=secondary, precision="bf16", persistent=10,
+        reuse=0,
+    )  # fmt: skip
+    found = {flow.what: (flow.size, flow.ranks, flow.within) for flow in flows(weights, [weights[:1]], spread, 3)}
+    assert found == {
+        "weights, forward": (2 * 4800, 48, False),
+        "weights, forward, second copy": (2 * (2 * 4800 + 3 * 9600), secondary, near),
+        "weights, backward": (2 * 3 * (4800 + 9600), secondary, near),
+        "gradients": (2 * 3 * 4800, 48, False),
+        "small weights": (2 * 48, 48, False),
+    }
 
 
 # --- machines

@@ -132,11 +132,20 @@ def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
 
 
 def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
-    """Every weight padded to one element a rank and cut; small ones stay gathered besides."""
+    """Every weight padded to one element a rank and cut; small ones stay gathered besides.
+
+    hpZ cuts all of them a second time, among the ranks of a group. A trained weight's second copy is given up when it is
+    updated, and made again when the weight is: small ones are not, before the next step.
+    """
     sub_groups = [sum(_part(w, spread) for w in sub) for group in groups for sub in _sub_groups(group, spread)]
     small = [w for w in weights if w.numel <= spread.persistent]
     persistent = sum(w.numel * _cast(w, spread) for w in small) if spread.ranks > 1 else 0  # alone, the part is the whole
     sharded = sum(_part(w, spread) * _cast(w, spread) for w in weights)
+    if spread.secondary > 1:
+        parts = spread.ranks // spread.secondary  # of the first copy, in one of the second
+        sharded += parts * sum(
+            _part(w, spread) * _cast(w, spread) for w in weights if not w.trained or w.numel > spread.persistent
+        )
     held = Holdings(parameters=sharded + persistent, gradients=sum(sub_groups) * spread.compute, optimizer=12 * sum(sub_groups))
     if spread.offload_optimizer == "none":
         held.optimizer += STEP * len(sub_groups)

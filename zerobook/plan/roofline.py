@@ -67,6 +67,6 @@ def time(flops: float, flows: Sequence[Flow], groups: Groups, spread: Spread, cl
     if spread.offload_optimizer == "nvme":
         offload += mine * cluster.gpus * 24 / NVME
     if spread.offload_param != "none":
-        held = sum(flow.size for flow in flows if flow.collective == "all-gather") / spread.ranks
+        held = sum(flow.size / flow.ranks for flow in flows if flow.collective == "all-gather")
         offload += held / PCIE
     return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)

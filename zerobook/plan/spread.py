@@ -19,7 +19,7 @@ class Spread:
     node: int  # ranks on one node
     stage: int = 0
     shard: int = 1  # ranks that share one copy of the weights
-    secondary: int = 1  # hpZ: ranks that share the second copy, which backward passes gather from
+    secondary: int = 1  # hpZ: ranks that share a second copy of the weights; 1 is without
     precision: str = "no"
     offload_optimizer: str = "none"
     offload_param: str = "none"
@@ -85,7 +85,7 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         **common,
         stage=stage,
         shard=plan.world_size if stage == 3 else 1,
-        secondary=number("zero_hpz_partition_size", 1),
+        secondary=plan.secondary,
         reduce_bucket=number("reduce_bucket_size", 5e8),
         prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
         persistent=number("stage3_param_persistence_threshold", 1e5),

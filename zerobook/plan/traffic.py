@@ -63,17 +63,25 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
 
 def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, packed: bool) -> list[Flow]:
     n = spread.ranks
+
+    def size(some: Sequence[Weight]) -> int:
+        return sum(_whole(w, n) * _element(w, spread) for w in some)
+
     sharded = [w for w in weights if w.numel > spread.persistent]
-    whole = sum(_whole(w, n) * _element(w, spread) for w in sharded)
-    again = sum(_whole(w, n) * _element(w, spread) for w in (sharded if packed else _given_up(sharded, spread)))
+    forward = far = accumulation * size(sharded)
+    second = n
+    if spread.secondary > 1:
+        # From its first gathering on a weight comes from the second copy, until an update makes that stale.
+        second, far = spread.secondary, size([w for w in sharded if w.trained])
+    again = accumulation * size(sharded if packed else _given_up(sharded, spread))
     quantized = 0.5 if spread.quantized_weights else 1.0
     trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
-    persistent = sum(_whole(w, n) * _element(w, spread) for w in weights if w.trained and w.numel <= spread.persistent)
-    second = n if spread.secondary == 1 else spread.secondary
-    within = n <= spread.node
+    persistent = size([w for w in weights if w.numel <= spread.persistent])
+    within, near = n <= spread.node, spread.node % second == 0
     found = [
-        Flow("weights, forward", "all-gather", accumulation * whole * quantized, n, within=within),
-        Flow("weights, backward", "all-gather", accumulation * again * quantized, second, within=second <= spread.node),
+        Flow("weights, forward", "all-gather", far * quantized, n, within=within),
+        Flow("weights, forward, second copy", "all-gather", (forward - far) * quantized, second, within=near),
+        Flow("weights, backward", "all-gather", again * quantized, second, within=near),
         Flow(
             "gradients",
             "reduce-scatter",
