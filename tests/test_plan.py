@@ -22,11 +22,12 @@ from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
 from zerobook.plan.holdings import Weight
 from zerobook.plan.job import Job, Shape, job, read_config
 from zerobook.plan.memory import Memory
+from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, rank, row
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, _autocast, _kernels, trace
-from zerobook.plan.traffic import flows
+from zerobook.plan.traffic import between_nodes, flows
 from zerobook.resolve import Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,11 +216,15 @@ def test_parameters_of_known_models(name, billions, tolerance):
 
 def rows_of(recipe: str, model: str, where, files=None, **flags) -> dict[str, Row]:
     """The planned rows, the best first."""
+    return planned_rows(recipe, model, where, files, **flags)[1]
+
+
+def planned_rows(recipe: str, model: str, where, files=None, **flags) -> tuple[Traced, dict[str, Row]]:
     planned = made(recipe, MODELS / f"{model}.json", **flags)
     traced = Traced.of(planned, "cuda")
     sources = Resolved({key: f"flag --{key}" if key in flags else "default" for key in type(planned.config).model_fields})
     chosen = [file for file in FILES if files is None or file.stem in files]
-    return {made.file: made for made in rank([row(file, traced, where, sources) for file in chosen])}
+    return traced, {made.file: made for made in rank([row(file, traced, where, sources) for file in chosen])}
 
 
 def test_gpt2_xl():
@@ -306,7 +311,8 @@ def test_falcon_180b_and_llama_70b_and_65b():
     assert next(iter(llama)) == "fsdp"
     assert not llama["fsdp_hybrid"].fits, "a copy a node leaves no room"
     assert not any(llama[name].fits for name in ("ddp", "zero1", "zero2"))
-    assert llama["fsdp_hybrid"].between < llama["fsdp"].between
+    # two replicas on four nodes: weights cross between nodes all the same, and gradients once more
+    assert llama["zero3_hpz"].between < llama["fsdp"].between < llama["fsdp_hybrid"].between
     assert llama["zero3_hpz"].between == pytest.approx(2 / 3 * llama["zero3"].between, rel=0.01), "as in ZeRO++"
     one = cluster(gpus="1", gpu="a6000")
     quantised = rows_of("lora_finetune", "llama_65b", one, files=("single", "zero3_offload"), load_in_4bit=True,
@@ -340,7 +346,25 @@ def nodes(count: int, interconnect: str = "50Gbps"):
     return cluster(gpus="8", nodes=str(count), gpu="a100-80gb", interconnect=interconnect)
 
 
+SHARDED = ("ddp", "zero3", "zero3_hpz", "fsdp", "fsdp_hybrid")
 HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    "where, model, file, rule",
+    [
+        (nodes(4), "gpt2_xl", "zero3_hpz", "hpZ on slow links"),
+        (nodes(2), "gpt2_xl", "fsdp_hybrid", "hybrid on slow links"),  # a replica is a node there
+        (nodes(4, "1600Gbps"), "gpt2_xl", None, None),
+        (nodes(4), "blenderbot_400m", "fsdp", None),  # so small that ZeRO-3 gathers once a step anyway
+    ],
+)
+def test_slow_links_between_nodes(where, model, file, rule):
+    recipe = "causal_lm" if model == "gpt2_xl" else "seq2seq_chatbot"
+    traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF)
+    advice = recommend(traced, list(rows.values()), where, lambda *_: (traced, list(rows.values())))
+    assert file is None or advice.row.file == file
+    assert [name for name, _ in advice.reasons if "slow links" in name] == ([rule] if rule else [])
 
 
 def test_hpz_between_two_nodes_and_on_one():
@@ -369,6 +393,13 @@ def test_what_hpz_sends_where(secondary, near):
         "gradients": (2 * 3 * 4800, 48, False),
         "small weights": (2 * 48, 48, False),
     }
+
+
+def test_every_ring_between_two_nodes_counts():
+    """Hybrid sharding reduces each of a node's shards over a ring of its own."""
+    weights = [Weight("w", (64, 100), 4, True, "layer")]
+    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8)
+    assert between_nodes(flows(weights, [weights], spread), 2) == 4 * 6400, "all gradients, from each node once"
 
 
 # --- machines

@@ -19,6 +19,10 @@ SLOW_NETWORK = 100e9 / 8
 and from some 64 GPUs plain ZeRO-3 wants about 1000."""
 
 
+WORTH = 0.9
+"""Of the best rate's bytes between nodes: what sends less than this is taken over it on a slow network."""
+
+
 @dataclass(frozen=True)
 class Advice:
     """``row`` is what to take, None where nothing fits; ``flags`` what to add to the command, of the recipe ``recipe`` where
@@ -109,14 +113,14 @@ def _ladder(traced: Traced) -> Iterator[tuple[str | None, dict[str, Any]]]:
 def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
     """The fastest, but for what a roofline does not see."""
     slow = where.network is not None and where.network < SLOW_NETWORK
-    if slow:
-        inside = [row for row in fitting if row.spread is not None and row.spread.shard <= where.gpus and row.spread.stage == 3]
-        if inside:
-            reasons.append(
-                ("hybrid on slow links", f"{size(where.network or 0)}/s between nodes: weights are gathered inside them")
-            )
-            return inside[0]
     best = fitting[0]
+    inside = [row for row in fitting if _gathers_inside(row, where) and (row is best or row.between < WORTH * best.between)]
+    if slow and inside:
+        hpz = inside[0].spread is not None and inside[0].spread.secondary > 1
+        how = "inside them, but for what a step has updated" if hpz else "inside them"
+        rule = "hpZ on slow links" if hpz else "hybrid on slow links"
+        reasons.append((rule, f"{size(where.network or 0)}/s between nodes: weights are gathered {how}"))
+        return inside[0]
     sharded = [row for row in fitting if row.spread is not None and row.spread.kind == "deepspeed" and row.spread.stage == 3]
     if traced.job.lora and best.spread is not None and best.spread.stage == 3 and sharded:
         reasons.append(
@@ -129,6 +133,14 @@ def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tu
             reasons.append(("ZeRO-3 wants fast links", f"{size(where.link)}/s inside the node: {others[0].name} gathers less"))
             return others[0]
     return best
+
+
+def _gathers_inside(row: Row, where: Cluster) -> bool:
+    """Weights are sharded, and need not cross from node to node for every pass."""
+    spread = row.spread
+    if spread is None or spread.stage < 3:
+        return False
+    return spread.shard <= where.gpus or (spread.secondary > 1 and where.gpus % spread.secondary == 0)
 
 
 def _about(best: Row, config: Any, where: Cluster) -> Iterator[tuple[str, str]]:

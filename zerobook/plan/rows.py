@@ -202,7 +202,7 @@ def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
                 made.remedies.append("LoRA")
 
 
-SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3")
+SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
 """Strategy files, the one with the least machinery first; where rates are within a twentieth, it goes first."""
 
 

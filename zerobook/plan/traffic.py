@@ -17,7 +17,8 @@ from zerobook.plan.spread import Spread
 @dataclass(frozen=True)
 class Flow:
     """A collective's share of a step: ``size`` bytes of whole tensors among ``ranks``, which a ring sends ``worth`` times
-    (N - 1)/N of. ``within``: all of those ranks are on one node, whatever the number of nodes."""
+    (N - 1)/N of. ``within``: all of those ranks are on one node, whatever the number of nodes. ``rings`` leave a node at
+    once, where its ranks belong to different ones."""
 
     what: str
     collective: str
@@ -25,6 +26,7 @@ class Flow:
     ranks: int
     worth: int = 1
     within: bool = False
+    rings: int = 1
 
     @property
     def sent(self) -> float:
@@ -119,7 +121,10 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
         Flow("gradients", "reduce-scatter", accumulation * trained, n, within=n <= spread.node),
     ]
     if n < spread.ranks:
-        found.append(Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2))
+        rings = min(n, spread.node)
+        found.append(
+            Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2, rings=rings)
+        )
     return found
 
 
@@ -131,7 +136,7 @@ def sent(found: Sequence[Flow]) -> float:
 def between_nodes(found: Sequence[Flow], nodes: int) -> float:
     """Bytes that leave each node in a step: a ring over ranks of several nodes crosses each border once, and carries there
     what any of its ranks sends."""
-    return sum(flow.sent for flow in found if not flow.within) if nodes > 1 else 0.0
+    return sum(flow.sent * flow.rings for flow in found if not flow.within) if nodes > 1 else 0.0
 
 
 def _element(weight: Weight, spread: Spread) -> int:
