@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from zerobook.cli import main
 from zerobook.errors import ConfigError
+from zerobook.plan import autotune
 from zerobook.plan.autotune import Candidate, Tuned, cuts
+from zerobook.plan.rows import Row
+from zerobook.plan.spread import Spread
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +42,18 @@ def test_the_knee_is_where_the_rate_stops_rising(curve, knee):
 def test_a_search_in_which_every_run_died_has_no_best():
     dead = Candidate(Path("ddp.yaml"), 1, 1, False, None, died="exit status 1: out of memory")
     assert Tuned([dead]).best is None and Tuned([]).best is None
+
+
+def test_a_file_that_comes_to_the_same_as_another_is_not_run(monkeypatch):
+    same = Spread(kind="deepspeed", name="ZeRO-3", ranks=2, node=2, stage=3, shard=2)
+    made = [
+        Candidate(Path(f"{name}.yaml"), 1, 1, False, Row(file=name, name=name, spread=same)) for name in ("zero3", "zero3_hpz")
+    ]
+    ran = []
+    monkeypatch.setattr(autotune, "candidates", lambda *_: made)
+    monkeypatch.setattr(autotune, "_measure", lambda candidate, *_: ran.append(candidate.file.stem))
+    autotune.autotune(None, Path("recipe.py"), [], [], None, None, 2, lambda words: None)
+    assert ran == ["zero3"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
 from zerobook.plan.rows import Row, Traced, row
+from zerobook.plan.spread import Spread
 
 TRIED = 6
 """Candidates that are measured; the plan ranks hundreds well enough to leave the rest out."""
@@ -118,9 +119,9 @@ def autotune(
             f"nothing is planned to fit {where.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
         )
     # of each strategy and choice of activations the plan's favourite cut only: the curve looks at the others
-    seen: dict[tuple[str, bool], Candidate] = {}
-    for candidate in planned:
-        seen.setdefault((candidate.file.stem, candidate.checkpointing), candidate)
+    seen: dict[tuple[Spread | None, bool], Candidate] = {}
+    for candidate in planned:  # hpZ on one node is ZeRO-3 again
+        seen.setdefault((candidate.planned.spread, candidate.checkpointing), candidate)
     tried = list(seen.values())[:TRIED]
     for candidate in tried:
         progress(candidate.words)
