@@ -1,8 +1,10 @@
-"""What a real GPU says, without a network; every subcommand ends within 8 minutes and writes one JSON.
+"""What one real GPU says, without a network; every subcommand ends within 8 minutes and writes one JSON.
 
-    python benchmarks/gpu.py planner [--out benchmarks/results/planner_NAME.json]
+    python benchmarks/gpu.py planner|tables|parity [--out benchmarks/results/NAME.json]
 
-planner   planned against measured peaks of CUDA's allocator, over configurations of three architectures, one GPU.
+planner   planned against measured peaks of CUDA's allocator, over configurations of three architectures
+tables    table B of scripts/reproduce_tables.py with 24 GB, and the published batches of table A, on one GPU
+parity    losses under every attention backend, in bf16, in scaled fp16 and with a quantised base, against eager fp32
 
 Models are made here with random weights, their tokenizer from the Python standard library's own source text. With
 ``--device cpu`` the same runs go through on a CPU, where there is no allocator's peak to compare.
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,11 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from zerobook import fresh
+from zerobook.plan.command import here
+from zerobook.tables.bench import Bench
+from zerobook.tables.materials import Materials, seq2seq_sides
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,63 +45,27 @@ class Case:
     flags: tuple[tuple[str, str], ...]
 
 
-def models(folder: Path, scale: str) -> dict[str, tuple[str, Path]]:
+def bench(asked: argparse.Namespace, folder: Path) -> Bench:
+    """One process, with the published batches alone."""
+    where = here("1")
+    budget = None if where.cpu else 24 * 10**9
+    return Bench(folder, asked.scale == "tiny", 1, where, budget, lambda words: print(words, flush=True), quick=True)
+
+
+def models(materials: Materials, tiny: bool) -> dict[str, tuple[str, Path]]:
     """name -> (recipe, folder of a model with random weights), of about 0.3 10^9 parameters, or tiny."""
-    import torch
-    import transformers
+    from transformers import BartConfig, GPT2Config, LlamaConfig
 
-    tokenizer = _tokenizer(folder)
-    tiny = scale == "tiny"
-    special = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    special = materials.special
     width, layers, heads = (64, 2, 4) if tiny else (1024, 24, 16)
-    sides = {f"{side}_{what}": number for side in ("encoder", "decoder")
-             for what, number in (("layers", layers // 2), ("attention_heads", heads), ("ffn_dim", 4 * width))}  # fmt: skip
+    bart = {"d_model": width, "decoder_start_token_id": 2, "max_position_embeddings": 1024}
+    llama = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": heads}
     configs = {
-        "gpt2": ("causal_lm", transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **special)),
-        "llama": (
-            "causal_lm",
-            transformers.LlamaConfig(
-                hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
-                num_key_value_heads=heads // 2, **special,
-            ),
-        ),
-        "bart": (
-            "seq2seq_chatbot",
-            transformers.BartConfig(d_model=width, decoder_start_token_id=2, max_position_embeddings=1024, **sides, **special),
-        ),
-    }  # fmt: skip
-    made = {}
-    for name, (recipe, config) in configs.items():
-        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-        torch.manual_seed(0)
-        target = folder / name
-        kind.from_config(config).save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        made[name] = (recipe, target)
-    return made
-
-
-def _tokenizer(folder: Path) -> Any:
-    """A byte-level tokenizer of the standard library's text, and in ``folder`` that text and pairs of it as data."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    files = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
-    text = "\n".join(file.read_text(errors="ignore") for file in files)
-    (folder / "text.txt").write_text(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    pairs = [
-        {"source": " ".join(lines[i : i + 12]), "target": " ".join(lines[i + 12 : i + 18])} for i in range(0, 18 * 400, 18)
-    ]
-    (folder / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs) + "\n")
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(
-        lines, trainers.BpeTrainer(vocab_size=8000, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+        "gpt2": ("causal_lm", GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **special)),
+        "llama": ("causal_lm", LlamaConfig(num_key_value_heads=heads // 2, **llama, **special)),
+        "bart": ("seq2seq_chatbot", BartConfig(**bart, **seq2seq_sides(layers // 2, heads, width), **special)),
+    }
+    return {name: (recipe, materials.model(name, config)) for name, (recipe, config) in configs.items()}
 
 
 def cases(names: list[str]) -> list[Case]:
@@ -113,15 +83,14 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
 
     from zerobook.config import parse
     from zerobook.doctor import _config_class
-    from zerobook.plan.command import _here
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
 
-    start, here = time.monotonic(), _here("1")
+    start, where = time.monotonic(), here("1")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        made = models(folder, asked.scale)
+        materials = Materials(Path(name))
+        made = models(materials, asked.scale == "tiny")
         chosen = cases(list(made))[: asked.limit]
         for case in tqdm(chosen, unit=" runs"):
             if time.monotonic() - start > SECONDS:
@@ -130,15 +99,15 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
             flags = {"model_name_or_path": model, "per_device_train_batch_size": case.rows, "validation_split_percentage": 0}
             short = asked.scale == "tiny"
             if recipe == "seq2seq_chatbot":
-                flags |= {"train_file": folder / "pairs.jsonl", "max_source_length": 64 if short else 256,
+                flags |= {"train_file": materials.pairs, "max_source_length": 64 if short else 256,
                           "max_target_length": 32 if short else 128, "pad_to_max_length": "true"}  # fmt: skip
             else:
-                flags |= {"train_file": folder / "text.txt", "block_size": 64 if short else 512}
-            flags |= {"cache_dir": folder / "data", **dict(case.flags)}
-            line = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+                flags |= {"train_file": materials.text, "block_size": 64 if short else 512}
+            flags |= {"cache_dir": materials.folder / "data", **dict(case.flags)}
+            line = fresh.flags(flags)
             file = ROOT / "recipes" / f"{recipe}.py"
             config, sources, _ = parse(_config_class(str(file)), line)
-            found = measure(ROOT / "accelerate_configs" / f"{case.strategy}.yaml", job(config), file, line, here, sources)
+            found = measure(ROOT / "accelerate_configs" / f"{case.strategy}.yaml", job(config), file, line, where, sources)
             figures = {key: {"planned": f.planned, "measured": f.measured} for key, f in found.figures.items()}
             rows.append(
                 {**asdict(case), "flags": dict(case.flags), "died": found.died, "seconds": found.seconds, "figures": figures}
@@ -153,9 +122,77 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
     return {"summary": summary, "rows": rows}
 
 
+def tables(asked: argparse.Namespace) -> dict[str, Any]:
+    """The published comparisons that one GPU can run."""
+    from zerobook.tables import dialogue, one_device
+
+    with tempfile.TemporaryDirectory() as name:
+        where = bench(asked, Path(name))
+        made = [one_device.run(where), dialogue.shape(where)]
+    return {"summary": {table.letter: [line.here for line in table.lines] for table in made},
+            "rows": [table.to_json() for table in made]}  # fmt: skip
+
+
+PARITY = (
+    ("eager", {"attn_implementation": "eager"}),
+    ("sdpa", {"attn_implementation": "sdpa"}),
+    ("flex_attention", {"attn_implementation": "flex_attention"}),
+    ("sdpa, bf16", {"attn_implementation": "sdpa", "mixed_precision": "bf16"}),
+    ("flash_attention_2, bf16", {"attn_implementation": "flash_attention_2", "mixed_precision": "bf16"}),
+    ("flex_attention, bf16", {"attn_implementation": "flex_attention", "mixed_precision": "bf16"}),
+    ("sdpa, fp16", {"attn_implementation": "sdpa", "mixed_precision": "fp16"}),
+)
+"""Trained alike, the first of them the reference."""
+NEEDS = {"flash_attention_2": "flash_attn", "load_in_4bit": "bitsandbytes"}
+STEPS = 8
+
+
+def parity(asked: argparse.Namespace) -> dict[str, Any]:
+    """Losses of the same steps, and how far each is from the first row's: the largest relative difference."""
+    from importlib.util import find_spec
+
+    from zerobook.errors import ZerobookError
+    from zerobook.tables.trial import Arm, attempt
+
+    rows: list[dict[str, Any]] = []
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        materials = Materials(Path(name))
+        _, model = models(materials, asked.scale == "tiny")["llama"]
+        common = {"model_name_or_path": model, "train_file": materials.text, "cache_dir": materials.folder / "data",
+                  "block_size": 256, "validation_split_percentage": 0, "per_device_train_batch_size": 4,
+                  "max_train_steps": STEPS, "learning_rate": 1e-4}  # fmt: skip
+        lora = {key: value for key, value in common.items() if key != "block_size"}
+        lora |= {"max_seq_length": 256, "train_file": materials.pairs, "mixed_precision": "bf16"}
+        runs = [(name, "causal_lm", common | flags) for name, flags in PARITY]
+        runs += [("LoRA, bf16", "lora_finetune", lora), ("QLoRA, bf16", "lora_finetune", lora | {"load_in_4bit": "true"})]
+        for words, recipe, flags in runs[: asked.limit]:
+            print(words, flush=True)
+            named = {*flags, *map(str, flags.values())}
+            missing = [package for key, package in NEEDS.items() if key in named and not find_spec(package)]
+            row: dict[str, Any] = {"name": words, "recipe": recipe}
+            if missing or time.monotonic() - start > SECONDS:
+                row["not run"] = f"{missing[0]} is not installed" if missing else f"{SECONDS} s were over"
+            else:
+                try:
+                    outcome = attempt(Arm.of("single", 1), recipe, flags, 0)
+                    row |= {"losses": outcome.losses, "seconds a step": outcome.step, "peak": outcome.peak}
+                except ZerobookError as error:
+                    row["died"] = str(error)
+            rows.append(row)
+    rows.append({"name": "liger", "not run": "the recipes have no such option"})
+    for like in ("causal_lm", "lora_finetune"):
+        ran = [row for row in rows if row.get("recipe") == like and "losses" in row]
+        for row in ran:
+            pairs = zip(row["losses"], ran[0]["losses"], strict=True)
+            row["from the first"] = max(abs(loss / reference - 1) for loss, reference in pairs)
+    words = ("from the first", "not run", "died")
+    return {"summary": {row["name"]: next(row[key] for key in words if key in row) for row in rows}, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"planner": planner}
+    commands = {"planner": planner, "tables": tables, "parity": parity}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

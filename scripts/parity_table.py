@@ -5,12 +5,12 @@ usage: parity_table.py MEASURED.jsonl DOCS_FOLDER
 
 import json
 import os
-import platform
 import sys
 from datetime import date
 from pathlib import Path
 
 from zerobook.loop import versions
+from zerobook.plan.hardware import processor
 
 PARITY = """# Any strategy, the same training: measured
 
@@ -46,18 +46,10 @@ On CUDA, where the allocator's peak is compared too, this was **not run yet**.
 """
 
 
-def cpu() -> str:
-    """The processor's name where the kernel tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else f"{platform.machine()} CPU"
-
-
 def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
     """Markdown: the text, what it was measured with, and a table."""
     found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
-    lines = [f"Hardware: {cpu()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {found}.", ""]
+    lines = [f"Hardware: {processor()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {found}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
     return text + "\n" + "\n".join(lines) + "\n"
 

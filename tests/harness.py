@@ -9,13 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from zerobook.fresh import kill_family
 from zerobook.runlog.writer import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +120,7 @@ def launch(
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        kill_all(process)
+        kill_family(process)
         text, _ = process.communicate()
         assert hang.exists(), f"the run never reached step {spy['hang_at_step']}:\n{text[-3000:]}"
         hang.unlink()
@@ -130,7 +128,7 @@ def launch(
     try:
         text, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        kill_all(process)
+        kill_family(process)
         text, _ = process.communicate()
         raise AssertionError(f"hung for {LIMIT_S} s: {' '.join(line)}\n{text[-3000:]}") from None
     if expect is not None:
@@ -145,14 +143,6 @@ def on_two_machines() -> list[list[str]]:
         port = free.getsockname()[1]
     meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--machine_rank"]
     return [[*meeting, str(rank)] for rank in (0, 1)]
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
 
 
 def seen(output: Path) -> dict[tuple[int, int, int], list[str]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 from tests.harness import ROOT
-from zerobook import launch
+from zerobook import launch, ops
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch, worker_environment
 from zerobook.errors import ConfigError
@@ -140,3 +141,11 @@ def test_accelerate_is_told_the_shards_that_fit_the_processes(clean, replicate, 
     )  # fmt: skip
     launch.set_environment(plan)
     assert os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(shard)
+
+
+def test_ops_are_built_with_this_environments_ninja_though_it_is_not_active(clean):
+    own = os.path.dirname(sys.executable)
+    clean.setenv("PATH", "/usr/bin:/bin")
+    ops.own_ninja()
+    ops.own_ninja()
+    assert os.environ["PATH"] == f"{own}:/usr/bin:/bin"

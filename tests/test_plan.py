@@ -16,7 +16,7 @@ from zerobook.config import Resolved
 from zerobook.doctor import _config_class
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.command import _here
+from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
 from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
 from zerobook.plan.holdings import Weight
@@ -459,15 +459,15 @@ def on_gpus(monkeypatch, *free: float, name: str = "NVIDIA A100-SXM4-80GB") -> N
 
 def test_here_is_planned_with_what_others_leave(monkeypatch, capsys):
     on_gpus(monkeypatch, 79e9, 30e9)
-    found = _here(None)
+    found = here(None)
     said = capsys.readouterr().out
     assert "50.0 GB of GPU 1's 80.0 GB are taken" in said
     assert found.gpus == 2 and found.device.memory == 30e9 and found.device.flops == DEVICES["a100-80gb"].flops
-    assert _here("1").device.memory == 79e9 and not capsys.readouterr().out, "the first alone is free"
+    assert here("1").device.memory == 79e9 and not capsys.readouterr().out, "the first alone is free"
     with pytest.raises(ConfigError, match="--gpus: 3, and there are 2 here"):
-        _here("3")
+        here("3")
     on_gpus(monkeypatch, 80e9, name="Radeon")
-    assert _here(None).device.flops == DEVICES["a100-80gb"].flops
+    assert here(None).device.flops == DEVICES["a100-80gb"].flops
     assert "the speed of Radeon is not known" in capsys.readouterr().out
 
 
@@ -580,7 +580,8 @@ def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):
     assert paper["formula"] == {"states": "2 P/4 + 2 P/4 + 12 P/4 bytes", "sent": "3 x 2 P x 3/4 bytes",
                                 "between": "3 x 2 P x 3/4 bytes", "rule": "48 P/2 bits"}  # fmt: skip
     hybrid = rows["fsdp_hybrid"]["paper"]
-    assert hybrid["between"] == pytest.approx(parameters / 2 * 2) and "2 x 2 P/2 x 1/2" in hybrid["formula"]["between"]
+    assert hybrid["between"] == pytest.approx(2 * parameters), "both halves' rings leave the node"
+    assert "4 x 2 P/2 x 1/2" in hybrid["formula"]["between"] and "2 x 2 P/2 x 1/2" in hybrid["formula"]["sent"]
     assert hybrid["rule"] is None, "it counts whole weights gathered over the nodes"
     assert rows["zero2_offload"]["paper"]["formula"]["states"] == "2 P + 2 P/4 (host) + 12 P/4 (host) bytes"
     assert main([*line, *flags]) == 0

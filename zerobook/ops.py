@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,18 @@ OPS = {
 
 STALE_AFTER_S = 5 * 60
 """No op takes as long to compile; the slowest took 78 s on two CPU cores."""
+
+
+def own_ninja() -> None:
+    """Let this environment's own ninja come first, whether or not the environment was activated.
+
+    torch builds with the ninja it finds first, every time an op is loaded. Two of different versions do not know each
+    other's logs: each would compile everything again that the other has compiled, for minutes and without a word.
+    """
+    tools = str(Path(sys.executable).parent)
+    found = os.environ.get("PATH", "").split(os.pathsep)
+    if found[0] != tools:
+        os.environ["PATH"] = os.pathsep.join([tools, *found])
 
 
 def cache_root() -> Path:
@@ -98,6 +111,7 @@ def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    own_ninja()
     clear_stale_locks()
     from deepspeed.accelerator import get_accelerator
 

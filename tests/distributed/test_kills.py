@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.harness import ROOT, command, kill_all
+from tests.harness import ROOT, command
+from zerobook.fresh import kill_family
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import STEPS, RunLog, read
@@ -41,7 +42,7 @@ def test_training_that_is_killed_at_any_moment_leaves_a_log_that_the_next_attemp
             time.sleep(0.1)
         assert process.poll() is None and trains(), f"attempt {attempt} did not begin to train"
         time.sleep(rng.random() * 2)
-        kill_all(process)
+        kill_family(process)
         process.wait(timeout=60)
     RunLog(output).close()  # cuts what is torn, as the next attempt would
     assert problems(output / "runlog")[0] == []

@@ -59,7 +59,7 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     place = next((i for i, token in enumerate(argv) if not token.startswith("--") and _stands_alone(argv, i)), len(argv))
     asked = parser.parse_args(argv[:place])
-    where = _here(asked.gpus) if asked.here else cluster(
+    where = here(asked.gpus) if asked.here else cluster(
         gpus=asked.gpus or "1", nodes=asked.nodes, gpu=asked.gpu, gpu_memory=asked.gpu_memory, host_memory=asked.host_memory,
         disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _stands_alone(argv: list[str], place: int) -> bool:
     return not before.startswith("--") or "=" in before or before in _SWITCHES
 
 
-def _here(processes: str | None) -> Cluster:
+def here(processes: str | None) -> Cluster:
     """This machine; ``processes`` as ``--gpus`` says, of what there is by default."""
     import shutil
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,14 @@ def _rate(text: str, key: str) -> float:
         return float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
+
+
+def processor() -> str:
+    """This machine's processor by name, where the kernel tells it, and architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} ({platform.machine()})" if names else f"{platform.machine()} CPU"
 
 
 def known(name: str) -> Device | None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerobook import fresh
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import CONTEXT, Cluster
@@ -47,12 +44,14 @@ class Figure:
 
 @dataclass
 class Measured:
-    """A strategy's figures by name, or how its run died. ``seconds`` a step on the slowest rank."""
+    """A strategy's figures by name, or how its run died. ``seconds`` a step on the slowest rank, ``calls`` of collectives in it
+    on rank 0."""
 
     file: str
     ranks: int
     figures: dict[str, Figure] = field(default_factory=dict)
     seconds: float = 0.0
+    calls: int = 0
     died: str = ""
 
 
@@ -70,42 +69,21 @@ def measure(file: Path, job: Job, recipe: Path, flags: Sequence[str], where: Clu
         return Measured(file.stem, plan.world_size, died=f"cannot run: {plan.problems[0]}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-        line += [
-            "--num_processes",
-            str(plan.world_size),
-            "--main_process_port",
-            "0",
-            str(PROBE),
-            str(result),
-            str(recipe),
-            *flags,
-        ]
-        line += ["--max_train_steps", str(STEPS), "--output_dir", str(Path(folder) / "run")]
-        died = _run(line)
+        ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run"]
+        code, text = fresh.run(
+            fresh.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending), LIMIT
+        )
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
         if not all(path.exists() for path in found):
-            return Measured(file.stem, plan.world_size, died=died or "it ended before the step that is measured")
+            return Measured(file.stem, plan.world_size, died=_why(code, text))
         ranks = [json.loads(path.read_text()) for path in found]
     return _compared(file, job, plan, ranks, where)
 
 
-def _run(line: list[str]) -> str:
-    """Why it ended badly; empty where it did not."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(line, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return f"it was stopped after {LIMIT} s"
-        if code == 0:
-            return ""
-        said.seek(0)
-        lines = [text.strip() for text in said.read().splitlines() if "Error" in text and "ChildFailedError" not in text]
-        return f"exit status {code}: {lines[0][:300] if lines else 'it said nothing of an error'}"
+def _why(code: int, text: str) -> str:
+    if code == fresh.TIMED_OUT:
+        return f"it was stopped after {LIMIT} s"
+    return f"exit status {code}: {fresh.last_error(text)}" if code else "it ended before the step that is measured"
 
 
 def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], where: Cluster) -> Measured:
@@ -131,4 +109,5 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
         for name, amount in planned.items():
             pairs.setdefault(name, []).append(Figure(amount, measured[name]))
     furthest = {name: max(figures, key=lambda figure: abs(figure.error)) for name, figures in pairs.items()}
-    return Measured(file.stem, plan.world_size, furthest, max(found["seconds"] for found in ranks))
+    seconds = max(found["seconds"] for found in ranks)
+    return Measured(file.stem, plan.world_size, furthest, seconds, sum(ranks[0]["calls"].values()))

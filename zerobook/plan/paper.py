@@ -50,7 +50,7 @@ def paper(parameters: int, trained: int, spread: Spread, nodes: int) -> Paper:
     formula = {"states": _states(parameters, trained, spread, share, lying), "sent": _written(legs, spread)}
     rule = None
     if nodes > 1:
-        formula["between"] = _written([leg for leg in legs if not leg.within], spread)
+        formula["between"] = _written([leg for leg in legs if not leg.within], spread, of_a_node=True)
         if mixed and trained == parameters and spread.stage == 3 and spread.shard == spread.ranks:
             rule, formula["rule"] = formulas.between_nodes_rule(parameters, nodes), f"48 P/{nodes} bits"
     return Paper(
@@ -64,7 +64,12 @@ def flows(parameters: int, trained: int, spread: Spread) -> list[Flow]:
     elements = {"P": parameters, "T": trained}
     return [
         Flow(
-            leg.what, leg.collective, leg.worth * spread.compute * elements[leg.letter] / leg.cut, leg.ranks, within=leg.within
+            leg.what,
+            leg.collective,
+            leg.worth * spread.compute * elements[leg.letter] / leg.cut,
+            leg.ranks,
+            within=leg.within,
+            rings=leg.rings(spread),
         )
         for leg in _legs(spread, "P" if trained == parameters else "T")
     ]
@@ -94,6 +99,10 @@ class _Leg:
     within: bool
     cut: int = 1
 
+    def rings(self, spread: Spread) -> int:
+        """That leave a node at once: one of the copies for every part that the node has."""
+        return min(self.cut, spread.node)
+
 
 def _legs(spread: Spread, some: str) -> list[_Leg]:
     """``some``: the letter of what is trained."""
@@ -116,11 +125,11 @@ def _legs(spread: Spread, some: str) -> list[_Leg]:
     return [leg for leg in legs if leg.ranks > 1]
 
 
-def _written(legs: list[_Leg], spread: Spread) -> str:
-    """``3 x 2 P x 7/8 bytes``; legs around one ring are added up."""
+def _written(legs: list[_Leg], spread: Spread, *, of_a_node: bool = False) -> str:
+    """``3 x 2 P x 7/8 bytes``; legs around one ring are added up. Several rings of a kind may leave a node."""
     sums: dict[tuple[str, int], float] = {}
     for leg in legs:
         key = (leg.letter + (f"/{leg.cut}" if leg.cut > 1 else ""), leg.ranks)
-        sums[key] = sums.get(key, 0.0) + leg.worth
+        sums[key] = sums.get(key, 0.0) + leg.worth * (leg.rings(spread) if of_a_node else 1)
     terms = [f"{worth:g} x {spread.compute} {letter} x {n - 1}/{n}" for (letter, n), worth in sums.items()]
     return f"{' + '.join(terms)} bytes" if terms else "nothing"

@@ -451,9 +451,10 @@ class Strategy:
         ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
         and moments). On every device together.
         """
-        return {name: bytes(tensors) for name, tensors in self._held().items()}
+        return {name: bytes(tensors) for name, tensors in self.held().items()}
 
-    def _held(self) -> dict[str, list[torch.Tensor]]:
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The live tensors that `memory` counts, by the same names. Some may share storages."""
         parameters = list(self.model.parameters())
         return {
             "parameters": [p.data for p in parameters],

@@ -70,8 +70,8 @@ class FullyShardedStrategy(Strategy):
         if mine.numel():
             mine.copy_(read(start, start + mine.numel()).view(mine.shape))
 
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        return {name: [local(t) for t in tensors] for name, tensors in super()._held().items()}
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
 
     def describe(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule

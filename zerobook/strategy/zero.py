@@ -221,8 +221,8 @@ class ZeroStrategy(Strategy):
         if self.model.lr_scheduler is not None and step > 0:
             self.model.lr_scheduler.step(step - 1)
 
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        held = super()._held()
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        held = super().held()
         zero = self.deepspeed_optimizer
         masters = self._masters()
         for p in self.model.parameters():

@@ -1,0 +1,62 @@
+"""Runs the published comparisons again on this machine and sets both beside each other.
+
+    python scripts/reproduce_tables.py --scale tiny                          two CPU processes, under 15 minutes
+    python scripts/reproduce_tables.py --scale full --device_memory 24GB     GPUs, the published sizes
+
+A  DDP against ZeRO-2 on two devices        B  a model that one device does not hold
+C  memory of the ZeRO stages                D  traffic of the ZeRO stages
+E  precision under FSDP and DeepSpeed       F  activation checkpointing
+G  gradient accumulation
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=("tiny", "full"), required=True)
+    parser.add_argument("--tables", default="ABCDEFG", help="only these, such as ABC")
+    parser.add_argument(
+        "--device_memory", help="bytes of a process at most, such as 24GB; unset: 24GiB, or what tiny tables need"
+    )
+    parser.add_argument("--processes", type=int, help="at most; unset: 2 on a CPU, all GPUs")
+    parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/ and benchmarks/results/")
+    asked = parser.parse_args()
+
+    from zerobook.errors import ConfigError
+    from zerobook.plan.command import here
+    from zerobook.plan.units import parse_bytes
+    from zerobook.tables import pages, suite
+    from zerobook.tables.bench import Bench
+
+    try:
+        unknown = set(asked.tables.upper()) - set("ABCDEFG")
+        if unknown:
+            raise ConfigError(f"--tables: {', '.join(sorted(unknown))}: there is no such table. There are A to G.")
+        where = here(None if asked.processes is None else str(asked.processes))
+        if where.cpu and asked.scale == "full":
+            raise ConfigError("--scale full: the published sizes want a GPU, and there is none here. Take --scale tiny.")
+        budget = parse_bytes(asked.device_memory, "--device_memory") if asked.device_memory else None
+    except ConfigError as error:
+        print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    ranks = asked.processes or (2 if where.cpu else where.gpus)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, suite.progress() as say:
+        bench = Bench(Path(folder), asked.scale == "tiny", ranks, where, budget, say)
+        tables = suite.run(bench, asked.tables.upper())
+    result = pages.record(tables, asked.scale, where, ranks, seconds=time.monotonic() - start)
+    pages.write(result, tables, asked.out or ROOT)
+    return 1 if any(table.died for table in tables) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The parts that published tables are run again with: search, budget, fingerprints, pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook import fresh
+from zerobook.plan.hardware import Cluster, Device
+from zerobook.tables import pages
+from zerobook.tables.bench import Bench
+from zerobook.tables.table import Finding, Line, Table
+from zerobook.tables.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
+
+
+# --- the search
+@settings(deadline=None)
+@given(truth=st.integers(0, 3000), start=st.integers(1, 300), most=st.integers(300, 2000))
+def test_the_largest_that_fits_is_found_to_an_eighth_and_nothing_is_tried_twice(truth, start, most):
+    def run(number: int) -> Outcome:
+        assert 1 <= number <= most
+        return Outcome(refused="" if number <= truth else f"no room for {number}")
+
+    found = largest(run, start=start, most=most)
+    assert found.largest <= min(truth, most) and len(set(found.tried)) == len(found.tried)
+    if truth >= most:
+        assert found.largest == most and found.refused is None
+    else:
+        assert found.refused is not None and found.refused > truth and found.why == f"no room for {found.refused}"
+        assert found.refused - found.largest <= max(2, found.largest // 8) or (found.largest == 0 and found.refused == 1)
+    assert len(found.tried) <= 24
+
+
+def test_what_never_fits_is_tried_down_to_one():
+    found = largest(lambda number: Outcome(refused="full"), start=16, most=64)
+    assert found.largest == 0 and found.tried == [16, 8, 4, 2, 1] and found.refused == 1
+
+
+# --- the budget, in real processes
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("tables"), True, 2, CPU, None, lambda words: None)
+
+
+@pytest.mark.launch
+def test_a_budget_is_enforced_and_a_run_that_dies_otherwise_is_no_refusal(bench):
+    arm = Arm.of("single", 1)
+    flags = bench.plain | {"model_name_or_path": bench.gpt2, "per_device_train_batch_size": 1, "max_train_steps": 2}
+    free = attempt(arm, "causal_lm", flags, 0)
+    assert free.fits and len(free.steps) == 2 and len(free.losses) == 2 and free.training > free.step > 0
+    states = sum(free.held.values())
+    assert free.held["optimizer"] == pytest.approx(2 * free.held["parameters"], rel=1e-4)
+    roomy = attempt(arm, "causal_lm", flags, 2 * states)
+    assert roomy.fits and roomy.losses == free.losses
+    # weights and gradients fit, Adam's state does not
+    tight = attempt(arm, "causal_lm", flags, int(0.9 * states))
+    assert not tight.fits and "allocate" in tight.refused and not tight.steps
+    with pytest.raises(TrialError, match="max_train_steps"):
+        attempt(arm, "causal_lm", flags | {"max_train_steps": -1}, 0)
+
+
+@pytest.mark.launch
+def test_the_script_writes_a_page_a_json_and_nothing_that_it_did_not_run(tmp_path):
+    line = [
+        sys.executable,
+        str(ROOT / "scripts" / "reproduce_tables.py"),
+        "--scale",
+        "tiny",
+        "--tables",
+        "F",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "benchmarks" / "results" / "tables_tiny_CPU.json").read_text())
+    (table,) = result["tables"]
+    kept, recomputed = (row["here"] for row in table["lines"])
+    assert kept["saved activations, MB"] > 4 * recomputed["saved activations, MB"] > 0
+    assert kept["s a step"] > 0 and table["findings"][0]["holds"]
+    assert all(len(row["config"]) == 12 for row in table["lines"])
+    page = (tmp_path / "docs" / "tables.md").read_text()
+    assert "## F." in page and "## A." not in page and "torch" in page and result["date"] in page
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_all_tables_at_the_tiny_scale(tmp_path):
+    line = [sys.executable, str(ROOT / "scripts" / "reproduce_tables.py"), "--scale", "tiny", "--out", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=1750)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    result = json.loads((tmp_path / "benchmarks" / "results" / "tables_tiny_CPU.json").read_text())
+    tables = {table["letter"]: table for table in result["tables"]}
+    assert sorted(tables) == list("ABCDEFG") and all(table["lines"] and not table["died"] for table in tables.values())
+    ddp, zero2, equal = (row["here"] for row in tables["A"]["lines"])
+    assert zero2["largest batch"] > ddp["largest batch"] > 0, "the published direction"
+    assert (equal["batch"], equal["steps"]) == (ddp["batch"], ddp["steps"])
+    assert equal["held-out loss"] == pytest.approx(ddp["held-out loss"], rel=1e-5), "the same job"
+    plain, _, nvme = (row["here"] for row in tables["B"]["lines"])
+    assert plain["largest batch"] == "out of memory at 1" and nvme["largest batch"] >= 1
+    assert (tmp_path / "docs" / "tables_memory.png").exists() and (tmp_path / "docs" / "tables_time.png").exists()
+
+
+@pytest.mark.parametrize("words, why", [
+    (["--scale", "full"], "wants* a GPU"),
+    (["--scale", "tiny", "--tables", "AZ"], "Z: there is no such table"),
+    (["--scale", "tiny", "--device_memory", "24"], "Write GB"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_before_anything_starts(words, why):
+    line = [sys.executable, str(ROOT / "scripts" / "reproduce_tables.py"), *words]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2 and why.replace("*", "") in done.stderr.replace("want ", "wants "), done.stderr
+
+
+# --- fingerprints
+def test_a_fingerprint_is_of_what_is_run_and_not_of_where(bench, tmp_path):
+    flags = {"seed": 1, "train_file": Path("/here/text.txt")}
+    arm = Arm.of("zero2", 2)
+    made = fingerprint(arm, "causal_lm", flags)
+    assert made == fingerprint(arm, "causal_lm", flags | {"train_file": Path("/there/text.txt")})
+    others = [
+        fingerprint(arm, "causal_lm", flags | {"seed": 2}), fingerprint(arm, "seq2seq_chatbot", flags),
+        fingerprint(Arm.of("zero3", 2), "causal_lm", flags),
+        fingerprint(bench.variant("zero2", 2, "smaller", reduce_bucket_size=7), "causal_lm", flags),
+        fingerprint(bench.variant("zero2", 2, "smaller", reduce_bucket_size=8), "causal_lm", flags),
+    ]  # fmt: skip
+    assert len({made, *others}) == len(others) + 1
+
+
+# --- pages
+def test_a_table_keeps_published_and_measured_apart():
+    table = Table(
+        "A", "A title", "somebody, 2020", "two processes",
+        [Line("one", {"s": 1.5}, {"s": 2, "MB": 12345.6}, "abc"), Line("two")],
+        [Finding("It is faster", False, "2 s against 1.5 s")], ["A note."],
+    )  # fmt: skip
+    text = table.markdown()
+    assert "|  | *published:* s | **here:** s | **here:** MB | config |" in text
+    assert "| one | 1.5 | 2 | 12,346 | `abc` |" in text and "| two | - | - | - | `` |" not in text
+    assert "| two | - | - | - | - |" in text
+    assert "- It is faster: **not so here**. 2 s against 1.5 s" in text and "A note." in text
+    assert "**Not run here:** no GPU" in Table("B", "b", "-", not_run="no GPU").markdown()
+
+
+def test_the_page_in_docs_is_made_of_the_result_that_is_kept():
+    result = json.loads((ROOT / "benchmarks" / "results" / "tables_tiny_CPU.json").read_text())
+    tables = [
+        Table(
+            **facts
+            | {"lines": [Line(**line) for line in facts["lines"]], "findings": [Finding(**f) for f in facts["findings"]]}
+        )
+        for facts in result["tables"]
+    ]
+    drawn = [ROOT / "docs" / f"tables_{kind}.png" for kind in ("memory", "time")]
+    assert (ROOT / "docs" / "tables.md").read_text() == pages.markdown(result, tables, drawn)
+    assert [table.letter for table in tables] == list("ABCDEFG")
+
+
+# --- processes
+def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
+    mark = tmp_path / "pid"
+    child = "subprocess.Popen(['sleep', '300'], start_new_session=True)"
+    child = f"import subprocess, time; open({str(mark)!r}, 'w').write(str({child}.pid))"
+    code, said = fresh.run([sys.executable, "-c", f"print('begun', flush=True); {child}; time.sleep(300)"], 5)
+    assert code == fresh.TIMED_OUT and "begun" in said
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(mark.read_text())) and time.monotonic() < deadline:
+        if psutil.Process(int(mark.read_text())).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.05)
+    else:
+        assert not psutil.pid_exists(int(mark.read_text()))
+
+
+def test_a_dead_runs_reason_is_its_own_and_not_the_launchers():
+    said = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nDataError: no rows\nmore"
+    assert fresh.last_error(said) == "DataError: no rows"
+    assert fresh.last_error("nothing") == "it said nothing of an error"
