@@ -67,7 +67,7 @@ def test_a_budget_is_enforced_and_a_run_that_dies_otherwise_is_no_refusal(bench)
     # weights and gradients fit, Adam's state does not
     tight = attempt(arm, "causal_lm", flags, int(0.9 * states))
     assert not tight.fits and "allocate" in tight.refused and not tight.steps
-    with pytest.raises(TrialError, match="max_train_steps"):
+    with pytest.raises(TrialError, match="max_train_steps"):  # no refusal
         attempt(arm, "causal_lm", flags | {"max_train_steps": -1}, 0)
 
 
@@ -115,14 +115,14 @@ def test_all_tables_at_the_tiny_scale(tmp_path):
 
 
 @pytest.mark.parametrize("words, why", [
-    (["--scale", "full"], "wants* a GPU"),
+    (["--scale", "full"], "want a GPU"),
     (["--scale", "tiny", "--tables", "AZ"], "Z: there is no such table"),
     (["--scale", "tiny", "--device_memory", "24"], "Write GB"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_starts(words, why):
     line = [sys.executable, str(ROOT / "scripts" / "reproduce_tables.py"), *words]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 2 and why.replace("*", "") in done.stderr.replace("want ", "wants "), done.stderr
+    assert done.returncode == 2 and why in done.stderr, done.stderr
 
 
 # --- fingerprints
@@ -138,6 +138,9 @@ def test_a_fingerprint_is_of_what_is_run_and_not_of_where(bench, tmp_path):
         fingerprint(bench.variant("zero2", 2, "smaller", reduce_bucket_size=8), "causal_lm", flags),
     ]  # fmt: skip
     assert len({made, *others}) == len(others) + 1
+    elsewhere = Bench(tmp_path, True, 2, CPU, None, lambda words: None)
+    small = {"reduce_bucket_size": 8}
+    assert fingerprint(elsewhere.variant("zero2", 2, "smaller", **small), "causal_lm", flags) == others[-1]
 
 
 # --- pages

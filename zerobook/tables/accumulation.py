@@ -9,8 +9,7 @@ from zerobook.tables.trial import Arm, attempt
 SOURCE = (
     "Accelerate's guide on gradient synchronization "
     "(https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization): DDP on two T4 "
-    "in one "
-    "node, 16 samples a GPU, 4 micro-batches; seconds a micro-batch where each is reduced, and where the last one is."
+    "in one node, 16 samples a GPU, 4 micro-batches; seconds a micro-batch where each is reduced, and where the last one is."
 )
 MICRO, STEPS = 2, 4
 FILES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}

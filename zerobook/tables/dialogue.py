@@ -13,13 +13,10 @@ SOURCE = (
 )
 NOTES = [
     "The printed arms are different jobs. With twice the batch ZeRO-2 takes 25 optimizer steps where DDP takes 50; it runs "
-    "AdamW "
-    "where DDP runs Adam; the warm-up of 100 steps is longer than either run, so neither reaches its learning rate, and the "
-    "two "
-    "follow different schedules; and the printed timer does not wait for the devices. Here both run AdamW under one schedule, "
-    "each "
-    "step ends by waiting for the device, and the third row gives ZeRO-2 the batch of DDP, with which the two are the same "
-    "job.",
+    "AdamW where DDP runs Adam; the warm-up of 100 steps is longer than either run, so neither reaches its learning rate, and "
+    "the two follow different schedules; and the printed timer does not wait for the devices. Here both run AdamW under one "
+    "schedule, each step ends by waiting for the device, and the third row gives ZeRO-2 the batch of DDP, with which the two "
+    "are the same job.",
 ]
 BUDGET = 740_000_000
 """Bytes of a process at the tiny scale: DDP's states take 650 10^6 of them."""

@@ -9,8 +9,7 @@ from zerobook.tables.trial import Arm, Outcome, Search, attempt, fingerprint, la
 
 SOURCE = (
     "https://huggingface.co/blog/accelerate-deepspeed (June 2022), table 3: GPT-2 XL (1.5B) from a random initialisation, one "
-    "24 GB "
-    "Titan RTX, wikitext-2 in blocks of 128. 362 tokens/s follow from 1,168 steps of 16 x 128 tokens in 6608.35 s."
+    "24 GB Titan RTX, wikitext-2 in blocks of 128. 362 tokens/s follow from 1,168 steps of 16 x 128 tokens in 6608.35 s."
 )
 BUDGET = 400_000_000
 """Bytes of the process at the tiny scale: the model's states are 16 bytes a parameter, 430 10^6."""

@@ -65,20 +65,17 @@ def run(bench: Bench) -> list[Table]:
         moved.findings.append(
             Finding("ZeRO-1 and 2 send what DDP sends", abs(sent["ZeRO-2"] / sent["DDP"] - 1) < 0.02,
                     f"ZeRO-2 sends {sent['ZeRO-2']:.2f} times the parameters, DDP {sent['DDP']:.2f}: DeepSpeed all-reduces "
-                    f"gradients "
-                    "where the paper reduce-scatters them, and gathers weights behind the step")
+                    "gradients where the paper reduce-scatters them, and gathers weights behind the step")
         )  # fmt: skip
         moved.findings.append(
             Finding("ZeRO-3 sends half as much again as DDP", abs(sent["ZeRO-3"] / sent["DDP"] - 1.5) < 0.03,
                     f"{sent['ZeRO-3']:.2f} against {sent['DDP']:.2f} times the parameters: DeepSpeed keeps what the forward "
-                    f"pass "
-                    "gathered, below `stage3_max_reuse_distance`, and does not gather it again")
+                    "pass gathered, below `stage3_max_reuse_distance`, and does not gather it again")
         )  # fmt: skip
     else:
         moved.not_run = "there is one process, which sends nothing."
     held.notes.append(
         "DeepSpeed keeps fp32 masters even of fp32 weights, which are 4 bytes a parameter more, spread as the optimizer is; "
-        "torch's "
-        "DDP holds buckets besides, 4 bytes a parameter, which are not counted here as gradients."
+        "torch's DDP holds buckets besides, 4 bytes a parameter, which are not counted here as gradients."
     )
     return [held, moved]

@@ -89,7 +89,7 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int) -> Out
     refused = next((found["refused"] for found in ranks if "refused" in found), "")
     if not refused and code and any(word in text.lower() for word in REFUSED):
         refused = next(line.strip()[:300] for line in text.splitlines() if any(word in line.lower() for word in REFUSED))
-    if refused:
+    if refused and budget:
         return Outcome(refused)
     if code or len(ranks) < arm.ranks:
         why = (
@@ -153,14 +153,14 @@ def largest(run: Callable[[int], Outcome], *, start: int, most: int) -> Search:
 
 
 def fingerprint(arm: Arm, recipe: str, flags: dict[str, object]) -> str:
-    """Of all that decides a run: the launcher's files and flags, the recipe and its flags, folders by their names alone."""
+    """Of all that decides a run: the launcher's files by their contents, recipe and flags, folders by their names."""
     state = hashlib.sha256()
     for word in (*arm.launcher, recipe, *sorted(f"{key}={_bare(value)}" for key, value in flags.items())):
         path = Path(word)
         content = path.read_text() if path.is_absolute() and path.is_file() else word
-        state.update(content.encode())
         for name in _deepspeed_files(content):
-            state.update((ROOT / name).read_bytes())
+            content = content.replace(name, (ROOT / name).read_text())  # wherever it lies
+        state.update(content.encode())
     return state.hexdigest()[:12]
 
 
