@@ -31,8 +31,8 @@ from zerobook.tables.materials import Materials, seq2seq_sides
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SECONDS = 440
-"""After which no further configuration is begun."""
+SECONDS = 460
+"""After which every run is stopped and no further one begun."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def bench(asked: argparse.Namespace, folder: Path) -> Bench:
     """One process, with the published batches alone."""
     where = here("1")
     budget = None if where.cpu else 24 * 10**9
-    return Bench(folder, asked.scale == "tiny", 1, where, budget, lambda words: print(words, flush=True), quick=True)
+    tiny, until = asked.scale == "tiny", time.monotonic() + SECONDS
+    return Bench(folder, tiny, 1, where, budget, lambda words: print(words, flush=True), quick=True, until=until)
 
 
 def models(materials: Materials, tiny: bool) -> dict[str, tuple[str, Path]]:
@@ -86,14 +87,15 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
 
-    start, where = time.monotonic(), here("1")
+    until, where = time.monotonic() + SECONDS, here("1")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         materials = Materials(Path(name))
         made = models(materials, asked.scale == "tiny")
         chosen = cases(list(made))[: asked.limit]
         for case in tqdm(chosen, unit=" runs"):
-            if time.monotonic() - start > SECONDS:
+            left = until - time.monotonic()
+            if left <= 0:
                 break
             recipe, model = made[case.model]
             flags = {"model_name_or_path": model, "per_device_train_batch_size": case.rows, "validation_split_percentage": 0}
@@ -107,7 +109,8 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
             line = fresh.flags(flags)
             file = ROOT / "recipes" / f"{recipe}.py"
             config, sources, _ = parse(_config_class(str(file)), line)
-            found = measure(ROOT / "accelerate_configs" / f"{case.strategy}.yaml", job(config), file, line, where, sources)
+            strategy = ROOT / "accelerate_configs" / f"{case.strategy}.yaml"
+            found = measure(strategy, job(config), file, line, where, sources, left)
             figures = {key: {"planned": f.planned, "measured": f.measured} for key, f in found.figures.items()}
             rows.append(
                 {**asdict(case), "flags": dict(case.flags), "died": found.died, "seconds": found.seconds, "figures": figures}
@@ -155,7 +158,7 @@ def parity(asked: argparse.Namespace) -> dict[str, Any]:
     from zerobook.tables.trial import Arm, attempt
 
     rows: list[dict[str, Any]] = []
-    start = time.monotonic()
+    until = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory() as name:
         materials = Materials(Path(name))
         _, model = models(materials, asked.scale == "tiny")["llama"]
@@ -171,11 +174,12 @@ def parity(asked: argparse.Namespace) -> dict[str, Any]:
             named = {*flags, *map(str, flags.values())}
             missing = [package for key, package in NEEDS.items() if key in named and not find_spec(package)]
             row: dict[str, Any] = {"name": words, "recipe": recipe}
-            if missing or time.monotonic() - start > SECONDS:
+            left = until - time.monotonic()
+            if missing or left <= 0:
                 row["not run"] = f"{missing[0]} is not installed" if missing else f"{SECONDS} s were over"
             else:
                 try:
-                    outcome = attempt(Arm.of("single", 1), recipe, flags, 0)
+                    outcome = attempt(Arm.of("single", 1), recipe, flags, 0, left)
                     row |= {"losses": outcome.losses, "seconds a step": outcome.step, "peak": outcome.peak}
                 except ZerobookError as error:
                     row["died"] = str(error)

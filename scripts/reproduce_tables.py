@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/ and benchmarks/results/")
     asked = parser.parse_args()
 
+    from zerobook import ops
     from zerobook.errors import ConfigError
     from zerobook.plan.command import here
     from zerobook.plan.units import parse_bytes
@@ -47,6 +48,10 @@ def main() -> int:
         budget = parse_bytes(asked.device_memory, "--device_memory") if asked.device_memory else None
     except ConfigError as error:
         print(f"\n{error}\n", file=sys.stderr)
+        return 2
+    failed = [what for _, what in ops.compile_ops() if what.startswith("FAILED")]
+    if failed:  # under a budget the compiler would be refused its memory, which says nothing of the run
+        print(f"\nDeepSpeed's ops could not be compiled: {'; '.join(failed)}\n", file=sys.stderr)
         return 2
     ranks = asked.processes or (2 if where.cpu else where.gpus)
     start = time.monotonic()

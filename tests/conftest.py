@@ -4,8 +4,12 @@ import itertools
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+# Seconds are for benchmarks: an example that takes long on a busy machine is no failure.
+hypothesis.settings.register_profile("zerobook", deadline=None)
+hypothesis.settings.load_profile("zerobook")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

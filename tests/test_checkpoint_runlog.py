@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -181,4 +182,5 @@ def test_a_young_lock_may_be_another_machines_and_is_waited_for(lock_files, monk
 def test_locks_are_looked_for_where_torch_keeps_them(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ops.sys, "prefix", sys.base_prefix)  # no virtual environment
     assert ops.cache_root() == tmp_path / "torch_extensions"

@@ -93,7 +93,7 @@ def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, bre
 @given(
     st.sets(st.integers(1, 34)), st.integers(1, 4), st.integers(0, 34), st.integers(0, 35), st.sampled_from([1, 40, 1 << 20])
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_cut_reads_back_as_any_other(tmp_path_factory, cuts, ranks, start, length, file_bytes):
     folder = tmp_path_factory.mktemp("run")
     before, save.FILE_BYTES = save.FILE_BYTES, file_bytes

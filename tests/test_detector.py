@@ -149,7 +149,7 @@ numbers = st.one_of(
     st.integers(0, 119),
     st.integers(1, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_curve_is_taken_and_a_stop_in_the_middle_changes_nothing(rows, cut, stride):
     points = [Point(step=i * stride, loss=a, grad_norm=b, masked=m) for i, (a, b, m) in enumerate(rows)]
     whole, first = Detector(), Detector()
@@ -162,7 +162,7 @@ def test_any_curve_is_taken_and_a_stop_in_the_middle_changes_nothing(rows, cut, 
 
 
 @given(st.floats(1e-3, 1e3), st.integers(0, 20))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_unit_of_the_loss_does_not_matter(scale, seed):
     losses = lifted(noise(0.03, seed=seed), 250, [1.7, 1.6, 1.6, 1.5, 1.5, 1.4])
     assert kinds([loss * scale for loss in losses]) == kinds(losses) == [("spike", 251), ("spike_end", 251)]

@@ -143,9 +143,14 @@ def test_accelerate_is_told_the_shards_that_fit_the_processes(clean, replicate, 
     assert os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(shard)
 
 
-def test_ops_are_built_with_this_environments_ninja_though_it_is_not_active(clean):
+def test_ops_are_built_with_this_environments_ninja_and_kept_in_it_though_it_is_not_active(clean):
     own = os.path.dirname(sys.executable)
     clean.setenv("PATH", "/usr/bin:/bin")
-    ops.own_ninja()
-    ops.own_ninja()
+    clean.setenv("TORCH_EXTENSIONS_DIR", "")
+    ops.own_tools()
+    ops.own_tools()
     assert os.environ["PATH"] == f"{own}:/usr/bin:/bin"
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == os.path.join(sys.prefix, "torch_extensions")
+    clean.setenv("TORCH_EXTENSIONS_DIR", "/elsewhere")
+    ops.own_tools()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/elsewhere", "the user's word"

@@ -343,7 +343,7 @@ def kind_of_any_row(format, data) -> str:
 def test_any_row_is_a_valid_sample_or_a_bad_one():
     seen = Counter()
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=400)
     @given(st.sampled_from(list(FORMATS)), st.data())
     def look(format, data):
         seen[kind_of_any_row(format, data)] += 1

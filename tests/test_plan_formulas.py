@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zerobook.errors import ConfigError
@@ -48,7 +48,6 @@ def test_deepspeeds_table_of_t5_3b():
         assert (f"{row.host / GIB:.2f}", f"{row.gpu / GIB:.2f}") == (host, gpu), row.formula
 
 
-@settings(deadline=None)
 @given(
     st.integers(10**6, 10**12), st.integers(10**4, 10**9), st.integers(1, 16), st.integers(1, 64), st.booleans(), st.booleans()
 )

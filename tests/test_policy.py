@@ -72,7 +72,7 @@ onsets = st.lists(st.tuples(st.integers(3, 500), st.integers(0, 30), st.sampled_
 
 
 @given(onsets, st.lists(st.integers(0, 500), max_size=12), st.integers(0, 6), st.integers(0, 39))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_it_ends_goes_back_far_enough_and_outlives_a_stop(found, good, limit, cut):
     whole, first = ladder(max_rollbacks=limit), ladder(max_rollbacks=limit)
     second = None

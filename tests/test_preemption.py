@@ -72,7 +72,7 @@ def simulate(processes, *, seed, log_every, warned, start):
 
 
 @given(st.integers(2, 5), st.integers(0, 10**6), st.integers(1, 30), st.sets(st.integers(0, 1), min_size=1), st.integers(1, 40))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_all_ranks_stop_behind_the_same_step(count, seed, log_every, warned, start):
     with pytest.MonkeyPatch.context() as patch:
         stopped = simulate(ranks.__wrapped__(patch)(count), seed=seed, log_every=log_every, warned=warned, start=start)

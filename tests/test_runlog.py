@@ -37,7 +37,7 @@ json_values = st.recursive(
 
 # --- lines
 @given(st.dictionaries(st.text().filter(lambda key: key != "crc"), json_values, min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_line_comes_back_and_any_changed_byte_is_seen(record):
     line = encode(record)
     assert line.count(b"\n") == 1 and decode(line[:-1]) == record
@@ -49,7 +49,7 @@ def test_a_line_comes_back_and_any_changed_byte_is_seen(record):
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=6), st.integers(0, 70_000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reading_backwards_is_reading_forwards_turned_round(tmp_path_factory, sizes, torn):
     file = tmp_path_factory.mktemp("lines") / "x.jsonl"
     file.write_bytes(b"".join(encode({"n": n, "x": "y" * size}) for n, size in enumerate(sizes)) + b"{" * torn)

@@ -77,7 +77,7 @@ def test_take_resumes_anywhere_and_never_gives_a_dropped_row(size, seed, drop, w
             assert sorted(ids.tolist()) == list(range(size))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(50, 500), st.floats(0.01, 100)), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_a_mixture_keeps_its_weights_everywhere_and_passes_through_each_dataset(parts, start):
     sizes, weights = zip(*parts, strict=True)

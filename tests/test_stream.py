@@ -67,7 +67,6 @@ sizes = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 
 
 @given(sizes, st.integers(0, 9), st.data())
-@settings(deadline=None)
 def test_a_pass_takes_each_row_once_and_goes_on_from_anywhere(sizes, seed, data):
     total = sum(sizes)
     order = stream(Shards(sizes)).order(seed=seed, weights=None, by_length=False)
@@ -85,7 +84,7 @@ def test_a_pass_takes_each_row_once_and_goes_on_from_anywhere(sizes, seed, data)
 
 
 @given(sizes, sizes, st.integers(0, 9), st.integers(0, 90))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_streams_mix_by_weight_and_skip_samples(first, second, seed, cursor):
     order = stream(Shards(first, second)).order(seed=seed, weights=[3.0, 1.0], by_length=False)
     ids, _ = order.take(0, 120, FAR)
@@ -152,7 +151,6 @@ def read(source):
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 60), st.booleans())
-@settings(deadline=None)
 def test_lines_cut_anywhere_are_each_read_once(tmp_path_factory, lengths, shard, ended):
     lines = [json.dumps({"text": "é" * n + str(i)}, ensure_ascii=False) for i, n in enumerate(lengths)]
     file = tmp_path_factory.mktemp("lines") / "a.jsonl"

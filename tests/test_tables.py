@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zerobook import fresh
 from zerobook.plan.hardware import Cluster, Device
-from zerobook.tables import pages
+from zerobook.tables import one_device, pages
 from zerobook.tables.bench import Bench
+from zerobook.tables.capped import is_refusal
 from zerobook.tables.table import Finding, Line, Table
 from zerobook.tables.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 
@@ -26,7 +28,6 @@ CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), li
 
 
 # --- the search
-@settings(deadline=None)
 @given(truth=st.integers(0, 3000), start=st.integers(1, 300), most=st.integers(300, 2000))
 def test_the_largest_that_fits_is_found_to_an_eighth_and_nothing_is_tried_twice(truth, start, most):
     def run(number: int) -> Outcome:
@@ -69,6 +70,21 @@ def test_a_budget_is_enforced_and_a_run_that_dies_otherwise_is_no_refusal(bench)
     assert not tight.fits and "allocate" in tight.refused and not tight.steps
     with pytest.raises(TrialError, match="max_train_steps"):  # no refusal
         attempt(arm, "causal_lm", flags | {"max_train_steps": -1}, 0)
+    with pytest.raises(TrialError, match="stopped after 1 s"):
+        attempt(arm, "causal_lm", flags, 0, 1.0)
+
+
+def test_where_the_time_is_over_no_run_is_begun_and_what_ran_stays(bench):
+    over = replace(bench, until=0.0)
+    table = one_device.run(over)
+    assert [(line.name, line.here) for line in table.lines] == [("DDP", {})] and not table.findings
+    assert table.died == "DDP, causal_lm: not begun, the time for all runs was over"
+    with pytest.raises(TrialError, match="zero2, 1 processes: not begun"):
+        over.measured("zero2", 1)
+    with table.keeping_what_ran():
+        table.lines.append(Line("before"))
+        raise TrialError("exit status 1")
+    assert table.lines[-1].name == "before" and "**It died here:** exit status 1" in table.markdown()
 
 
 @pytest.mark.launch
@@ -192,3 +208,11 @@ def test_a_dead_runs_reason_is_its_own_and_not_the_launchers():
     said = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nDataError: no rows\nmore"
     assert fresh.last_error(said) == "DataError: no rows"
     assert fresh.last_error("nothing") == "it said nothing of an error"
+
+
+def test_a_compiler_that_was_refused_memory_is_no_refusal_of_the_runs():
+    assert is_refusal("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes")
+    compiler = (
+        "virtual memory exhausted: Cannot allocate memory\nninja: build stopped\nRuntimeError: Error building extension 'x'"
+    )
+    assert not is_refusal(compiler)

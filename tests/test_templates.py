@@ -434,7 +434,7 @@ chats = st.builds(
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, TRIMS, NO_END, INST, NEVER_THE_SAME])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=st.lists(chats, min_size=1, max_size=3))
 def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, trimming, template, batch):
     results = [CausalEncoder(t, length=None, chat_template=template).encode(batch) for t in (tokenizer, trimming)]

@@ -72,7 +72,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     if plan.kind == "deepspeed":
         from zerobook import ops
 
-        ops.own_ninja()
+        ops.own_tools()
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
         ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))

@@ -17,34 +17,42 @@ from pathlib import Path
 
 OPS = {
     "cpu_adam": "CPUAdamBuilder",
+    "pin_memory": "PinMemoryBuilder",
     "async_io": "AsyncIOBuilder",
     "shm_comm": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
 }
-"""Ops that the shipped strategy files use: offload, NVMe, collectives on a CPU, Adam on a GPU."""
+"""Ops that the shipped strategy files use: offload, its pinned buffers, NVMe, collectives on a CPU, Adam on a GPU."""
 
 
 STALE_AFTER_S = 5 * 60
 """No op takes as long to compile; the slowest took 78 s on two CPU cores."""
 
 
-def own_ninja() -> None:
-    """Let this environment's own ninja come first, whether or not the environment was activated.
+def own_tools() -> None:
+    """Let ops be built with this environment's ninja and kept inside this environment, whether or not it was activated.
 
-    torch builds with the ninja it finds first, every time an op is loaded. Two of different versions do not know each
-    other's logs: each would compile everything again that the other has compiled, for minutes and without a word.
+    torch looks at every op again whenever it is loaded, with the ninja it finds first. Two of different versions do not know
+    each other's logs, and two environments name different headers: taking turns in one place, each would compile everything
+    again that the other has compiled, for minutes and without a word.
     """
     tools = str(Path(sys.executable).parent)
     found = os.environ.get("PATH", "").split(os.pathsep)
     if found[0] != tools:
         os.environ["PATH"] = os.pathsep.join([tools, *found])
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
 
 
 def cache_root() -> Path:
-    """Where torch keeps compiled extensions: ``$TORCH_EXTENSIONS_DIR``, else in the user's cache (``$XDG_CACHE_HOME``)."""
+    """Where compiled ops are kept: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else where torch keeps them."""
+    given, environment = os.environ.get("TORCH_EXTENSIONS_DIR"), Path(sys.prefix)
+    if given:
+        return Path(given)
+    if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
+        return environment / "torch_extensions"
     from torch.utils.cpp_extension import get_default_build_root
 
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return Path(get_default_build_root())
 
 
 def locks() -> list[Path]:
@@ -111,7 +119,7 @@ def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    own_ninja()
+    own_tools()
     clear_stale_locks()
     from deepspeed.accelerator import get_accelerator
 

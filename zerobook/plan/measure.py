@@ -22,8 +22,8 @@ from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 
 PROBE = Path(__file__).with_name("probe.py")
-LIMIT = 600
-"""Seconds that one strategy's few steps may take, its start included."""
+LIMIT_S = 600.0
+"""Seconds that one strategy's few steps may take where nobody says."""
 STEPS = 5
 
 
@@ -55,11 +55,20 @@ class Measured:
     died: str = ""
 
 
-def measure(file: Path, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: Resolved) -> Measured:
+def measure(
+    file: Path,
+    job: Job,
+    recipe: Path,
+    flags: Sequence[str],
+    where: Cluster,
+    sources: Resolved,
+    limit: float = LIMIT_S,
+) -> Measured:
     """Run the recipe for a few steps under one strategy file.
 
     Args:
         flags: the recipe's, as on the command line, the model's weights and data among them.
+        limit: seconds that it may take, its start included.
     """
     try:
         plan = launch_plan(file, where, job.config, sources)
@@ -70,19 +79,18 @@ def measure(file: Path, job: Job, recipe: Path, flags: Sequence[str], where: Clu
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run"]
-        code, text = fresh.run(
-            fresh.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending), LIMIT
-        )
+        line = fresh.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending)
+        code, text = fresh.run(line, limit)
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
         if not all(path.exists() for path in found):
-            return Measured(file.stem, plan.world_size, died=_why(code, text))
+            return Measured(file.stem, plan.world_size, died=_why(code, text, limit))
         ranks = [json.loads(path.read_text()) for path in found]
     return _compared(file, job, plan, ranks, where)
 
 
-def _why(code: int, text: str) -> str:
+def _why(code: int, text: str, limit: float) -> str:
     if code == fresh.TIMED_OUT:
-        return f"it was stopped after {LIMIT} s"
+        return f"it was stopped after {limit:.0f} s"
     return f"exit status {code}: {fresh.last_error(text)}" if code else "it ended before the step that is measured"
 
 
@@ -100,7 +108,7 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
             with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
                 kernels = "cpu" if where.cpu else "cuda"
                 traced[shape] = trace(model, batch, job.objective.loss, spreads.autocast, kernels=kernels)
-        moved = sent(flows(weights, groups, spreads, accumulation, packed=job.config.packing))
+        moved = sent(flows(weights, groups, spreads, accumulation))
         planned = {**held.states, "activations saved": traced[shape].saved, "sent": moved}
         measured = {**found["held"], "activations saved": found["saved"], "sent": sum(found["sent"].values())}
         if "cuda" in found:

@@ -151,7 +151,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     bare = states > cluster.device.memory
     micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
     held = memory(traced.weights, traced.groups, spreads, micro, accumulation=accumulation, gpus_per_node=spreads.node)
-    found = flows(traced.weights, traced.groups, spreads, accumulation, packed=config.packing)
+    found = flows(traced.weights, traced.groups, spreads, accumulation)
     made = Row(
         file=file.stem,
         name=plan.name,

@@ -34,21 +34,15 @@ class Flow:
         return self.size * self.worth * (self.ranks - 1) / self.ranks
 
 
-def flows(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, *, packed: bool = False
-) -> list[Flow]:
-    """All of a step that grow with the model; a norm or a loss is not worth a line.
-
-    Args:
-        packed: rows are packs. ZeRO-3 then gathers all weights twice, near or far; that was counted, and not explained.
-    """
+def flows(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> list[Flow]:
+    """All of a step that grow with the model; a norm or a loss is not worth a line."""
     if spread.ranks == 1 or spread.kind == "single":
         return []
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
         return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
     if spread.kind == "deepspeed" and spread.stage == 3:
-        return _zero3(weights, groups, spread, accumulation, packed)
+        return _zero3(weights, groups, spread, accumulation)
     return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
 
 
@@ -63,7 +57,7 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, packed: bool) -> list[Flow]:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
     n = spread.ranks
 
     def size(some: Sequence[Weight]) -> int:
@@ -75,7 +69,7 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulati
     if spread.secondary > 1:
         # From its first gathering on a weight comes from the second copy, until an update makes that stale.
         second, far = spread.secondary, size([w for w in sharded if w.trained])
-    again = accumulation * size(sharded if packed else _given_up(sharded, spread))
+    again = accumulation * size(_given_up(sharded, spread))
     quantized = 0.5 if spread.quantized_weights else 1.0
     trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
     persistent = size([w for w in weights if w.numel <= spread.persistent])

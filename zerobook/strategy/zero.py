@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,10 @@ class ZeroStrategy(Strategy):
         if self.plan.zero_stage == 3:
             # It learns the order of modules from the first pass it sees. Learnt from one without a backward pass, it gives
             # up weights behind the forward pass and gathers all of them again in the backward one, for the rest of the run.
+            # What to give up where is remembered apart from the order, by an lru_cache inside of a wrapper, and outlives it.
             coordinator = self.deepspeed_optimizer.parameter_offload.get_param_coordinator()
+            to_give_up = type(coordinator)._PartitionedParameterCoordinator__params_to_release
+            inspect.getclosurevars(to_give_up).nonlocals["func"].cache_clear()
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerobook.tables.bench import Bench
 from zerobook.tables.table import Finding, Line, Table
-from zerobook.tables.trial import Arm, attempt
+from zerobook.tables.trial import Arm
 
 SOURCE = (
     "Accelerate's guide on gradient synchronization "
@@ -19,7 +19,7 @@ PUBLISHED = {("DDP", 1): {"s a micro-batch": 0.50}, ("DDP", STEPS): {"s a micro-
 def _seconds(bench: Bench, file: str, ranks: int, steps: int) -> float:
     bench.say(f"G: {file}, the time of {steps} micro-batch(es)")
     flags = bench.plain | {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": steps, "max_train_steps": 12}
-    return attempt(Arm.of(file, ranks), "causal_lm", flags, 0).step / steps
+    return bench.attempt(Arm.of(file, ranks), "causal_lm", flags, 0).step / steps
 
 
 def run(bench: Bench) -> Table:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +20,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import job
 from zerobook.plan.measure import Measured, measure
 from zerobook.tables.materials import Materials, seq2seq_sides
-from zerobook.tables.trial import ROOT, Arm, TrialError
+from zerobook.tables.trial import LIMIT_S, ROOT, Arm, Outcome, TrialError, attempt
 
 CONFIGS = ROOT / "benchmarks" / "models"
 
@@ -32,6 +34,7 @@ class Bench:
         ranks: processes there are, at most.
         budget: bytes of a process; None leaves each table to its own.
         quick: the published batches are tried, and no larger ones looked for.
+        until: `time.monotonic` after which no run lasts; unset: each has its own limit.
         say: tells the user what is run now.
     """
 
@@ -42,6 +45,7 @@ class Bench:
     budget: int | None
     say: Callable[[str], None]
     quick: bool = False
+    until: float = math.inf
     _measured: dict[tuple, Measured] = field(default_factory=dict)
 
     @cached_property
@@ -112,6 +116,21 @@ class Bench:
             "block_size": 64, "validation_split_percentage": 0,
         }  # fmt: skip
 
+    def attempt(self, arm: Arm, recipe: str, flags: dict[str, object], budget: int) -> Outcome:
+        """`zerobook.tables.trial.attempt`, in the time there is.
+
+        Raises:
+            TrialError: it died, and not of its budget; or there was no time for it.
+        """
+        return attempt(arm, recipe, flags, budget, self._seconds(f"{arm.name}, {recipe}"))
+
+    def _seconds(self, what: str) -> float:
+        """That a run may take."""
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TrialError(f"{what}: not begun, the time for all runs was over")
+        return min(left, LIMIT_S)
+
     def measured(self, file: str, ranks: int, **flags: object) -> Measured:
         """`zerobook.plan.measure` of a few steps of `llama`, each combination once.
 
@@ -121,11 +140,12 @@ class Bench:
         given = self.plain | {"per_device_train_batch_size": 2, **flags}
         key = (file, ranks, *sorted(flags.items()))
         if key not in self._measured:
+            limit = self._seconds(f"{file}, {ranks} processes")
             self.say(f"{file}, {ranks} processes" + "".join(f", {name} {value}" for name, value in flags.items()))
             recipe, line = ROOT / "recipes" / "causal_lm.py", fresh.flags(given)
             config, sources, _ = parse(_config_class(str(recipe)), line)
             where = replace(self.where, gpus=ranks)
-            found = measure(ROOT / "accelerate_configs" / f"{file}.yaml", job(config), recipe, line, where, sources)
+            found = measure(ROOT / "accelerate_configs" / f"{file}.yaml", job(config), recipe, line, where, sources, limit)
             if found.died:
                 raise TrialError(f"{file}, {ranks} processes: {found.died}")
             self._measured[key] = found

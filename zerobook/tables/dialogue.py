@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from zerobook.plan.units import size
 from zerobook.tables.bench import ROOT, Bench
 from zerobook.tables.table import Finding, Line, Table
-from zerobook.tables.trial import Arm, Outcome, Search, attempt, fingerprint, largest
+from zerobook.tables.trial import Arm, Outcome, Search, fingerprint, largest
 
 SOURCE = (
     "https://huggingface.co/blog/accelerate-deepspeed (June 2022), table 2: BlenderBot-400M, two 24 GB Titan RTX, fp16, 10,000 "
@@ -35,24 +37,27 @@ def run(bench: Bench) -> Table:
     ranks = min(2, bench.ranks)
     ddp, zero2 = Arm.of("ddp", ranks, "DDP"), _zero2(bench, ranks)
     train, held_out = (240, 48) if bench.tiny else (10_000, 1_000)
-    fits = {arm.name: _search(bench, arm, budget) for arm in (ddp, zero2)}
     settings = _settings(bench, ranks, budget, _lengths(bench), train, held_out)
     table = Table("A", "DDP against ZeRO-2: dialogue finetune on two devices", SOURCE, settings)
+    fits: dict[str, tuple[Search, Search]] = {}
     found: dict[str, Outcome] = {}
-    for arm, named, by in ((ddp, "DDP", "DDP"), (zero2, "ZeRO-2", "ZeRO-2"), (zero2, "ZeRO-2, with DDP's batch", "DDP")):
-        as_printed = named == by
-        here: dict[str, object] = {}
-        if as_printed:
-            here = {"largest batch": fits[by][0].largest, "largest eval batch": fits[by][1].largest}
-        flags = _flags(bench) | HELD_OUT | {"validation_file": bench.materials.pairs, "n_train": train, "n_val": held_out}
-        batch, eval_batch = _batches(bench, by, fits[by])
-        if batch and eval_batch:
-            flags |= {"per_device_train_batch_size": batch, "per_device_eval_batch_size": eval_batch}
-            bench.say(f"A: {named}, an epoch with {batch} and {eval_batch}")
-            outcome = found[named] = attempt(arm, "seq2seq_chatbot", flags, _for_an_epoch(bench, budget))
-            here |= _epoch(outcome, batch, eval_batch)
-        table.lines.append(Line(named, PUBLISHED[by] if as_printed else {}, here, fingerprint(arm, "seq2seq_chatbot", flags)))
-    table.findings = _findings(fits, found)
+    with table.keeping_what_ran():
+        for arm, named, by in ((ddp, "DDP", "DDP"), (zero2, "ZeRO-2", "ZeRO-2"), (zero2, "ZeRO-2, with DDP's batch", "DDP")):
+            flags = _flags(bench) | HELD_OUT | {"validation_file": bench.materials.pairs, "n_train": train, "n_val": held_out}
+            as_printed = named == by
+            line = Line(named, PUBLISHED[by] if as_printed else {})
+            table.lines.append(line)
+            if as_printed:
+                fits[by] = _search(bench, arm, budget)
+                line.here |= {"largest batch": fits[by][0].largest, "largest eval batch": fits[by][1].largest}
+            batch, eval_batch = _batches(bench, by, fits[by])
+            if batch and eval_batch:
+                flags |= {"per_device_train_batch_size": batch, "per_device_eval_batch_size": eval_batch}
+                line.config = fingerprint(arm, "seq2seq_chatbot", flags)
+                bench.say(f"A: {named}, an epoch with {batch} and {eval_batch}")
+                outcome = found[named] = bench.attempt(arm, "seq2seq_chatbot", flags, _for_an_epoch(bench, budget))
+                line.here |= _epoch(outcome, batch, eval_batch)
+        table.findings = _findings(fits, found)
     table.notes = [*NOTES, *_refusals(fits)]
     return table
 
@@ -64,13 +69,13 @@ def _search(bench: Bench, arm: Arm, budget: int) -> tuple[Search, Search]:
     def trains(batch: int) -> Outcome:
         bench.say(f"A: {arm.name}, a training batch of {batch}")
         short = {"n_train": 2 * batch * ranks, "validation_split_percentage": 0, "per_device_train_batch_size": batch}
-        return attempt(arm, "seq2seq_chatbot", flags | short, budget)
+        return bench.attempt(arm, "seq2seq_chatbot", flags | short, budget)
 
     def evaluates(batch: int) -> Outcome:
         bench.say(f"A: {arm.name}, an evaluation batch of {batch}")
         short = HELD_OUT | {"validation_file": bench.materials.pairs, "n_train": 2 * ranks, "n_val": batch * ranks}
         short |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": batch}
-        return attempt(arm, "seq2seq_chatbot", flags | short, budget)
+        return bench.attempt(arm, "seq2seq_chatbot", flags | short, budget)
 
     most = 256 if bench.tiny else 1024
     return (
@@ -94,12 +99,12 @@ def shape(bench: Bench) -> Table:
     budget = bench.budget or (BUDGET if bench.tiny else 24 * 2**30)
     batches = (8, 16) if bench.tiny else (100, 200)
     table = Table("A", "DDP against ZeRO-2, on one device", SOURCE, _settings(bench, 1, budget, _lengths(bench), 0, 0))
-    for arm in (Arm.of("ddp", 1, "DDP"), _zero2(bench, 1)):
-        for batch in batches:
+    with table.keeping_what_ran():
+        for arm, batch in itertools.product((Arm.of("ddp", 1, "DDP"), _zero2(bench, 1)), batches):
             bench.say(f"A: {arm.name}, a training batch of {batch}")
             flags = _flags(bench) | {"n_train": 6 * batch, "validation_split_percentage": 0}
             flags |= {"per_device_train_batch_size": batch}
-            outcome = attempt(arm, "seq2seq_chatbot", flags, budget)
+            outcome = bench.attempt(arm, "seq2seq_chatbot", flags, budget)
             here: dict[str, object] = {"batch": batch, "fits": outcome.fits}
             if outcome.fits:
                 here |= {"s a step": outcome.step, "samples/s": batch / outcome.step}

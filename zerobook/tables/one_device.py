@@ -5,7 +5,7 @@ from __future__ import annotations
 from zerobook.plan.units import size
 from zerobook.tables.bench import ROOT, Bench
 from zerobook.tables.table import Finding, Line, Table
-from zerobook.tables.trial import Arm, Outcome, Search, attempt, fingerprint, largest
+from zerobook.tables.trial import Arm, Outcome, Search, fingerprint, largest
 
 SOURCE = (
     "https://huggingface.co/blog/accelerate-deepspeed (June 2022), table 3: GPT-2 XL (1.5B) from a random initialisation, one "
@@ -26,27 +26,30 @@ def run(bench: Bench) -> Table:
     }  # fmt: skip
     table = Table("B", "A model that one device does not hold", SOURCE, _settings(bench, budget, block, steps))
     fits: dict[str, Search] = {}
-    for arm in _arms(bench):
+    with table.keeping_what_ran():
+        for arm in _arms(bench):
 
-        def tries(batch: int, arm: Arm = arm, steps: int = 2) -> Outcome:
-            bench.say(f"B: {arm.name}, a batch of {batch}")
-            return attempt(arm, "causal_lm", flags | {"per_device_train_batch_size": batch, "max_train_steps": steps}, budget)
+            def tries(batch: int, arm: Arm = arm, steps: int = 2) -> Outcome:
+                bench.say(f"B: {arm.name}, a batch of {batch}")
+                sizes = {"per_device_train_batch_size": batch, "max_train_steps": steps}
+                return bench.attempt(arm, "causal_lm", flags | sizes, budget)
 
-        plain = arm.name == "DDP"
-        most = 16 if bench.tiny or bench.quick else 64
-        found = fits[arm.name] = largest(tries, start=1 if plain or bench.tiny else 16, most=most)
-        printed = {"batch": "out of memory at 1"} if plain else {}
-        if arm.name == "ZeRO-3, CPU offload":
-            printed = {"batch": 16, "tokens/s": 362, "epoch, s": 6608.35}
-        here: dict[str, object] = {"largest batch": found.largest or "out of memory at 1"}
-        if found.largest:
-            batch = found.largest if bench.tiny else min(16, found.largest)
-            outcome = tries(batch, steps=steps)
-            here |= {"batch": batch, "tokens/s": batch * block / outcome.step}
-            if not bench.tiny and batch == 16:
-                here["epoch, s, from its median step"] = EPOCH * outcome.step
-        table.lines.append(Line(arm.name, printed, here, fingerprint(arm, "causal_lm", flags)))
-    table.findings = _findings(bench, fits)
+            plain = arm.name == "DDP"
+            printed = {"batch": "out of memory at 1"} if plain else {}
+            if arm.name == "ZeRO-3, CPU offload":
+                printed = {"batch": 16, "tokens/s": 362, "epoch, s": 6608.35}
+            line = Line(arm.name, printed, config=fingerprint(arm, "causal_lm", flags))
+            table.lines.append(line)
+            most = 16 if bench.tiny or bench.quick else 64
+            found = fits[arm.name] = largest(tries, start=1 if plain or bench.tiny else 16, most=most)
+            line.here["largest batch"] = found.largest or "out of memory at 1"
+            if found.largest:
+                batch = found.largest if bench.tiny else min(16, found.largest)
+                outcome = tries(batch, steps=steps)
+                line.here |= {"batch": batch, "tokens/s": batch * block / outcome.step}
+                if not bench.tiny and batch == 16:
+                    line.here["epoch, s, from its median step"] = EPOCH * outcome.step
+        table.findings = _findings(bench, fits)
     table.notes = [f"{name}, a batch of {found.refused}: `{found.why}`" for name, found in fits.items() if found.refused]
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerobook.tables.bench import Bench
 from zerobook.tables.table import Finding, Line, Table
-from zerobook.tables.trial import Arm, attempt, fingerprint
+from zerobook.tables.trial import Arm, fingerprint
 
 SOURCE = (
     "Memory: Korthikanti et al., arXiv 2205.05198, equations 1 and 4, fused attention. Time: NVIDIA's guide "
@@ -37,7 +37,7 @@ def run(bench: Bench) -> Table:
     for words, checkpointing in (("kept", False), ("recomputed", True)):
         bench.say(f"F: activations {words}")
         given = flags | {"activation_checkpointing": str(checkpointing).lower()}
-        outcome = attempt(arm, "causal_lm", given, 0)
+        outcome = bench.attempt(arm, "causal_lm", given, 0)
         same = {
             key: value
             for key, value in given.items()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from zerobook.tables.trial import TrialError
 
 
 @dataclass
@@ -41,6 +44,14 @@ class Table:
     notes: list[str] = field(default_factory=list)
     not_run: str = ""
     died: str = ""
+
+    @contextmanager
+    def keeping_what_ran(self) -> Iterator[None]:
+        """A run that dies ends what is inside; the lines before it stay, and ``died`` says how."""
+        try:
+            yield
+        except TrialError as error:
+            self.died = str(error)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,12 +14,12 @@ from typing import Any
 from zerobook import fresh
 from zerobook.errors import ZerobookError
 from zerobook.runlog.writer import STEPS, read
-from zerobook.tables.capped import REFUSED
+from zerobook.tables.capped import is_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPPED = Path(__file__).with_name("capped.py")
 LIMIT_S = 480.0
-"""Seconds a run may take, its start included."""
+"""Seconds a run may take where nobody says."""
 # Blocks of 64 KiB and more go back to the kernel when they are freed, and threads keep no heaps of their own: what a process
 # holds is then what its tensors hold.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -70,8 +70,8 @@ class Outcome:
         return statistics.median(self.steps[1:] or self.steps)
 
 
-def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int) -> Outcome:
-    """Run the recipe to its end under ``budget`` bytes a process (0: no budget).
+def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit: float = LIMIT_S) -> Outcome:
+    """Run the recipe to its end under ``budget`` bytes a process (0: no budget), in ``limit`` seconds with its start.
 
     Raises:
         TrialError: it died, and not of its budget.
@@ -82,18 +82,18 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int) -> Out
         line = fresh.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
         if budget:  # a thread's stack counts as well, 8 MiB by default
             line = ["prlimit", "--stack=1048576", *line]
-        code, text = fresh.run(line, LIMIT_S, ALLOCATOR if budget else None, cwd=ROOT)
+        code, text = fresh.run(line, limit, ALLOCATOR if budget else None, cwd=ROOT)
         paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
         ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
         losses = [step["loss"] for step in read(Path(folder) / "run" / "runlog" / STEPS)]
     refused = next((found["refused"] for found in ranks if "refused" in found), "")
-    if not refused and code and any(word in text.lower() for word in REFUSED):
-        refused = next(line.strip()[:300] for line in text.splitlines() if any(word in line.lower() for word in REFUSED))
+    if not refused and code and is_refusal(text):
+        refused = next(line.strip()[:300] for line in text.splitlines() if is_refusal(line))
     if refused and budget:
         return Outcome(refused)
     if code or len(ranks) < arm.ranks:
         why = (
-            f"it was stopped after {LIMIT_S:.0f} s"
+            f"it was stopped after {limit:.0f} s"
             if code == fresh.TIMED_OUT
             else f"exit status {code}: {fresh.last_error(text)}"
         )
