@@ -154,7 +154,7 @@ def main() -> None:
         return one_rank(known.folder, known.out, known.phase)
     import tempfile
 
-    from zerobook.loop import versions
+    from zerobook.versions import versions
 
     with tempfile.TemporaryDirectory(dir=known.folder) as name:
         folder = Path(name)

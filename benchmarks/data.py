@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), help="measure these; the rest stays")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/data.json"))
     asked = parser.parse_args()
-    from zerobook.loop import versions
+    from zerobook.versions import versions
 
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""

@@ -205,7 +205,7 @@ def main() -> None:
     asked = parser.parse_args()
     import torch
 
-    from zerobook.loop import versions
+    from zerobook.versions import versions
 
     if asked.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here. With --device cpu the same runs go through on a CPU.")

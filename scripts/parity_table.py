@@ -9,8 +9,8 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from zerobook.loop import versions
 from zerobook.plan.hardware import processor
+from zerobook.versions import versions
 
 PARITY = """# Any strategy, the same training: measured
 

@@ -157,7 +157,7 @@ def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
 
 
 def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there_is_none():
-    from zerobook.strategy.base import Replicas
+    from zerobook.strategy.replicas import Replicas
 
     three = Replicas("w", 1, [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
     assert three.words(None).startswith("rank 1's copy of w is not the others' (element 5: 0.5 on rank 0, 2e+30 on rank 1")

@@ -166,7 +166,7 @@ def _machine(console: Any, hardware: Hardware) -> list[str]:
     import psutil
     from rich.table import Table
 
-    from zerobook.loop import versions
+    from zerobook.versions import versions
 
     table = Table(title="this machine", title_justify="left", show_header=False)
     gpu = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}" if hardware.gpus else "none"
@@ -197,7 +197,6 @@ def _strategy(console: Any, plan: LaunchPlan, config: RecipeConfig, sources: Res
     from rich.table import Table
 
     from zerobook.data.feed import Layout
-    from zerobook.loop import batch_arithmetic
 
     table = Table(title="the run", title_justify="left", show_header=False)
     layout = Layout(
@@ -214,7 +213,7 @@ def _strategy(console: Any, plan: LaunchPlan, config: RecipeConfig, sources: Res
         "parameters in": "device memory" if plan.offload_param == "none" else plan.offload_param,
         "precision": f"{plan.precision} (from {plan.precision_source})",
         "DeepSpeed config": plan.config_file or "-",
-        "batch": f"{batch_arithmetic(layout)} (accumulation from {sources['gradient_accumulation_steps']})",
+        "batch": f"{layout.arithmetic} (accumulation from {sources['gradient_accumulation_steps']})",
     }
     for key, value in rows.items():
         table.add_row(key, str(value))

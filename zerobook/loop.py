@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,27 +12,27 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from zerobook import __version__
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
-from zerobook.data.sampler import SampleOrder
 from zerobook.errors import CheckpointError, DivergenceError
+from zerobook.evaluation import held_out
 from zerobook.isolation import isolating
 from zerobook.loss import Objective
 from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
 from zerobook.recipe import leave
-from zerobook.runlog.attempt import begin, decided, last_words
+from zerobook.recovery import Recovery
+from zerobook.runlog.attempt import begin, decided, last_words, write_page
 from zerobook.runlog.lines import backwards
-from zerobook.runlog.policy import EXIT_CODE as HANDED_OVER
-from zerobook.runlog.policy import LEAD, Measure, joined, ranges, rate_share
+from zerobook.runlog.policy import Measure, joined, rate_share
 from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import STEPS, RunLog
 from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
+from zerobook.versions import versions
 
 Scorer = Callable[[Strategy, nn.Module, int], tuple[dict[str, float], list[dict[str, Any]]]]
 """(strategy, prepared model, step) -> (metrics by name, table of samples), called on every rank at every evaluation."""
@@ -86,7 +85,7 @@ class TrainingLoop:
         self._check_data(checkpoint)
         ladder = self._decided_before() if checkpoint else {}
         self.watch = Watch(config, strategy, self.keeper, self.log, detector=self.progress.detector, ladder=ladder)
-        self.feed = self._training_feed()
+        self.feed = self.training_feed()
         self.total_steps = self.end_step
         self.schedule = learning_rate_schedule(
             config.lr_scheduler_type,
@@ -98,6 +97,7 @@ class TrainingLoop:
         self.keeper.check_space(self.total_steps - self.progress.step)
         if data.train.isolated:
             self.collate = self.feed.collate = isolating(strategy, collate)
+        self.recovery = Recovery(self)
         self.evaluation_seconds = 0.0
         self.waited = 0.0  # s for data, since the last log point
         self._evaluated: int | None = None
@@ -126,7 +126,8 @@ class TrainingLoop:
             )
         progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
 
-    def _training_feed(self) -> Feed:
+    def training_feed(self) -> Feed:
+        """From where the progress stands, without what is left out."""
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
         end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(part))
@@ -156,12 +157,12 @@ class TrainingLoop:
             sources=dict(sources),
             plan=strategy.plan.record(),
             live=strategy.describe(),
-            batch=batch_arithmetic(self.layout),
+            batch=self.layout.arithmetic,
             total_steps=self.total_steps,
             data={"train": len(self.data.train), "report": self.data.report, "bad_samples": self.data.bad_samples},
         )
-        tqdm.write(f"live engine: {describe_line(strategy.describe())}")
-        tqdm.write(f"{batch_arithmetic(self.layout)}; {self.total_steps} steps over {_amount(len(self.data.train))}")
+        tqdm.write(f"live engine: {_live(strategy.describe())}")
+        tqdm.write(f"{self.layout.arithmetic}; {self.total_steps} steps over {_amount(len(self.data.train))}")
         if config.num_warmup_steps > self.total_steps:
             tqdm.write(
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
@@ -174,8 +175,7 @@ class TrainingLoop:
         for reason in self.keeper.passed_over:
             tqdm.write(f"passed over: {reason}")
         _, bytes_read = self.keeper.load()
-        recorded, found = self.progress.following, self._following()
-        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
+        verified, differing = self.verify(self.progress.following)
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
             aside = store.set_aside(self.keeper.folder, self.progress.step)
@@ -185,9 +185,9 @@ class TrainingLoop:
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
                 set_aside=[str(folder) for folder in aside], passed_over=self.keeper.passed_over,
-                bytes_read=bytes_read, verified=sorted(set(recorded) - set(differing)), differing=differing,
+                bytes_read=bytes_read, verified=verified, differing=differing,
             )  # fmt: skip
-            tqdm.write(f"  as recorded: {', '.join(sorted(set(recorded) - set(differing)))}")
+            tqdm.write(f"  as recorded: {', '.join(verified)}")
             for key, (was, now) in differing.items():
                 tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
             self._before = _losses_behind(self.log, before.step)
@@ -215,6 +215,22 @@ class TrainingLoop:
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }
 
+    def verify(self, recorded: dict[str, Any]) -> tuple[list[str], dict[str, list[Any]]]:
+        """What the next step uses against what a checkpoint says it was to use: (names that agree, name -> [was, is])."""
+        found = self._following()
+        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
+        return sorted(set(recorded) - set(differing)), differing
+
+    def went_back(self, losses: dict[int, float]) -> None:
+        """The progress is an earlier one now; what was known of the steps behind it is forgotten, but for their ``losses``."""
+        self.feed = self.training_feed()
+        self._before = losses
+        self._evaluated = self._saved = None
+        self.strategy.model.train()
+        self.bar.n = self.progress.step
+        self.bar.refresh()
+        self._window = (time.monotonic(), self.progress.tokens)
+
     # --- training
     def run(self) -> Progress:
         """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
@@ -231,7 +247,7 @@ class TrainingLoop:
                 self.evaluate()
             strategy.model.train()
             while (measure := self._until_trouble()) is not None:
-                self._act(measure)
+                self.recovery.act(measure)
             self.bar.close()
             if self._evaluated != progress.step:
                 self.evaluate()
@@ -246,7 +262,7 @@ class TrainingLoop:
                 "run_end", progress=progress.to_json(), learning_rate_after=rate, eval=self._evaluation, seconds=seconds
             )
             tqdm.write(f"{seconds['training']:.1f} s training (saving included), {seconds['evaluation']:.1f} s evaluation")
-            self._write_report()
+            write_page(self.log)
         for tracker in strategy.accelerator.trackers:  # end_training would end the process group too
             tracker.finish()
         return progress
@@ -386,100 +402,8 @@ class TrainingLoop:
             "--num_warmup_steps."
         )
 
-    # --- what is done about a spike
-    def _act(self, measure: Measure) -> None:
-        """Carry out what was decided. The log has it before it is done."""
-        log, cause = self.log, self.watch.seq
-        if measure.kind == "stop":
-            self._hand_over(measure)
-        left_out = self._samples_of(*measure.steps) if measure.steps else []
-        cut = [measure.to_step, measure.rate_factor, self.config.rollback_lr_steps] if measure.rate_factor else None
-        step = self.progress.step
-        intent = None
-        if log:
-            if measure.goes_back:
-                cause = intent = log.event("rollback", phase="intent", parent=cause, measure=measure.kind, from_step=step,
-                                           to_step=measure.to_step, why=measure.reason)  # fmt: skip
-            if left_out:
-                count = sum(b - a for a, b in left_out)
-                log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
-                tqdm.write(f"  {count} samples of steps {measure.steps[0]} to {measure.steps[1]} are left out from now on")
-            if cut:
-                log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
-                tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
-        skip_ranges = joined(self.progress.skip_ranges, left_out)
-        if not measure.goes_back:
-            self.progress.skip_ranges = skip_ranges
-            self.feed = self._training_feed()
-            return
-        self._go_back(measure, intent, skip_ranges, [*self.progress.rate_cuts, *([cut] if cut else [])])
-
-    def _go_back(self, measure: Measure, intent: int | None, skip_ranges: list, rate_cuts: list) -> None:
-        """Weights, moments, schedule, sample order, random numbers, loss scale and detector, as the checkpoint has them."""
-        assert measure.to_step is not None
-        start, progress, strategy = time.monotonic(), self.progress, self.strategy
-        self.keeper.finish(self.log)  # a save under way is of what is given up
-        aside = strategy.on_main(lambda: store.set_aside(self.keeper.folder, measure.to_step))
-        del self.feed
-        loaded, bytes_read = self.keeper.load(measure.to_step)
-        recorded, given_up = loaded.following, progress.step - loaded.step
-        kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
-                "total_steps": progress.total_steps, "world_size": progress.world_size,
-                "global_batch": progress.global_batch}  # fmt: skip
-        vars(progress).update(vars(loaded) | kept)
-        self.feed = self._training_feed()
-        self._before = self.watch.back(measure, loaded.detector, intent)
-        self._evaluated = self._saved = None
-        strategy.model.train()
-        found = self._following()
-        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
-        seconds = time.monotonic() - start
-        if self.log:
-            self.log.branch += 1
-            self.log.event(
-                "rollback", phase="outcome", parent=intent, step=progress.step, steps_given_up=given_up,
-                seconds=round(seconds, 3), bytes_read=bytes_read, set_aside=[str(folder) for folder in aside],
-                verified=sorted(set(recorded) - set(differing)), differing=differing,
-            )  # fmt: skip
-            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
-        self.bar.n = progress.step
-        self.bar.refresh()
-        self._window = (time.monotonic(), progress.tokens)
-
-    def _samples_of(self, first: int, last: int) -> list[list[int]]:
-        """[start, end) of the samples that these steps took, through packs."""
-        order, part = self.feed.order, self.feed.part
-        rows = [order.take(a, self.layout.global_batch, b)[0] for a, b in self.watch.cursors(first, last)]
-        return ranges([sample for ids in rows for row in ids.tolist() for sample in part.samples_of(row)])
-
-    def _hand_over(self, measure: Measure) -> None:
-        """Stop, and say to people what was seen and tried."""
-        self.keeper.finish(self.log)
-        self.bar.close()
-        if self.log:
-            best = self.keeper.before(measure.onset - LEAD + 1)
-            self.log.event("stop", parent=self.watch.seq, step=self.progress.step, rule=measure.rule, why=measure.reason,
-                           exit_code=HANDED_OVER, go_on_from=str(best) if best else None)  # fmt: skip
-            tqdm.write(
-                f"STOPPED at step {self.progress.step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
-                f"{best or 'none'}.\n  Go on from there with a lower --learning_rate than {self.config.learning_rate}, more "
-                f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {self.config.output_dir}` "
-                "tells all of it."
-            )
-            self._write_report()
-        self._leave(HANDED_OVER)
-
-    def _write_report(self) -> None:
-        from zerobook.runlog.report import write
-
-        assert self.log is not None
-        try:
-            page, _ = write(self.log.folder)
-            tqdm.write(f"logbook: {page}")
-        except Exception as error:  # the training is done, its model not saved yet: a page is not worth losing it
-            tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")
-
-    def _leave(self, code: int) -> None:
+    def leave(self, code: int) -> None:
+        """End this process, once all ranks are here."""
         for tracker in self.strategy.accelerator.trackers:
             tracker.finish()
         self.strategy.barrier()
@@ -521,7 +445,7 @@ class TrainingLoop:
             return None
         start = time.monotonic()
         strategy.model.eval()
-        result = self._held_out_losses() if self.data.held_out else {}
+        result = self._held_out() if self.data.held_out else {}
         metrics: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         for scorer in self.scorers:
@@ -536,9 +460,9 @@ class TrainingLoop:
         self.evaluation_seconds += seconds
         if self.log:
             self.log.event("eval", step=step, seconds=seconds, samples=samples, **result)
-            tqdm.write(f"step {step}: " + describe_evaluation(result))
+            tqdm.write(f"step {step}: " + held_out.describe(result))
         if self.config.report_to:
-            strategy.accelerator.log(_tracked(result), step=self._tracker_step(step))
+            strategy.accelerator.log(held_out.tracked(result), step=self._tracker_step(step))
         if "loss" in result:
             best = self.progress.best_eval_loss
             self.progress.best_eval_loss = result["loss"] if best is None else min(best, result["loss"])
@@ -546,28 +470,9 @@ class TrainingLoop:
         self._evaluation = result
         return result
 
-    @torch.no_grad()
-    def _held_out_losses(self) -> dict[str, Any]:
-        strategy, parts = self.strategy, self.data.held_out
-        layout = Layout(world_size=strategy.world_size, rank=strategy.rank, micro=self.config.per_device_eval_batch_size)
-        feeds = [
-            Feed(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, self.collate, end=len(part))
-            for part in parts.values()
-        ]
-        bar = tqdm(total=sum(f.steps() for f in feeds), desc="evaluating", leave=False, disable=not strategy.is_main)
-        sums = torch.zeros(len(parts), device=strategy.device, dtype=torch.float64)
-        for index, feed in enumerate(feeds):
-            for _, batches in feed:
-                for batch in batches:
-                    sums[index] += self._summed_loss(batch)
-                bar.update(1)
-        bar.close()
-        tokens = [int(part.supervised.sum()) for part in parts.values()]
-        sums = strategy.sum_over_ranks(sums).tolist()
-        result: dict[str, Any] = _losses(sum(sums), sum(tokens))
-        if len(parts) > 1:
-            result["datasets"] = {name: _losses(*pair) for name, *pair in zip(parts, sums, tokens, strict=True)}
-        return result
+    def _held_out(self) -> dict[str, Any]:
+        micro = self.config.per_device_eval_batch_size
+        return held_out.losses(self.strategy, self.data.held_out, micro, self.collate, self._summed_loss)
 
     def save(self) -> None:
         """A checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""
@@ -595,7 +500,7 @@ class TrainingLoop:
             self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=self._saved == step)
             done = f"saved at step {step}" if self._saved == step else f"step {step} was not fit to be saved"
             tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
-        self._leave(EXIT_CODE)
+        self.leave(EXIT_CODE)
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
@@ -613,52 +518,9 @@ def _amount(samples: int) -> str:
     return f"{samples} samples" if samples else "a stream"
 
 
-def batch_arithmetic(layout: Layout) -> str:
-    """``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
-    return (
-        f"{layout.micro} micro x {layout.accumulation} accumulation x {layout.world_size} processes "
-        f"= {layout.global_batch} samples a step"
-    )
-
-
-def describe_line(live: dict[str, Any]) -> str:
+def _live(live: dict[str, Any]) -> str:
     stage = "" if live.get("zero_stage") is None else f", ZeRO stage {live['zero_stage']}"
     return f"{live['strategy']}{stage}, {live['world_size']} processes, masters in {live['master_dtype']}"
-
-
-def describe_evaluation(result: dict[str, Any]) -> str:
-    """``held-out loss 1.7716, perplexity 5.88 (code 1.2000, chat 2.1000), rougeL 21.3``."""
-    words = []
-    if "loss" in result:
-        each = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.get("datasets", {}).items())
-        words.append(
-            f"held-out loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}" + (f" ({each})" if each else "")
-        )
-    words += [f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items()]
-    return ", ".join(words)
-
-
-def _losses(total: float, tokens: int) -> dict[str, Any]:
-    loss = total / tokens
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens}
-
-
-def _tracked(result: dict[str, Any]) -> dict[str, float]:
-    flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
-    flat |= {f"eval_loss/{name}": part["loss"] for name, part in result.get("datasets", {}).items()}
-    return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"zerobook": __version__, "python": platform.python_version()}
-    for package in ("torch", "accelerate", "deepspeed", "transformers", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

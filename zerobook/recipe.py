@@ -73,8 +73,6 @@ def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> 
     from rich.console import Console
     from rich.table import Table
 
-    from zerobook.loop import batch_arithmetic
-
     console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title="resolved config", title_justify="left")
     for column in ("key", "value", "from"):
@@ -93,7 +91,7 @@ def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> 
     console.print(plan.line, highlight=False)
     for note in plan.notes:
         console.print(f"  note: {note}", highlight=False)
-    console.print(f"batch: {batch_arithmetic(layout)}", highlight=False)
+    console.print(f"batch: {layout.arithmetic}", highlight=False)
     steps = f"{config.max_train_steps}" if config.max_train_steps else (
         f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read")  # fmt: skip
     console.print(f"steps: {steps}", highlight=False)

@@ -108,7 +108,7 @@ def sent_back(loop):
 
     from zerobook.runlog.policy import Measure
 
-    see, go_back = loop.watch.see, loop._go_back
+    see, go_back = loop.watch.see, loop.recovery.go_back
     times = []
 
     def seeing(records):
@@ -130,11 +130,12 @@ def sent_back(loop):
         times.append({"rss": rss, "load": plain, "rollback": time.perf_counter() - start})
         (output / f"again-{RANK}.json").write_text(json.dumps(times))
 
-    loop.watch.see, loop._go_back = seeing, going_back
+    loop.watch.see, loop.recovery.go_back = seeing, going_back
 
 
 def main():
     from zerobook.loop import TrainingLoop
+    from zerobook.recovery import Recovery
 
     run = TrainingLoop.run
 
@@ -150,11 +151,11 @@ def main():
         }[FAULT](self)
         return run(self)
 
-    act, step, rollbacks = TrainingLoop._act, TrainingLoop._step, []
+    act, step, rollbacks = Recovery.act, TrainingLoop._step, []
 
     def acting(self, measure):
         act(self, measure)
-        rollbacks.append(self.progress.step)
+        rollbacks.append(self.loop.progress.step)
 
     def stepping(self, plan, batches):
         step(self, plan, batches)
@@ -162,7 +163,7 @@ def main():
             os.kill(os.getpid(), signal.SIGKILL)
 
     if FAULT:
-        TrainingLoop.run, TrainingLoop._act, TrainingLoop._step = running, acting, stepping
+        TrainingLoop.run, Recovery.act, TrainingLoop._step = running, acting, stepping
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe, run_name="__main__")
 

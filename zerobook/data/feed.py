@@ -37,6 +37,14 @@ class Layout:
         """Samples per optimizer step, over all processes."""
         return self.world_size * self.micro * self.accumulation
 
+    @property
+    def arithmetic(self) -> str:
+        """``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
+        return (
+            f"{self.micro} micro x {self.accumulation} accumulation x {self.world_size} processes "
+            f"= {self.global_batch} samples a step"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:

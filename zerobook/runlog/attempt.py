@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from tqdm import tqdm
 
 from zerobook.runlog.lines import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full
@@ -165,3 +166,14 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         else:
             log.event("crash", reason=str(error) or type(error).__name__, error=type(error).__name__, traceback=where[-4000:])
         raise
+
+
+def write_page(log: RunLog) -> None:
+    """Render the logbook, and say where it is."""
+    from zerobook.runlog.report import write
+
+    try:
+        page, _ = write(log.folder)
+        tqdm.write(f"logbook: {page}")
+    except Exception as error:  # the training is done, its model not saved yet: a page is not worth losing it
+        tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")

@@ -14,17 +14,16 @@ checkpoint independent of the strategy that wrote it. These calls are collective
 
 from __future__ import annotations
 
-import math
-import pickle
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from zerobook.strategy.ranks import Ranks
+from zerobook.strategy.replicas import Replicas, differing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,13 +31,12 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
-T = TypeVar("T")
 Read = Callable[[int, int], torch.Tensor]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _SPLIT = 1 << 18
 """Numbers; smaller tensors are not worth writing in parts."""
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class Piece(NamedTuple):
@@ -50,47 +48,7 @@ class Piece(NamedTuple):
     values: torch.Tensor
 
 
-class Replicas(NamedTuple):
-    """Copies of the weights that differ. ``tensors`` of them do; ``name`` is the first, with each rank's checksum, the
-    ``places`` (flattened) where ranks differ from rank 0, and each rank's ``values`` there."""
-
-    name: str
-    tensors: int
-    checksums: list[int]
-    places: list[int]
-    values: list[list[float]]
-
-    def words(self, read: Callable[[str, int], float] | None) -> str:
-        """Whose copy it is, and what it holds.
-
-        Args:
-            read: (name, place) -> the value in the last checkpoint, which decides where no majority does.
-        """
-        counts = Counter(self.checksums)
-        place = self.places[0] if self.places else 0
-        there = [values[0] if values else math.nan for values in self.values]
-        majority, votes = counts.most_common(1)[0]
-        if votes > len(self.checksums) / 2:
-            ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
-        else:
-            ranks = self._far_off(there, read(self.name, place)) if read is not None else []
-        if len(ranks) == 1:
-            who = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
-        else:
-            who = f"the copies of {self.name} on ranks {ranks or list(range(len(there)))} differ"
-        others = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(there))
-        more = f", and {self.tensors - 1} more tensors differ" if self.tensors > 1 else ""
-        return f"{who} (element {place}: {others}){more}"
-
-    @staticmethod
-    def _far_off(values: list[float], before: float) -> list[int]:
-        """The rank whose value is ten times as far from what it was as any other's; none where that is not clear."""
-        far = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
-        odd = far.index(max(far))
-        return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
-
-
-class Strategy:
+class Strategy(Ranks):
     """Common half of every strategy; the subclasses below hold what differs."""
 
     shards_parameters = False
@@ -101,127 +59,24 @@ class Strategy:
     """The strategy file brings a learning-rate schedule of its own."""
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
-        self.accelerator = accelerator
+        super().__init__(accelerator)
         self.plan = plan
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: Any = None
         self.max_grad_norm = 0.0
         self._unscaled = False
-        self._waits = 0
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
                 f"accelerate formed {accelerator.num_processes} process(es) where the launcher started "
                 f"{plan.world_size}; every rank would read all the data"
             )
 
-    # --- who am I
-    @property
-    def rank(self) -> int:
-        return self.accelerator.process_index
-
-    @property
-    def world_size(self) -> int:
-        return self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce ``values`` (any shape, in place) and return it."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values
-
-    def from_main(self, value: Any) -> Any:
-        """Rank 0's picklable ``value``, on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's picklable ``value``, by rank, on every rank. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def on_main(self, work: Callable[[], T]) -> T:
-        """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
-        result, error = None, None
-        if self.is_main:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
-        result, error = self.from_main((result, error))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-
     def differing_replicas(self) -> Replicas | None:
-        """Where every rank holds all weights: do all hold the same? None where they do. Collective.
-
-        Reads every weight once. The first tensor that differs is looked at more closely.
-        """
+        """Where every rank holds all weights: do all hold the same? None where they do. Collective."""
         if self.world_size == 1 or self.shards_parameters:
             return None
-        named = list(self.model.named_parameters())
-        sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
-        every = [torch.empty_like(sums) for _ in range(self.world_size)]
-        dist.all_gather(every, sums)
-        table = torch.stack(every)
-        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
-        if not differing:
-            return None
-        name, parameter = named[differing[0]]
-        mine = _bits(parameter)
-        reference = mine.clone()
-        dist.broadcast(reference, src=0)
-        odd = (mine != reference).nonzero().flatten()[:16].tolist()
-        places = sorted({place for rank in self.gather(odd) for place in rank})
-        values = self.gather(parameter.detach().flatten()[places].float().tolist())
-        return Replicas(_unwrapped_name(name), len(differing), table[:, differing[0]].tolist(), places, values)
-
-    def once_per_node(self, work: Callable[[], T]) -> T:
-        """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
-
-        Args:
-            work: its result must be picklable, and holds for all processes of a node.
-
-        Raises:
-            The first error that any node met, on every process.
-        """
-        result: Any = None
-        error: Exception | None = None
-        if self.accelerator.is_local_main_process:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
-        if self.world_size > 1:
-            # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
-            store = dist.distributed_c10d._get_default_store()
-            self._waits += 1
-            keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
-            store.set(keys[self.rank], pickle.dumps(result))
-            store.wait(keys, timedelta(days=7))
-            result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
-            error = next((met for met in self.gather(error) if met is not None), None)
-        if error is not None:
-            raise error
-        return result
+        named = [(unwrapped_name(name), parameter) for name, parameter in self.model.named_parameters()]
+        return differing(self, named)
 
     # --- training
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
@@ -329,7 +184,7 @@ class Strategy:
         """(name, parameter) of every trained weight, in one order on all ranks and strategies."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                yield _unwrapped_name(name), parameter
+                yield unwrapped_name(name), parameter
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """The whole parameter's shape, also where this rank holds a part."""
@@ -516,16 +371,11 @@ def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Non
         state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def _unwrapped_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
+    """A weight's name without those of the wrappers around its model."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
     return name
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The flattened tensor as integers, so that nothing that is not a number is equal to nothing."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().reshape(-1).view(integers[tensor.element_size()])
 
 
 def whole(tensor: Any) -> Any:

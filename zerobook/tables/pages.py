@@ -31,7 +31,7 @@ TINY = "On a GPU: `python scripts/reproduce_tables.py --scale full --device_memo
 
 def record(tables: Sequence[Table], scale: str, where: Cluster, ranks: int, *, seconds: float) -> dict[str, Any]:
     """All of it, as JSON has it."""
-    from zerobook.loop import versions
+    from zerobook.versions import versions
 
     return {
         "scale": scale,

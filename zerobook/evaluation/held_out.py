@@ -1,0 +1,76 @@
+"""The loss on held-out data: measured, and put in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from zerobook.data.feed import Feed, Layout
+from zerobook.data.sampler import SampleOrder
+from zerobook.strategy import Strategy
+
+
+@torch.no_grad()
+def losses(
+    strategy: Strategy,
+    parts: Mapping[str, Any],
+    micro: int,
+    collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
+    summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+) -> dict[str, Any]:
+    """Over all of it, and over each dataset where there are several. Collective.
+
+    Args:
+        parts: name -> held-out rows.
+        micro: samples a process takes at once.
+        summed_loss: batch -> the sum over its supervised tokens, in nats.
+
+    Returns:
+        ``loss`` (nats per supervised token), ``perplexity``, ``tokens``; ``datasets``, the same three by name.
+    """
+    layout = Layout(world_size=strategy.world_size, rank=strategy.rank, micro=micro)
+    feeds = [
+        Feed(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, collate, end=len(part)) for part in parts.values()
+    ]
+    bar = tqdm(total=sum(f.steps() for f in feeds), desc="evaluating", leave=False, disable=not strategy.is_main)
+    sums = torch.zeros(len(parts), device=strategy.device, dtype=torch.float64)
+    for index, feed in enumerate(feeds):
+        for _, batches in feed:
+            for batch in batches:
+                sums[index] += summed_loss(batch)
+            bar.update(1)
+    bar.close()
+    tokens = [int(part.supervised.sum()) for part in parts.values()]
+    sums = strategy.sum_over_ranks(sums).tolist()
+    result: dict[str, Any] = _of(sum(sums), sum(tokens))
+    if len(parts) > 1:
+        result["datasets"] = {name: _of(*pair) for name, *pair in zip(parts, sums, tokens, strict=True)}
+    return result
+
+
+def describe(result: dict[str, Any]) -> str:
+    """``held-out loss 1.7716, perplexity 5.88 (code 1.2000, chat 2.1000), rougeL 21.3``."""
+    words = []
+    if "loss" in result:
+        each = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.get("datasets", {}).items())
+        words.append(
+            f"held-out loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}" + (f" ({each})" if each else "")
+        )
+    words += [f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items()]
+    return ", ".join(words)
+
+
+def tracked(result: dict[str, Any]) -> dict[str, float]:
+    """Flat, as trackers take them."""
+    flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
+    flat |= {f"eval_loss/{name}": part["loss"] for name, part in result.get("datasets", {}).items()}
+    return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
+
+
+def _of(total: float, tokens: int) -> dict[str, Any]:
+    loss = total / tokens
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens}

@@ -1,0 +1,108 @@
+"""Who this process is among the ranks, and what they tell each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes of a run, as accelerate has formed them."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self._waits = 0
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce ``values`` (any shape, in place) and return it."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's picklable ``value``, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable ``value``, by rank, on every rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        result, error = self.from_main((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def once_per_node(self, work: Callable[[], T]) -> T:
+        """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
+
+        Args:
+            work: its result must be picklable, and holds for all processes of a node.
+
+        Raises:
+            The first error that any node met, on every process.
+        """
+        result: Any = None
+        error: Exception | None = None
+        if self.accelerator.is_local_main_process:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        if self.world_size > 1:
+            # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
+            store = dist.distributed_c10d._get_default_store()
+            self._waits += 1
+            keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
+            store.set(keys[self.rank], pickle.dumps(result))
+            store.wait(keys, timedelta(days=7))
+            result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
+            error = next((met for met in self.gather(error) if met is not None), None)
+        if error is not None:
+            raise error
+        return result

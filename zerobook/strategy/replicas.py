@@ -1,0 +1,79 @@
+"""Copies of the weights that every rank holds whole: are they the same, and if not, whose is odd?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerobook.strategy.ranks import Ranks
+
+
+class Replicas(NamedTuple):
+    """Copies of the weights that differ. ``tensors`` of them do; ``name`` is the first, with each rank's checksum, the
+    ``places`` (flattened) where ranks differ from rank 0, and each rank's ``values`` there."""
+
+    name: str
+    tensors: int
+    checksums: list[int]
+    places: list[int]
+    values: list[list[float]]
+
+    def words(self, read: Callable[[str, int], float] | None) -> str:
+        """Whose copy it is, and what it holds.
+
+        Args:
+            read: (name, place) -> the value in the last checkpoint, which decides where no majority does.
+        """
+        counts = Counter(self.checksums)
+        place = self.places[0] if self.places else 0
+        there = [values[0] if values else math.nan for values in self.values]
+        majority, votes = counts.most_common(1)[0]
+        if votes > len(self.checksums) / 2:
+            ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
+        else:
+            ranks = self._far_off(there, read(self.name, place)) if read is not None else []
+        if len(ranks) == 1:
+            who = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
+        else:
+            who = f"the copies of {self.name} on ranks {ranks or list(range(len(there)))} differ"
+        others = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(there))
+        more = f", and {self.tensors - 1} more tensors differ" if self.tensors > 1 else ""
+        return f"{who} (element {place}: {others}){more}"
+
+    @staticmethod
+    def _far_off(values: list[float], before: float) -> list[int]:
+        """The rank whose value is ten times as far from what it was as any other's; none where that is not clear."""
+        far = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
+        odd = far.index(max(far))
+        return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
+
+
+def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas | None:
+    """None where all ranks hold the same. Reads every weight once; the first that differs is looked at more closely.
+    Collective."""
+    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
+    every = [torch.empty_like(sums) for _ in range(ranks.world_size)]
+    dist.all_gather(every, sums)
+    table = torch.stack(every)
+    odd_ones = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    if not odd_ones:
+        return None
+    name, parameter = named[odd_ones[0]]
+    mine = _bits(parameter)
+    reference = mine.clone()
+    dist.broadcast(reference, src=0)
+    odd = (mine != reference).nonzero().flatten()[:16].tolist()
+    places = sorted({place for rank in ranks.gather(odd) for place in rank})
+    values = ranks.gather(parameter.detach().flatten()[places].float().tolist())
+    return Replicas(name, len(odd_ones), table[:, odd_ones[0]].tolist(), places, values)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The flattened tensor as integers, so that nothing that is not a number is equal to nothing."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(integers[tensor.element_size()])
