@@ -39,9 +39,13 @@ def main() -> int:
     from zerobook.tables.bench import Bench
 
     try:
-        unknown = set(asked.tables.upper()) - set("ABCDEFG")
-        if unknown:
-            raise ConfigError(f"--tables: {', '.join(sorted(unknown))}: there is no such table. There are A to G.")
+        wanted = set(asked.tables.upper())
+        if not wanted or wanted - set("ABCDEFG"):
+            raise ConfigError(f"--tables: {asked.tables!r}: there are the tables A to G.")
+        if wanted != set("ABCDEFG") and asked.out is None:
+            raise ConfigError(f"--tables {asked.tables}: docs/ holds all tables of one run. Give --out FOLDER for some of them.")
+        if asked.processes is not None and asked.processes < 1:
+            raise ConfigError(f"--processes: {asked.processes} is no number of processes; give 1 or more.")
         where = here(None if asked.processes is None else str(asked.processes))
         if where.cpu and asked.scale == "full":
             raise ConfigError("--scale full: the published sizes want a GPU, and there is none here. Take --scale tiny.")

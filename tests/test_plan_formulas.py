@@ -91,7 +91,8 @@ def test_checkpoint_of_70_billion():
     [
         (units.parse_bytes, "80GB", 80e9), (units.parse_bytes, "24 GiB", 24 * GIB), (units.parse_bytes, "1.5tb", 1.5e12),
         (units.parse_bytes, "512B", 512), (units.parse_rate, "400Gbps", 50e9), (units.parse_rate, "300GB/s", 300e9),
-        (units.parse_rate, "10 Gbit/s", 1.25e9), (units.parse_rate, "800Gb/s", 100e9), (units.parse_count, "7.5B", 7.5e9),
+        (units.parse_rate, "10 Gbit/s", 1.25e9), (units.parse_rate, "800Gb/s", 100e9),
+        (units.parse_rate, "50GBps", 50e9), (units.parse_rate, "400gbps", 50e9), (units.parse_count, "7.5B", 7.5e9),
         (units.parse_count, "124M", 124e6), (units.parse_count, "1e12", 1e12),
     ],
 )  # fmt: skip
@@ -102,7 +103,7 @@ def test_units(parse, text, expected):
 @pytest.mark.parametrize(
     "parse, text",
     [(units.parse_bytes, t) for t in ("80", "80 Gbps", "GB", "0GB", "-1GB", "1.2.3GB", "80XB", "")]
-    + [(units.parse_rate, t) for t in ("400", "400GB", "0Gbps", "fast")]
+    + [(units.parse_rate, t) for t in ("400", "400GB", "0Gbps", "fast", "50gb/s", "50GBPS")]
     + [(units.parse_count, t) for t in ("7.5GB", "0", "many")],
 )
 def test_wrong_units_name_the_flag_and_the_value(parse, text):

@@ -132,7 +132,10 @@ def test_all_tables_at_the_tiny_scale(tmp_path):
 
 @pytest.mark.parametrize("words, why", [
     (["--scale", "full"], "want a GPU"),
-    (["--scale", "tiny", "--tables", "AZ"], "Z: there is no such table"),
+    (["--scale", "tiny", "--tables", "AZ"], "'AZ': there are the tables A to G"),
+    (["--scale", "tiny", "--tables", ""], "there are the tables A to G"),
+    (["--scale", "tiny", "--tables", "F"], "Give --out FOLDER"),
+    (["--scale", "tiny", "--processes", "0"], "--processes: 0"),
     (["--scale", "tiny", "--device_memory", "24"], "Write GB"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_before_anything_starts(words, why):

@@ -201,6 +201,14 @@ class RecipeConfig(BaseModel):
         """Whether there is any training data."""
         return bool(self.dataset_name or self.train_file or self.datasets)
 
+    def checkpoints_at_once(self, steps: int) -> int:
+        """How many lie on the disk together, in a run of so many ``steps``."""
+        saves = 1 + (max(steps - 1, 0) // self.save_steps if self.save_steps else 0)  # the end is always saved
+        if self.save_total_limit is None:
+            return saves
+        # the best stays besides, and the newest that is proven good; one more is there while it is written
+        return min(saves, self.save_total_limit + bool(self.eval_steps) + (self.on_spike == "rollback") + 1)
+
     def _streaming_problems(self) -> list[str]:
         found = []
         if self.max_train_steps is None:
@@ -291,6 +299,21 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: b
     if problems:
         raise ConfigError(problems)
     return config, sources, known.dry_run
+
+
+def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], changes: dict[str, Any]) -> tuple[ConfigT, Resolved]:
+    """What was given for one recipe, as another recipe's config; keys that the other does not have are left out.
+
+    Raises:
+        ConfigError: with what disagrees in it.
+    """
+    given = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
+    taken = {key: value for key, value in given.items() if key in kind.model_fields}
+    made = kind(**taken)
+    problems = made.problems()
+    if problems:
+        raise ConfigError(problems)
+    return made, Resolved({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
 
 
 def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:

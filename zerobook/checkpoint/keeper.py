@@ -49,13 +49,8 @@ class Keeper:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk."""
         config, strategy = self.config, self.strategy
         one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
-        saves = 1 + (steps // config.save_steps if config.save_steps else 0)
-        most, there = saves, 0
-        if config.save_total_limit:
-            # the best stays besides, and the newest that is proven good
-            kept = config.save_total_limit + bool(config.eval_steps) + (config.on_spike == "rollback")
-            most = min(saves, kept + 1)
-            # pruning what is there makes room
+        most, there = config.checkpoints_at_once(steps), 0
+        if config.save_total_limit:  # pruning what is there makes room
             there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
         if most * one <= free + there:

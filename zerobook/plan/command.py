@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def plan(argv: list[str]) -> int:
         "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpus", default=None, help="GPUs of a node (default 1)")
-    parser.add_argument("--nodes", default="1", help="nodes (default 1)")
+    parser.add_argument("--nodes", help="nodes (default 1)")
     parser.add_argument("--gpu", help=f"which: {', '.join(DEVICES)} (default a100-80gb)")
     parser.add_argument("--gpu_memory", help="of one GPU, such as 80GB")
     parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
@@ -49,7 +50,7 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
     parser.add_argument("--parameters", help="with --formulas: of the model, such as 7.5B")
-    parser.add_argument("--precision", choices=("mixed", "fp32"), default="mixed", help="with --formulas")
+    parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
     parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
@@ -57,17 +58,18 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--autotune", metavar="FOLDER", help="with --here: find the fastest by running it, and write it there")
     parser.add_argument("--global_batch", help="with --autotune: samples of a step")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
-    place = next((i for i, token in enumerate(argv) if not token.startswith("--") and _stands_alone(argv, i)), len(argv))
+    place = next((i for i, token in enumerate(argv) if not token.startswith("-") and _stands_alone(argv, i)), len(argv))
     asked = parser.parse_args(argv[:place])
+    _check(asked, parser, argv[place:])
     where = here(asked.gpus) if asked.here else cluster(
-        gpus=asked.gpus or "1", nodes=asked.nodes, gpu=asked.gpu, gpu_memory=asked.gpu_memory, host_memory=asked.host_memory,
-        disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
+        gpus=asked.gpus or "1", nodes=asked.nodes or "1", gpu=asked.gpu, gpu_memory=asked.gpu_memory,
+        host_memory=asked.host_memory, disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
     )  # fmt: skip
     if asked.formulas:
         if asked.parameters is None:
             raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
         table.show_formulas(
-            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision == "mixed", target=asked.json
+            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision != "fp32", target=asked.json
         )
         return 0
     if place == len(argv):
@@ -78,37 +80,72 @@ def plan(argv: list[str]) -> int:
         return _measure(argv[place], argv[place + 1 :], where, asked)
     if asked.autotune:
         return _autotune(argv[place], argv[place + 1 :], where, asked)
-    subject, rows, traced = _plan(argv[place], argv[place + 1 :], where, asked.strategies)
+    recipe, _, config, sources = _read(argv[place], argv[place + 1 :], data=False)
+    subject, rows, traced = _plan(config, sources, where, asked.strategies)
+    advice = _advice(recipe, config, sources, where, asked.strategies, rows, traced) if asked.recommend else None
+    # what is printed as JSON is alone
+    say = partial(print, file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json:
-        table.write_json(asked.json, table.record(subject, rows, where))
+        told = {} if advice is None else {"advice": advice.record()}
+        table.write_json(asked.json, table.record(subject, rows, where) | told)
     if asked.json != "-":
         table.show(subject, rows, where)
     if asked.png:
         from zerobook.plan.picture import draw
 
-        draw(
-            rows, where, f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}", Path(asked.png)
-        )
-        print(f"wrote {asked.png}")
-    if asked.recommend and traced is None:
-        print("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
+        title = f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}"
+        draw(rows, where, title, Path(asked.png))
+        say(f"wrote {asked.png}")
+    if advice is not None:
+        say(advice.words())
     elif asked.recommend:
-        from zerobook.plan.recommend import recommend
-
-        def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
-            more = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-            if other is None:
-                return _rows(argv[place], [*argv[place + 1 :], *more], where, asked.strategies)
-            recipe, flags, _, _ = _read(argv[place], argv[place + 1 :], data=False)
-            same = {"--block_size": "--max_seq_length", "--config_name": "--model_name_or_path"}
-            flags = [same.get(word, word) for word in flags]
-            return _rows(str(recipe.with_name(f"{other}.py")), [*flags, *more], where, asked.strategies)
-
-        _print_advice(recommend(traced, rows, where, replan))
+        say("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
     return 0 if any(row.fits for row in rows) else 1
 
 
 _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
+
+
+_DESCRIBED = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
+_EXCLUDED = {
+    "here": (*_DESCRIBED, "formulas"),
+    "formulas": ("recommend", "png", "measure", "autotune", "strategies"),
+    "measure": ("recommend", "png", "autotune"),
+    "autotune": ("recommend", "png", "json"),
+}
+"""mode -> flags that say nothing in it"""
+_NEEDED = {"parameters": "formulas", "precision": "formulas", "global_batch": "autotune"}
+
+
+def _check(asked: argparse.Namespace, parser: argparse.ArgumentParser, model: list[str]) -> None:
+    """Raise `ConfigError` for flags that would be ignored, stand in the wrong place, or cannot be written to."""
+    given = vars(asked)
+    problems = [
+        f"--{mode} and --{flag}: with the first the second says nothing. Leave one of them out."
+        for mode, flags in _EXCLUDED.items()
+        for flag in flags
+        if given[mode] and given[flag]
+    ]
+    problems += [
+        f"--{flag}: it says something with --{mode} alone, which is not given."
+        for flag, mode in _NEEDED.items()
+        if given[flag] and not given[mode]
+    ]
+    if asked.formulas and model:
+        problems.append(f"--formulas and {model[0]}: formulas ask for --parameters alone. Leave one of them out.")
+    own = {option for action in parser._actions for option in action.option_strings}
+    problems += [
+        f"{word.split('=')[0]}: it is zerobook plan's own. Put it in front of {model[0]}."
+        for word in model
+        if word.split("=")[0] in own
+    ]
+    for flag in ("json", "png"):
+        if given[flag] and given[flag] != "-" and not Path(given[flag]).absolute().parent.is_dir():
+            problems.append(f"--{flag}: {given[flag]}: there is no folder {Path(given[flag]).absolute().parent}.")
+    if asked.png and not asked.png.endswith(".png"):
+        problems.append(f"--png: {asked.png} is no .png file.")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _stands_alone(argv: list[str], place: int) -> bool:
@@ -143,12 +180,15 @@ def here(processes: str | None) -> Cluster:
     gpus = int(processes or found.gpus)
     (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))  # ranks are alike
     if free < 0.9 * total:
-        print(f"note: {size(total - free)} of GPU {busiest}'s {size(total)} are taken by others; planned with what is free.")
+        taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
+        print(f"note: {taken}; planned with what is free.", file=sys.stderr)
     like = known(found.gpu_name or "")
     if like is None:
         like = DEVICES["a100-80gb"]
-        print(f"note: the speed of {found.gpu_name} is not known here; times are those of an {like.name}.")
-    device = Device(found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention)
+    device = Device(
+        found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention,
+        like="" if known(found.gpu_name or "") else like.name,
+    )  # fmt: skip
     return Cluster(gpus=gpus, device=device, link=like.link, host_memory=host.available, disk=disk)
 
 
@@ -181,35 +221,57 @@ def _files(chosen: str | None) -> list[Path]:
     return [file for file in files if file.stem in wanted]
 
 
-def _rows(first: str, flags: list[str], where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
+def _rows(config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
     from tqdm import tqdm
 
     from zerobook.plan.job import job
     from zerobook.plan.rows import Traced, rank, row
 
-    _, _, config, sources = _read(first, flags, data=False)
-    traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
+    made = job(config)
+    if made.seq2seq != hasattr(config, "max_source_length"):
+        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if made.seq2seq else ("no encoder-decoder", "causal_lm")
+        raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
+    traced = Traced.of(made, "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
     return traced, rank([row(file, traced, where, sources) for file in bar])
 
 
-def _plan(first: str, flags: list[str], where: Cluster, chosen: str | None) -> tuple[Subject, list[Row], Traced | None]:
+def _plan(
+    config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None
+) -> tuple[Subject, list[Row], Traced | None]:
     """What was planned and its rows; without traces where there are but formulas."""
     from zerobook.plan.job import NoClass
 
     try:
-        traced, rows = _rows(first, flags, where, chosen)
+        traced, rows = _rows(config, sources, where, chosen)
         return traced.subject, rows, traced
     except NoClass as error:
         from zerobook.plan.fallback import fall_back
 
-        _, _, config, sources = _read(first, flags, data=False)
         return *fall_back(config, sources, error, _files(chosen), where), None
+
+
+def _advice(
+    recipe: Path, config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
+    traced: Traced | None,
+) -> Advice | None:  # fmt: skip
+    """What to take; None where there are but formulas, on which no rule can be tried."""
+    from zerobook.config import changed
+    from zerobook.doctor import _config_class
+    from zerobook.plan.recommend import recommend
+
+    if traced is None:
+        return None
+
+    def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
+        kind = type(config) if other is None else _config_class(str(recipe.with_name(f"{other}.py")))
+        return _rows(*changed(config, sources, kind, changes), where, chosen)
+
+    return recommend(traced, rows, where, replan)
 
 
 def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
     """Print planned beside measured. Returns 0 where every run came through."""
-    import orjson
     from rich.console import Console
     from rich.table import Table
     from tqdm import tqdm
@@ -226,20 +288,23 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
     for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False, disable=not sys.stderr.isatty()):
         found.append(measure(file, planned, recipe, flags, where, sources))
     if asked.json:
-        Path(asked.json).write_bytes(orjson.dumps([asdict(made) for made in found], option=orjson.OPT_INDENT_2))
+        table.write_json(asked.json, [asdict(made) for made in found])
+    alright = not any(made.died and not made.died.startswith("cannot run") for made in found)
+    if asked.json == "-":
+        return 0 if alright else 1
     names = list(dict.fromkeys(name for made in found for name in made.figures))
-    table = Table(title=f"planned / measured on {where.name}: the rank that is furthest off", title_justify="left", box=None)
+    compared = Table(title=f"planned / measured on {where.name}: the rank that is furthest off", title_justify="left", box=None)
     for column in ("strategy file", "ranks", *names):
-        table.add_column(column, justify="left" if column == "strategy file" else "right", no_wrap=column == "strategy file")
+        compared.add_column(column, justify="left" if column == "strategy file" else "right", no_wrap=column == "strategy file")
     for made in found:
         cells = [_beside(made.figures[name]) if name in made.figures else "-" for name in names]
-        table.add_row(made.file, str(made.ranks), *cells)
+        compared.add_row(made.file, str(made.ranks), *cells)
     console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.print(table)
+    console.print(compared)
     for made in found:
         if made.died:
             console.print(f"[bold]{made.file}[/]: {made.died}")
-    return 1 if any(made.died and not made.died.startswith("cannot run") for made in found) else 0
+    return 0 if alright else 1
 
 
 def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
@@ -290,12 +355,3 @@ def _beside(figure: Figure) -> str:
     if figure.planned == figure.measured:
         return f"{size(figure.measured)} =" if figure.measured else "-"
     return f"{size(figure.planned)} / {size(figure.measured)} ({figure.error:+.2%})"
-
-
-def _print_advice(advice: Advice) -> None:
-    if advice.row is not None:
-        flags = "".join(f" --{key} {value}" for key, value in advice.flags.items())
-        recipe = f" recipes/{advice.recipe}.py" if advice.recipe else ""
-        print(f"recommended: accelerate_configs/{advice.row.file}.yaml{recipe}{flags}")
-    for rule, reason in advice.reasons:
-        print(f"  {rule}: {reason}")

@@ -192,7 +192,7 @@ def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, 
         paper=literature,
         sent=literature.sent,
         between=literature.between,
-        checkpoint=checkpoints(decoder.parameters, config),
+        **checkpoints(decoder.parameters, config),
         time=time(
             flops, flows(decoder.parameters, decoder.parameters, spreads), everything, spreads, cluster,
             accumulation=config.gradient_accumulation_steps,

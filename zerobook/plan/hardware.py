@@ -21,6 +21,7 @@ class Device:
     """A GPU as its maker states it: bytes of memory, dense operations a second in half precision, bytes a second of memory.
 
     ``link`` is bytes a second to the other GPUs of its node, each way. ``fused`` says that flash attention runs on it.
+    ``like`` is the device whose speed stands for this one's, where its own is not known.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Device:
     link: float
     bf16: bool = True
     fused: bool = True
+    like: str = ""
 
 
 def _device(name: str, gb: int, tflops: float, gbps: float, link: float, **facts: bool) -> Device:
@@ -177,6 +179,6 @@ def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device
         return Device(found.name, memory, found.flops, found.bandwidth, found.link, found.bf16, found.fused)
     if memory is None:
         return DEVICES["a100-80gb"]
-    nearest = min(DEVICES.values(), key=lambda d: (abs(d.memory - memory), not d.bf16, d.name != "a100-80gb"))
-    like = DEVICES["a100-80gb"] if memory == 80 * 10**9 else nearest
-    return Device(f"{memory / 1e9:.0f} GB GPU", memory, like.flops, like.bandwidth, like.link, like.bf16, like.fused)
+    recent = [device for device in DEVICES.values() if device.bf16]
+    like = min(recent, key=lambda d: (abs(d.memory - memory), d.name != "a100-80gb"))
+    return Device(f"{memory / 1e9:.0f} GB GPU", memory, like.flops, like.bandwidth, like.link, like=like.name)

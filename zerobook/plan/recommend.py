@@ -33,6 +33,18 @@ class Advice:
     recipe: str | None
     reasons: list[tuple[str, str]]
 
+    def words(self) -> str:
+        """What to launch, and a line for each rule."""
+        flags = "".join(f" --{key} {value}" for key, value in self.flags.items())
+        recipe = f" recipes/{self.recipe}.py" if self.recipe else ""
+        first = [f"recommended: accelerate_configs/{self.row.file}.yaml{recipe}{flags}"] if self.row is not None else []
+        return "\n".join([*first, *(f"  {rule}: {reason}" for rule, reason in self.reasons)])
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        file = self.row.file if self.row is not None else None
+        return {"strategy": file, "recipe": self.recipe, "flags": self.flags, "reasons": [list(pair) for pair in self.reasons]}
+
 
 Replan = Callable[[dict[str, Any], str | None], tuple[Traced, list[Row]]]
 LORA = "lora_finetune"
@@ -45,9 +57,11 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
         replan: (flags to add, another recipe) -> the plan with them.
     """
     reasons = list(_always(traced, where))
-    flags: dict[str, Any] = {}
+    flags = _precision(traced, where)
+    if flags:
+        traced, rows = replan(flags, None)
     recipe, as_asked = None, rows
-    for rule, change in _ladder(traced):
+    for rule, change in _ladder(traced, where):
         if rule is not None:
             flags |= {key: value for key, value in change.items() if key != "recipe"}
             recipe = change.get("recipe", recipe)
@@ -60,16 +74,30 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
             if recipe is not None:
                 other = f"adapters alone are trained; to train all weights there is {_other(as_asked)}"
                 reasons.append(("what LoRA leaves out", other))
+                reasons.append(("in its recipe", "--max_seq_length takes the place of --block_size"))
             return Advice(best, flags, recipe, reasons + list(_about(best, traced.job.config, where)))
+        if any(_lacks_another_thing(row) for row in rows):
+            break  # what saves the GPU's memory does not help
     offloading = [row for row in rows if row.fits]
     if offloading:
         reasons.append(("offload last", "nothing fits without it; accumulation was tried before it, since it costs less"))
         return Advice(offloading[0], flags, recipe, reasons + list(_about(offloading[0], traced.job.config, where)))
-    least = min((row.memory.total for row in rows if row.memory), default=0)
-    reasons.append(
-        ("nothing fits", f"the smallest plan needs {size(least)} a GPU: take more or larger GPUs, or a smaller model")
-    )
+    reasons.append(("nothing fits", _nearest(rows)))
     return Advice(None, flags, recipe, reasons)
+
+
+def _lacks_another_thing(row: Row) -> bool:
+    """It fits the GPU, without offload, and not the host or the disk."""
+    return bool(row.over) and not any(words.startswith("GPU memory") for words in row.over) and not _offloads(row)
+
+
+def _nearest(rows: list[Row]) -> str:
+    """What the file that is nearest to fitting lacks."""
+    able = [row for row in rows if row.memory is not None]
+    if not able:
+        return f"no strategy file can run it; {rows[0].file}: {rows[0].problems[0]}"
+    nearest = min(able, key=lambda row: (len(row.over), row.memory.total if row.memory else 0))
+    return f"{nearest.file} comes nearest: {'; '.join(nearest.over)}. It wants {' or '.join(nearest.remedies)}"
 
 
 def _other(rows: list[Row]) -> str:
@@ -77,11 +105,18 @@ def _other(rows: list[Row]) -> str:
     return f"{fitting[0].file}, at {fitting[0].tokens_per_second:,.0f} tokens/s" if fitting else "no file that fits"
 
 
+def _precision(traced: Traced, where: Cluster) -> dict[str, Any]:
+    """The device's half precision, where nobody said which to train in."""
+    if where.cpu or traced.job.config.mixed_precision is not None:
+        return {}
+    return {"mixed_precision": "bf16" if where.device.bf16 else "fp16"}
+
+
 def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
     config = traced.job.config
-    if where.device.bf16 and config.mixed_precision not in ("bf16",):
+    if not where.cpu and where.device.bf16 and config.mixed_precision != "bf16":
         yield "bf16", "--mixed_precision bf16: half the bytes, and no loss scale that can overflow"
-    if not where.device.bf16 and config.mixed_precision != "fp16":
+    if not where.cpu and not where.device.bf16 and config.mixed_precision != "fp16":
         yield "fp16", f"--mixed_precision fp16: {where.device.name} has no bf16"
     if not traced.job.seq2seq and not config.packing and traced.job.shape.padded:
         yield "packing", "--packing: no time is spent on padding"
@@ -89,7 +124,7 @@ def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
         yield "flash attention", "--attn_implementation auto takes it where the package is installed"
 
 
-def _ladder(traced: Traced) -> Iterator[tuple[str | None, dict[str, Any]]]:
+def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """(rule, flags) in the order to try; first as it is."""
     config = traced.job.config
     yield None, {}
@@ -101,10 +136,14 @@ def _ladder(traced: Traced) -> Iterator[tuple[str | None, dict[str, Any]]]:
             "accumulation before offload",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
         )
-    if traced.job.seq2seq:
+    # adapters say nothing on weights that were never trained
+    if traced.job.seq2seq or getattr(config, "config_name", None):
         return
     if not traced.job.lora:
-        yield "LoRA on all linear layers", {"recipe": LORA, "dtype": "bfloat16"}
+        length = {"max_seq_length": config.block_size}  # what the other recipe calls it
+        yield "LoRA on all linear layers", {
+            "recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16", **length,
+        }  # fmt: skip
     if not getattr(config, "load_in_4bit", False):
         # rows of files that lose a quantised base, such as parameter offload, cannot run, and say so
         yield "QLoRA, where the strategy supports a quantised base", {"load_in_4bit": True}
@@ -150,6 +189,8 @@ def _about(best: Row, config: Any, where: Cluster) -> Iterator[tuple[str, str]]:
             "host RAM at load",
             f"every rank loads a whole copy: {size(best.memory.host_at_load)} of {size(where.host_memory)}",
         )
+    if best.tight:
+        yield "tight", f"{size(best.memory.total)} of {size(where.device.memory)} are planned; fragmentation may end the run"
     samples = config.per_device_train_batch_size * config.gradient_accumulation_steps * best.spread.ranks
     yield (
         "effective batch",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import worker_environment
@@ -32,8 +33,10 @@ TIGHT = 0.92
 class Row:
     """One strategy file on one cluster. ``problems`` say why it cannot run at all, and then there is nothing else;
     ``over`` what does not fit. ``states`` are bytes on the GPU between backward pass and step, ``paper`` what the literature
-    says of them. ``bare``: the states alone do not fit a GPU, so no activations were traced, and no time.
-    ``by_formula``: nothing was counted or traced; ``formula`` says what was computed instead."""
+    says of them. ``checkpoint`` are bytes of all ``checkpoints`` that lie on the disk together; of one, where nobody said how
+    long the run is and their number is None. ``tight``: it fits on paper, and fragmentation may end the run. ``bare``: the
+    states alone do not fit a GPU, so no activations were traced, and no time. ``by_formula``: nothing was counted or traced;
+    ``formula`` says what was computed instead."""
 
     file: str
     name: str
@@ -44,8 +47,10 @@ class Row:
     sent: float = 0.0
     between: float = 0.0
     checkpoint: int = 0
+    checkpoints: int | None = 1
     time: Time | None = None
     tokens_per_step: int = 0
+    tight: bool = False
     bare: bool = False
     by_formula: bool = False
     formula: dict[str, str] = field(default_factory=dict)
@@ -161,7 +166,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes),
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
-        checkpoint=checkpoints(traced.trained, config),
+        **checkpoints(traced.trained, config),
         time=None if bare else time(micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation),
         bare=bare,
         tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
@@ -170,10 +175,14 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     return made
 
 
-def checkpoints(trained: int, config: RecipeConfig) -> int:
-    """Bytes of all that a run keeps of its checkpoints."""
-    steps = config.max_train_steps or 1
-    return STATE_BYTES * trained * (config.save_total_limit or max(1, steps // (config.save_steps or steps)))
+def checkpoints(trained: int, config: RecipeConfig) -> dict[str, Any]:
+    """`Row.checkpoint` and `Row.checkpoints`."""
+    one, steps = STATE_BYTES * trained, config.max_train_steps
+    if steps is None and config.save_steps and config.save_total_limit is None:
+        return {"checkpoint": one, "checkpoints": None}
+    # where nobody said how many steps there are, the limit is reached
+    most = config.checkpoints_at_once(steps if steps is not None else 2**62)
+    return {"checkpoint": most * one, "checkpoints": most}
 
 
 def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
@@ -188,22 +197,45 @@ def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
     for what, needed, there in limits:
         if there is not None and needed > there:
             made.over.append(f"{what}: {size(needed)} of {size(there)}")
-    parts = made.memory.device
-    excess = made.memory.total - cluster.device.memory
-    if excess > 0:
-        if parts["activations"] > excess and not config.activation_checkpointing:
-            made.remedies.append("--activation_checkpointing")
-        if parts["activations"] > excess and config.per_device_train_batch_size > 1:
-            made.remedies.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
-        if not made.remedies:
-            if made.spread.stage < 3 or made.spread.offload_param == "none":
-                made.remedies.append("more sharding or offload")
-            if not hasattr(config, "lora_r"):
-                made.remedies.append("LoRA")
+    made.tight = made.memory.total > TIGHT * cluster.device.memory
+    over = {words.partition(":")[0] for words in made.over}
+    if "GPU memory" in over:
+        made.remedies += _for_the_gpu(made, config, made.memory.total - cluster.device.memory)
+    if "host RAM while loading" in over:
+        loads_once = made.spread.kind == "fsdp" or made.spread.stage == 3
+        made.remedies.append("more host RAM" if loads_once else "fsdp or zero3, whose ranks do not load a copy each")
+    if "host RAM" in over:
+        made.remedies.append("zero3_nvme" if made.spread.offload_optimizer == "cpu" else "more host RAM")
+    if "disk" in over:
+        fewer = made.checkpoints is None or made.checkpoints > 1
+        made.remedies.append("a lower --save_total_limit" if fewer else "a larger --disk")
+
+
+def _for_the_gpu(made: Row, config: RecipeConfig, excess: int) -> list[str]:
+    """What would save ``excess`` bytes of a GPU's memory."""
+    assert made.memory is not None and made.spread is not None
+    activations, rows = made.memory.device["activations"], config.per_device_train_batch_size
+    found = []
+    if activations > excess:
+        if not config.activation_checkpointing:
+            found.append("--activation_checkpointing")
+        if activations * (rows - 1) / rows > excess:
+            found.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
+        else:  # one row alone is too long
+            names = ("block_size", "max_seq_length", "max_source_length")
+            found.append(f"a smaller --{next(name for name in names if hasattr(config, name))}")
+        return found
+    if made.spread.stage < 3 or made.spread.offload_param == "none":
+        found.append("more sharding or offload")
+    # there is no recipe for adapters of encoder-decoders, and none on weights that were never trained
+    if not (hasattr(config, "lora_r") or hasattr(config, "max_target_length") or getattr(config, "config_name", None)):
+        found.append("LoRA")
+    return found or ["more or larger GPUs"]
 
 
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
-"""Strategy files, the one with the least machinery first; where rates are within a twentieth, it goes first."""
+"""Strategy files, the one with the least machinery first; where rates are within a twentieth, it goes first, unless it is
+tight."""
 
 
 def rank(rows: Sequence[Row]) -> list[Row]:
@@ -216,6 +248,6 @@ def rank(rows: Sequence[Row]) -> list[Row]:
         if not made.fits:
             return (2 if made.bare else 1, float(made.memory.total), 0)
         place = SIMPLEST.index(made.file) if made.file in SIMPLEST else len(SIMPLEST)
-        return (0, -round(math.log(made.tokens_per_second, 1.05)), place)
+        return (0, -round(math.log(made.tokens_per_second, 1.05)), made.tight, place)
 
     return sorted(rows, key=key)

@@ -38,8 +38,8 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
     lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
     room = f", host {size(where.host_memory)}" if where.host_memory else ""
     console.print(
-        f"[bold]{subject.name}[/]: {count(subject.parameters)} parameters, {count(subject.trained)} trained | micro-batch "
-        f"{shape.rows} x {lengths} tokens, accumulation {subject.accumulation} | {where.name}, "
+        f"[bold]{escape(subject.name)}[/]: {count(subject.parameters)} parameters, {count(subject.trained)} trained | "
+        f"micro-batch {shape.rows} x {lengths} tokens, accumulation {subject.accumulation} | {where.name}, "
         f"{gb(where.device.memory)} GB each{room}"
     )
     if subject.by_formula:
@@ -77,13 +77,11 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cl
 
 
 def _fits(row: Row, where: Cluster) -> str:
-    from zerobook.plan.rows import TIGHT
-
     if row.memory is None:
         return "[red]cannot run[/]"
     if not row.fits:
         return "[red]no[/]"
-    return "[yellow]tight[/]" if row.memory.total > TIGHT * where.device.memory else "[green]yes[/]"
+    return "[yellow]tight[/]" if row.tight else "[green]yes[/]"
 
 
 def _memory(subject: Subject) -> list[Column]:
@@ -173,7 +171,8 @@ def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
     from zerobook.plan.roofline import EFFICIENCY
 
     lines = [
-        f"checkpoints: {size(max(row.checkpoint for row in rows))}; times assume {EFFICIENCY:.0%} of the GPU's listed speed"
+        f"checkpoints: {_checkpoints(max(rows, key=lambda row: row.checkpoint))}; times assume {EFFICIENCY:.0%} of the GPU's "
+        "listed speed" + (f", and that of an {where.device.like}" if where.device.like else "")
     ]
     if subject.by_formula:
         example = next((row for row in rows if row.formula), None)
@@ -190,6 +189,12 @@ def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
     return lines
 
 
+def _checkpoints(row: Row) -> str:
+    if row.checkpoints is None:
+        return f"{size(row.checkpoint)} each; how many follows from the data's length, unless --save_total_limit says"
+    return size(row.checkpoint) if row.checkpoints == 1 else f"{row.checkpoints} of them {size(row.checkpoint)}"
+
+
 def _or_dash(amount: float) -> str:
     return size(amount) if amount else "-"
 
@@ -203,7 +208,7 @@ def record(subject: Subject, rows: Sequence[Row], where: Cluster) -> dict[str, A
     }  # fmt: skip
 
 
-def write_json(target: str, found: dict[str, Any]) -> None:
+def write_json(target: str, found: Any) -> None:
     """Into a file, or for ``-`` to the terminal."""
     text = json.dumps(found, indent=2)
     if target == "-":

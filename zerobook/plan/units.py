@@ -30,17 +30,16 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_rate(text: str, key: str) -> float:
-    """Bytes a second: ``400Gbps`` counts bits, ``300GB/s`` bytes.
+    """Bytes a second. The case of the b counts: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` bytes.
 
     Raises:
-        ConfigError: as `parse_bytes`.
+        ConfigError: as `parse_bytes`; or all is written small, as in ``50gb/s``, which people use for both.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt])?(?:(bps|bit/s|b/s)|(B/s))\s*", text, re.I)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
     value = _number(match[1]) if match else None
-    if match is None or not value:
+    if match is None or not value or (match[3] == "b/s" and (match[2] or "").islower()):
         raise ConfigError(f"{key}: {text!r} is no rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
-    bits = "B/s" not in text
-    return value * _DECIMAL[(match[2] or "").lower()] / (8 if bits else 1)
+    return value * _DECIMAL[(match[2] or "").lower()] / (1 if "B" in match[3] else 8)
 
 
 def parse_count(text: str, key: str) -> int:
