@@ -18,6 +18,8 @@ STEP = 4
 """Bytes of AdamW's count of steps, one fp32 number for each tensor it steps. DeepSpeed's CPUAdam counts in an integer."""
 SWAPPED = 1 << 20
 """Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""
+STAND_IN = 2
+"""Bytes of the one number in host RAM that stands for all weights while they lie on NVMe."""
 Groups = Sequence[Sequence["Weight"]]
 
 
@@ -157,9 +159,10 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
         held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
     if spread.offload_param != "none":
         away = sum(_part(w, spread) * _cast(w, spread) for w in on_nvme(weights, groups, spread))
-        held.parameters -= away
+        left = sharded - away + (STAND_IN if away else 0)
+        held.parameters += left - sharded
         held.disk += away
-        held.host["parameters"] = sharded - away
+        held.host["parameters"] = left
     return held
 
 
