@@ -20,15 +20,15 @@ from zerobook.plan import formulas
 from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
 from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
-from zerobook.plan.holdings import Weight
+from zerobook.plan.holdings import Weight, hold
 from zerobook.plan.job import Job, Shape, job, read_config
-from zerobook.plan.memory import PARTS, Memory
+from zerobook.plan.memory import PARTS, Memory, memory
 from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
 from zerobook.plan.spread import Spread
-from zerobook.plan.trace import Follow, Saved, _autocast, _kernels, trace
-from zerobook.plan.traffic import between_nodes, flows
+from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, trace
+from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
 from zerobook.resolve import Hardware
 
@@ -288,6 +288,10 @@ def test_falcon_40b():
     lora = rows_of("lora_finetune", "falcon_40b", eight, **flags)
     assert next(iter(lora)) == "fsdp" and lora["zero3"].tokens_per_second > 0.95 * lora["fsdp"].tokens_per_second
     assert not lora["ddp"].fits and not lora["zero2"].fits and lora["zero3"].fits and lora["fsdp"].fits
+    on_disk, on_host = lora["zero3_nvme"].memory, lora["zero3_offload"].memory
+    assert on_disk.disk > 82e9 and on_disk.host < 10e9 < 82e9 < on_host.host, "the adapters alone would stay"
+    # 10.4 GB of each rank's, read of one disk forward and backward
+    assert lora["zero3_nvme"].time.offload - lora["zero3_offload"].time.offload > 2 * 82e9 / 3e9
     weights = sum(w.numel for w in made("causal_lm", MODELS / "falcon_40b.json").weights()[0])
     assert 2 * weights / 2**30 == pytest.approx(74, rel=0.05)  # printed for 40 x 10^9
     # every rank its own copy: DeepSpeed's estimator, and fp32 copies counted
@@ -494,6 +498,126 @@ def test_the_optimizer_waits_for_memory():
     assert on_host.optimizer == 0 and on_host.offload >= 28e9 / 8 / 20e9
 
 
+M = 1 << 20
+TRAINED = [Weight(name, (4 * M,), 4, True) for name in "abc"]
+FROZEN = [Weight("frozen", (8 * M,), 4, False), Weight("small", (M - 2,), 4, False)]
+
+
+@pytest.mark.parametrize(
+    "in_cpu, staying, set_aside",
+    [
+        (10**9, "abc", 0),
+        (5 * M, "ab", M + 2 * M),  # what b leaves of the room, and where c is rounded to before it is written
+        (4 * M, "ab", 0 + 2 * M),
+        (2 * M, "a", 0 + 2 * M),
+        (2 * M - 1, "", 2 * M - 1 + 2 * M),  # room for a rank's part of a, less one
+        (0, "", 2 * M),
+    ],
+)
+def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
+    """Of trained weights the first ``max_in_cpu`` elements stay, whole sub-groups of them; of frozen ones parts under 1 MiB."""
+    common = {
+        "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
+        "persistent": 10, "reuse": 0, "in_cpu": in_cpu, "swap": 100, "offload_optimizer": "nvme",
+    }  # fmt: skip
+    weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
+    on_host, on_disk = (Spread(**common, offload_param=where) for where in ("cpu", "nvme"))
+    before, after = hold(weights, groups, on_host), hold(weights, groups, on_disk)
+    away = 2 * (4 * M + 2 * M * (3 - len(staying)))
+    assert after.parameters == before.parameters - away + 2 and after.disk == before.disk + away, "a number in their place"
+    assert after.host == before.host | {"parameters": before.host["parameters"] - away + 2}
+    assert after.on_device == before.on_device
+    micro, options = Trace(0, 0, 0, [(0, 0)]), {"accumulation": 1, "gpus_per_node": 2}
+    planned = memory(weights, groups, on_disk, micro, **options)
+    assert planned.disk == 2 * after.disk
+    assert planned.host == 2 * (sum(after.host.values()) + 2 * (100 + set_aside))
+    # read twice a micro-batch, written once a step where they are trained; the node's two ranks have one disk
+    two, seconds = cluster(gpus="2", gpu="a100-80gb"), {}
+    for spread in (on_host, on_disk):
+        seconds[spread.offload_param] = time(0, [], groups, spread, two, accumulation=3, weights=weights).offload
+    moved = 3 * 2 * away + (away - 2 * 4 * M)
+    assert seconds["nvme"] - seconds["cpu"] == pytest.approx(2 * moved / 3e9)
+
+
+def test_a_strategy_file_says_what_stays_in_host_ram(tmp_path, tiny):
+    text = (ROOT / "ds_configs" / "zero3_nvme.json").read_text()
+    (tmp_path / "ds.json").write_text(text.replace('"max_in_cpu": 1000000000.0', '"max_in_cpu": 1e6'))
+    file = tmp_path / "little.yaml"
+    file.write_text(
+        (FILES[0].parent / "zero3_nvme.yaml").read_text().replace("ds_configs/zero3_nvme.json", str(tmp_path / "ds.json"))
+    )
+    planned = made("causal_lm", tiny / "wide", block_size=64)
+    traced = Traced.of(planned, "cuda")
+    sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
+    two = cluster(gpus="2", gpu="a100-80gb")
+    shipped, little = (row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
+    assert little.spread.in_cpu == 10**6 and little.spread.swap == shipped.spread.swap == 5 * 10**8
+    assert little.memory.disk > shipped.memory.disk > 0
+    assert little.time.offload > shipped.time.offload
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("kind, element", [("deepspeed", 2), ("fsdp", 4)])
+def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
+    """A rank's shard for every gathering, whether or not there is anybody to gather from. FSDP2 casts behind the bus."""
+    layer, head = Weight("layer", (8000, 1000), 4, False, "layer"), Weight("head", (8000, 100), 4, False)
+    trained = Weight("adapter", (8,), 4, True, "layer")
+    common = {"kind": kind, "name": "", "ranks": ranks, "node": ranks, "stage": 3, "shard": ranks, "precision": "bf16",
+              "persistent": 10, "reuse": 10**6, "offload_optimizer": "cpu"}  # fmt: skip
+    where, weights = cluster(gpus=str(ranks), gpu="a100-80gb"), [layer, trained, head]
+
+    def seconds(offload_param: str) -> float:
+        spread = Spread(**common, offload_param=offload_param)
+        found = flows(weights, [[trained]], spread, 3)
+        return time(0, found, [[trained]], spread, where, accumulation=3, weights=weights).offload
+
+    elements = 2 * layer.numel + head.numel + (2 * trained.numel if kind == "fsdp" else 0)
+    assert seconds("cpu") - seconds("none") == pytest.approx(3 * elements * element / ranks / 32e9)
+
+
+def links(folder: Path, rate: float) -> str:
+    """A file as scripts/allreduce_bench.py writes it, of which the planner reads one figure."""
+    file = folder / "links.json"
+    file.write_text(json.dumps({"rows": [{"operation": "all_reduce", "bytes": 64e6, "bus_bytes_per_s": rate}]}))
+    return str(file)
+
+
+@pytest.mark.parametrize("key", ["interconnect", "intra_node"])
+def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
+    """A listed one they get a part of."""
+    moved = [Flow("gradients", "all-reduce", 16e9, 16, worth=2)]
+    spread = Spread(kind="ddp", name="", ranks=16, node=8)
+
+    def seconds(rate: str, part: str) -> float:
+        where = cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: rate})
+        return getattr(time(0, moved, [], spread, where, accumulation=1), part)
+
+    part, listed = {"interconnect": ("network", 0.8), "intra_node": ("links", 0.7)}[key]
+    assert seconds(links(tmp_path, 25e9), part) == pytest.approx(30 / 25)
+    assert seconds("25GB/s", part) == pytest.approx(30 / 25 / listed)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["interconnect", "intra_node"])
+def test_a_benchmark_of_one_rank_is_refused(tmp_path, key, rate):
+    with pytest.raises(ConfigError) as caught:
+        cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: links(tmp_path, rate)})
+    for word in (f"--{key}", "links.json", f"bus_bytes_per_s: {rate:g}", "2 processes or more", "400Gbps"):
+        assert word in str(caught.value)
+
+
+def test_a_cpu_has_no_context_of_cuda(tiny, monkeypatch, capsys):
+    def other(*flags: str) -> int:
+        line = ["plan", *flags, "--strategies", "single", "--json", "-", str(tiny / "llama"), "--block_size", "64"]
+        assert main(line) == 0
+        (single,) = json.loads(capsys.readouterr().out)["rows"]
+        return single["memory"]["device"]["other"]
+
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda _: Hardware()))
+    assert other("--here", "--gpus", "1") == 0
+    assert other("--gpu", "t4") == CONTEXT
+
+
 @pytest.mark.launch
 def test_measured_links_are_planned_with(tmp_path):
     file = tmp_path / "links.json"
@@ -597,6 +721,14 @@ def test_alone_nothing_is_sent_and_its_time_is_told(tiny, capsys):
     assert main(["plan", "--strategies", "single", str(tiny / "llama"), "--block_size", "64"]) == 0
     said = capsys.readouterr().out
     assert "nothing is sent" in said and "tokens/s" in said and "by 48 P/N" not in said
+
+
+@pytest.mark.parametrize("files, told", [("zero3,zero3_nvme", True), ("zero3,zero3_offload", False)])
+def test_the_disk_is_told_where_one_is_used(tiny, capsys, files, told):
+    assert main(["plan", "--gpus", "2", "--strategies", files, str(tiny / "wide"), "--block_size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert ("disk in" in said) is told
+    assert all(len(text) <= 150 for text in said.splitlines())
 
 
 def test_frozen_weights_are_gathered_in_the_papers_figures_too(tiny, capsys):

@@ -39,6 +39,7 @@ JOBS = {
     ),
     "bart": ("seq2seq_chatbot", "bart", {**CHATS, "max_source_length": 64, "max_target_length": 32}),
     "wide": ("causal_lm", "wide", TEXT),
+    "wide lora": ("lora_finetune", "wide", {**CHATS, "max_seq_length": 64}),
 }
 SHARDED = ("zero1", "zero2", "zero3", "fsdp")
 OFFLOADED = ("zero2_offload", "zero3_offload", "zero3_offload_optimizer", "fsdp_offload")
@@ -58,6 +59,8 @@ CASES = [
     ("fsdp", 2, "bart"),
     ("zero2_offload", 2, "bf16"),
     ("zero3_nvme", 2, "wide"),
+    ("zero3_nvme", 2, "wide lora"),
+    ("zero3_nvme_little", 2, "wide"),
 ]
 
 
@@ -74,8 +77,9 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     file = ROOT / "recipes" / f"{recipe}.py"
     config, sources, _ = parse(_config_class(str(file)), line)
     here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
-    shipped = ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    found = measure(in_pairs(shipped, tmp_path) if strategy == "zero3_hpz" else shipped, job(config), file, line, here, sources)
+    shipped = ROOT / "accelerate_configs" / f"{strategy.removesuffix('_little')}.yaml"
+    changed = edited(shipped, tmp_path, *CHANGES[strategy]) if strategy in CHANGES else shipped
+    found = measure(changed, job(config), file, line, here, sources)
     assert not found.died, found.died
     figures = {kind: [figure.planned, figure.measured] for kind, figure in found.figures.items()}
     record("plan", strategy=strategy, ranks=ranks, job=name, **figures)
@@ -88,12 +92,21 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     assert abs(found.figures["sent"].error) < 0.02, found.figures["sent"]
 
 
-def in_pairs(file: Path, folder: Path) -> Path:
-    """A copy of hpZ's strategy file in which two processes are a group: by itself it finds none on one node."""
+CHANGES = {
+    # two processes are a group: by itself hpZ finds none on one node
+    "zero3_hpz": ('"zero_hpz_partition_size": "auto"', '"zero_hpz_partition_size": 2'),
+    # so little stays in host RAM that trained weights lie on the disk
+    "zero3_nvme_little": ('"max_in_cpu": 1000000000.0', '"max_in_cpu": 1e5'),
+}
+
+
+def edited(file: Path, folder: Path, old: str, new: str) -> Path:
+    """A copy of a strategy file with something else in its DeepSpeed config."""
     text = (ROOT / "ds_configs" / f"{file.stem}.json").read_text()
-    (folder / "pairs.json").write_text(text.replace('"zero_hpz_partition_size": "auto"', '"zero_hpz_partition_size": 2'))
+    assert old in text
+    (folder / "edited.json").write_text(text.replace(old, new))
     copy = folder / file.name
-    copy.write_text(file.read_text().replace(f"ds_configs/{file.stem}.json", str(folder / "pairs.json")))
+    copy.write_text(file.read_text().replace(f"ds_configs/{file.stem}.json", str(folder / "edited.json")))
     return copy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from dataclasses import dataclass
@@ -64,12 +65,15 @@ PCIE = 32e9
 """Bytes a second between GPUs without NVLink: PCIe 4 with 16 lanes, one way."""
 NETWORK = 0.8
 """Of a network's listed bandwidth, what collectives get: 80 to 85 % is what large trainings report."""
+LINKS = 0.7
+"""Of the links' listed bytes a second, what collectives get inside a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``gpus`` a node on ``nodes`` nodes. ``network`` is bytes a second that a node sends; None for one node. Memory is in
-    bytes, ``host_memory`` and ``disk`` a node's; None where nobody said."""
+    """``gpus`` a node on ``nodes`` nodes. ``network`` is bytes a second that a node sends; None for one node. Of both rates
+    ``measured`` names those that collectives really got; others are as listed. Memory is in bytes, ``host_memory`` and
+    ``disk`` a node's; None where nobody said."""
 
     gpus: int
     nodes: int = 1
@@ -79,10 +83,21 @@ class Cluster:
     host_memory: int | None = None
     disk: int | None = None
     cpu: bool = False
+    measured: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def context(self) -> int:
+        """Bytes of a GPU that are gone before the first tensor; a CPU process has none."""
+        return 0 if self.cpu else CONTEXT
+
+    def rate(self, what: str) -> float:
+        """Bytes a second that collectives get of ``link`` or ``network``: some of what is listed, all of what was measured."""
+        listed = self.link if what == "link" else self.network or 0.0
+        return listed if what in self.measured else listed * {"link": LINKS, "network": NETWORK}[what]
 
     @property
     def name(self) -> str:
@@ -137,7 +152,11 @@ def cluster(
         problems.append(f"--interconnect: {machines} nodes, and nothing is said of the network between. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
-    return Cluster(gpus=count, nodes=machines, device=device, link=link, network=network, host_memory=host, disk=room)
+    files = {"link": intra_node, "network": interconnect}
+    measured = tuple(what for what, text in files.items() if text is not None and text.endswith(".json"))
+    return Cluster(
+        gpus=count, nodes=machines, device=device, link=link, network=network, host_memory=host, disk=room, measured=measured
+    )
 
 
 def _rate(text: str, key: str) -> float:
@@ -146,9 +165,15 @@ def _rate(text: str, key: str) -> float:
         return parse_rate(text, key)
     try:
         rows = [row for row in json.loads(Path(text).read_text())["rows"] if row["operation"] == "all_reduce"]
-        return float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
+        found = float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
+    if not 0 < found < math.inf:
+        raise ConfigError(
+            f"{key}: {text} says bus_bytes_per_s: {found:g} of its largest all_reduce, which is no rate; one rank alone sends "
+            "nothing. Run scripts/allreduce_bench.py with 2 processes or more, or give the rate: 400Gbps."
+        )
+    return found
 
 
 def processor() -> str:

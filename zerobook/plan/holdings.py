@@ -18,6 +18,8 @@ STEP = 4
 """Bytes of AdamW's count of steps, one fp32 number for each tensor it steps. DeepSpeed's CPUAdam counts in an integer."""
 SWAPPED = 1 << 20
 """Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""
+STAND_IN = 2
+"""Bytes of the one number in host RAM that stands for all weights while they lie on NVMe."""
 Groups = Sequence[Sequence["Weight"]]
 
 
@@ -156,8 +158,53 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
         held.gradients += 4 * (sum(sub_groups) - sum(swapped))  # an fp32 copy for the CPU's optimizer
         held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
     if spread.offload_param != "none":
-        held.host["parameters"] = sharded
+        away = sum(_part(w, spread) * _cast(w, spread) for w in on_nvme(weights, groups, spread))
+        left = sharded - away + (STAND_IN if away else 0)
+        held.parameters += left - sharded
+        held.disk += away
+        held.host["parameters"] = left
     return held
+
+
+def on_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[Weight]:
+    """Weights whose parts lie on NVMe. Of trained ones the first stay in host RAM; of frozen ones but the small."""
+    if spread.offload_param != "nvme":
+        return []
+    staying = {w.name for subs in _staying(groups, spread) for sub in subs for w in sub}
+    return [w for w in weights if w.name not in staying and _part(w, spread) * _cast(w, spread) >= SWAPPED]
+
+
+def nvme_buffers(groups: Groups, spread: Spread) -> int:
+    """Bytes of a rank's host RAM that DeepSpeed lays aside for weights on NVMe: buffers to read them into, what is left of
+    the room for those that stay, and where others are rounded to before they are written: room for the largest sub-group."""
+    if spread.offload_param != "nvme":
+        return 0
+    subs = [list(_sub_groups(group, spread)) for group in groups]
+    staying = _staying(groups, spread)
+
+    def size(some: Iterable[Sequence[Weight]]) -> int:
+        return sum(_part(w, spread) for sub in some for w in sub)
+
+    room = min(spread.in_cpu, size(groups))
+    left = room - sum(size(some) for some in staying)
+    leaving = any(len(some) < len(every) for some, every in zip(staying, subs, strict=True))
+    written = max(size([sub]) for every in subs for sub in every) if leaving else 0
+    return (spread.swap + left + written) * spread.compute
+
+
+def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:
+    """Of each group the sub-groups whose weights never leave host RAM for NVMe: those that lie whole within the first
+    ``in_cpu`` elements of a rank's parts."""
+    found, before = [], 0
+    for group in groups:
+        whole, at, some = sum(_part(w, spread) for w in group), 0, []
+        for sub in _sub_groups(group, spread):
+            at += sum(_part(w, spread) for w in sub)
+            if at <= min(whole, spread.in_cpu - before):
+                some.append(sub)
+        found.append(some)
+        before += whole
+    return found
 
 
 def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zerobook.plan.hardware import CONTEXT
-from zerobook.plan.holdings import Groups, Holdings, Weight, hold
+from zerobook.plan.holdings import Groups, Holdings, Weight, hold, nvme_buffers
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Trace
 
@@ -34,13 +34,21 @@ class Memory:
 
 
 def memory(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, trace: Trace, *, accumulation: int, gpus_per_node: int
+    weights: Sequence[Weight],
+    groups: Groups,
+    spread: Spread,
+    trace: Trace,
+    *,
+    accumulation: int,
+    gpus_per_node: int,
+    context: int = CONTEXT,
 ) -> Memory:
     """Follow a step through its moments and take the fullest.
 
     Args:
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
+        context: bytes of the device that are gone before the first tensor; a CPU has no such thing.
     """
     held = max((hold(weights, groups, spread, rank) for rank in {0, spread.ranks - 1}), key=lambda h: sum(h.states.values()))
     fixed = held.on_device
@@ -54,12 +62,12 @@ def memory(
             "optimizer": fixed["optimizer"],
             "activations": activations,
             "buffers": _buffers(weights, groups, spread, backward=bool(gradients_done)),
-            "other": CONTEXT,
+            "other": context,
         }
         if when not in moments or sum(parts.values()) > sum(moments[when].values()):
             moments[when] = parts
     at_step = _at_step(weights, groups, spread)
-    moments["step"] = {**fixed, "activations": 0, "buffers": at_step, "other": CONTEXT}
+    moments["step"] = {**fixed, "activations": 0, "buffers": at_step, "other": context}
     when = max(moments, key=lambda name: sum(moments[name].values()))
     whole = sum(w.numel * w.element for w in weights)
     on_host = sum(held.host.values()) + (_pinned(groups, spread) if held.host else 0)
@@ -137,10 +145,11 @@ def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
 
 
 def _pinned(groups: Groups, spread: Spread) -> int:
-    """Host RAM beside the states themselves: ZeRO-2 offload keeps updated weights in the compute dtype there, too."""
+    """Host RAM beside the states themselves: ZeRO-2 offload keeps updated weights in the compute dtype there, too, and what
+    comes from NVMe goes through buffers."""
     if spread.kind == "deepspeed" and spread.stage < 3:
         return spread.compute * sum(-(-sum(w.numel for w in group) // spread.ranks) for group in groups)
-    return 0
+    return nvme_buffers(groups, spread)
 
 
 def at_load(whole: int, spread: Spread, gpus_per_node: int) -> int:

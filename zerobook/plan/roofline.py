@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from zerobook.plan.hardware import NETWORK, PCIE, Cluster
-from zerobook.plan.holdings import Groups
+from zerobook.plan.hardware import PCIE, Cluster
+from zerobook.plan.holdings import Groups, Weight
 from zerobook.plan.spread import Spread
-from zerobook.plan.traffic import Flow, between_nodes
+from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
 
 EFFICIENCY = 0.45
 """Of the maker's operations a second, what matrix products of a training get: 40 to 50 % is what tuned trainings of large
 models report. Small models and short rows get less."""
-LINKS = 0.7
-"""Of the links' bytes a second, what collectives get inside a node."""
 ADAM = 28
 """Bytes that a fused AdamW moves for each parameter: it reads weight, gradient and two moments, and writes all but the
 gradient, 4 bytes each. It computes next to nothing, so memory's rate is its own."""
 HOST_ADAM = 20e9
 """Bytes a second that a rank's CPU optimizer reads and writes."""
 NVME = 3e9
-"""Bytes a second of a node's NVMe disk."""
+"""Bytes a second of a node's NVMe disk, which its ranks share."""
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds of a step: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes, ``optimizer`` on
-    the GPU, ``offload`` to and on the host. The first three overlap, but for a tenth of the shorter ones; the others follow
-    behind."""
+    the GPU, ``offload`` to and on the host and its disk. The first three overlap, but for a tenth of the shorter ones; the
+    others follow behind."""
 
     compute: float
     links: float
@@ -48,15 +46,25 @@ class Time:
         return max(parts, key=lambda name: parts[name])
 
 
-def time(flops: float, flows: Sequence[Flow], groups: Groups, spread: Spread, cluster: Cluster, *, accumulation: int) -> Time:
+def time(
+    flops: float,
+    flows: Sequence[Flow],
+    groups: Groups,
+    spread: Spread,
+    cluster: Cluster,
+    *,
+    accumulation: int,
+    weights: Sequence[Weight] | None = None,
+) -> Time:
     """Seconds of an optimizer step.
 
     Args:
         flops: of one micro-batch on one rank.
+        weights: all of them; those of ``groups`` where none is frozen.
     """
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.flops / 8  # fp32 outside of tensor cores
-    links = sum(flow.sent for flow in flows) / (cluster.link * LINKS)
-    network = between_nodes(flows, cluster.nodes) / (cluster.network * NETWORK) if cluster.network else 0.0
+    links = sum(flow.sent for flow in flows) / cluster.rate("link")
+    network = between_nodes(flows, cluster.nodes) / cluster.rate("network") if cluster.network else 0.0
     # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is spread as the weights are
     mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
     optimizer = offload = 0.0
@@ -67,6 +75,7 @@ def time(flops: float, flows: Sequence[Flow], groups: Groups, spread: Spread, cl
     if spread.offload_optimizer == "nvme":
         offload += mine * cluster.gpus * 24 / NVME
     if spread.offload_param != "none":
-        held = sum(flow.size / flow.ranks for flow in flows if flow.collective == "all-gather")
-        offload += held / PCIE
+        every = [w for group in groups for w in group] if weights is None else weights
+        offload += to_gpu(every, spread, accumulation) / PCIE
+        offload += with_nvme(every, groups, spread, accumulation) * cluster.gpus / NVME
     return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)

@@ -155,7 +155,10 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     states = sum(hold(traced.weights, traced.groups, spreads).on_device.values())
     bare = states > cluster.device.memory
     micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
-    held = memory(traced.weights, traced.groups, spreads, micro, accumulation=accumulation, gpus_per_node=spreads.node)
+    held = memory(
+        traced.weights, traced.groups, spreads, micro,
+        accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context,
+    )  # fmt: skip
     found = flows(traced.weights, traced.groups, spreads, accumulation)
     made = Row(
         file=file.stem,
@@ -167,7 +170,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
         **checkpoints(traced.trained, config),
-        time=None if bare else time(micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation),
+        time=None if bare else time(
+            micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation, weights=traced.weights
+        ),
         bare=bare,
         tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
     )  # fmt: skip

@@ -29,6 +29,8 @@ class Spread:
     live: int = 1_000_000_000
     reuse: int = 1_000_000_000
     sub_group: int = 1_000_000_000
+    in_cpu: int = 1_000_000_000  # with weights on NVMe: of a rank's trained ones, those that stay in host RAM
+    swap: int = 500_000_000  # and what host RAM has for those on their way
     overlap: bool = False
     contiguous: bool = True
     quantized_weights: bool = False
@@ -76,11 +78,12 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         "stage3_param_persistence_threshold": 10 * width,
     }
 
-    def number(key: str, default: float) -> int:
-        value = zero.get(key, default)
+    def number(key: str, default: float, section: dict[str, Any] = zero) -> int:
+        value = section.get(key, default)
         return int(auto.get(key, default) if value == "auto" else value)
 
     stage = plan.zero_stage or 0
+    weights = zero.get("offload_param") or {}
     return Spread(
         **common,
         stage=stage,
@@ -92,6 +95,8 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         live=number("stage3_max_live_parameters", 1e9),
         reuse=number("stage3_max_reuse_distance", 1e9),
         sub_group=number("sub_group_size", 1e9),
+        in_cpu=number("max_in_cpu", 1e9, weights),
+        swap=number("buffer_count", 5, weights) * number("buffer_size", 1e8, weights),
         overlap=bool(zero.get("overlap_comm", stage == 3)),
         contiguous=bool(zero.get("contiguous_gradients", True)),
         quantized_weights=bool(zero.get("zero_quantized_weights", False)),

@@ -45,7 +45,8 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
     if subject.by_formula:
         console.print(f"[yellow]by formula[/], not counted or traced: {escape(subject.by_formula)}")
     by = "BY FORMULA: " if subject.by_formula else ""
-    console.print(_table(f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", _memory(subject), rows, where))
+    title = f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)"
+    console.print(_table(title, _memory(subject, rows), rows, where))
     sends = any(row.sent for row in rows)
     title = f"{by}{'sent in a step, and its time' if sends else 'time of a step; nothing is sent'}"
     console.print(_table(title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows, where))
@@ -84,7 +85,7 @@ def _fits(row: Row, where: Cluster) -> str:
     return "[yellow]tight[/]" if row.tight else "[green]yes[/]"
 
 
-def _memory(subject: Subject) -> list[Column]:
+def _memory(subject: Subject, rows: Sequence[Row]) -> list[Column]:
     def part(*names: str) -> Callable[[Row], str]:
         return lambda row: gb(sum(_held(row).device[name] for name in names))
 
@@ -105,6 +106,8 @@ def _memory(subject: Subject) -> list[Column]:
         ("host RAM\nat load", lambda row: size(_held(row).host_at_load)),
         ("in\ntraining", lambda row: _or_dash(_held(row).host)),
     ]
+    if any(row.memory is not None and row.memory.disk for row in rows):
+        columns.append(("disk in\ntraining", lambda row: _or_dash(_held(row).disk)))
     if subject.by_formula:
         columns.append(("formula of the\nstates, in bytes", lambda row: _paper(row).formula["states"].removesuffix(" bytes")))
     return columns

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerobook.plan.holdings import Groups, Weight
+from zerobook.plan.holdings import Groups, Weight, on_nvme
 from zerobook.plan.spread import Spread
 
 
@@ -120,6 +120,36 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
             Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2, rings=rings)
         )
     return found
+
+
+def to_gpu(weights: Sequence[Weight], spread: Spread, accumulation: int = 1) -> float:
+    """Bytes of offloaded weights that cross to each GPU in a step: a rank's shard, for every gathering. Alone it gathers from
+    nobody, and moves all of them."""
+    return accumulation * sum(_shard(w, spread) for w in _gathered(weights, spread))
+
+
+def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> float:
+    """Bytes of weights that each rank moves from and to NVMe in a step: read for every gathering, written once updated."""
+    away = on_nvme(weights, groups, spread)
+    names = {w.name for w in away}
+    read = accumulation * sum(_shard(w, spread) for w in _gathered(weights, spread) if w.name in names)
+    return read + sum(_shard(w, spread) for w in away if w.trained)
+
+
+def _gathered(weights: Sequence[Weight], spread: Spread) -> list[Weight]:
+    """Weights of a micro-batch's passes, once for each time that they are gathered."""
+    if spread.kind == "fsdp":
+        return [*weights, *(w for w in weights if w.unit and spread.reshards)]
+    sharded = [w for w in weights if w.numel > spread.persistent]
+    return [*sharded, *_given_up(sharded, spread)]
+
+
+def _shard(weight: Weight, spread: Spread) -> float:
+    """Bytes of a rank's share of a weight as it lies: FSDP2 casts on the GPU. With hpZ it is the second copy that is read."""
+    if spread.kind == "fsdp":
+        return _rows_up(weight, spread.shard) * weight.element / spread.shard
+    ranks = spread.secondary if spread.secondary > 1 else spread.shard
+    return _whole(weight, ranks) * _element(weight, spread) / ranks
 
 
 def sent(found: Sequence[Flow]) -> float:
