@@ -190,7 +190,10 @@ def _rows(first: str, flags: list[str], where: Cluster, chosen: str | None) -> t
     _, _, config, sources = _read(first, flags, data=False)
     traced = Traced.of(job(config), "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
-    return traced, rank([row(file, traced, where, sources) for file in bar])
+    rows = rank([row(file, traced, where, sources) for file in bar])
+    if traced.untraced is not None:
+        raise traced.untraced
+    return traced, rows
 
 
 def _plan(first: str, flags: list[str], where: Cluster, chosen: str | None) -> tuple[Subject, list[Row], Traced | None]:
