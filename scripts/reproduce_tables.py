@@ -43,7 +43,7 @@ def main() -> int:
         if not wanted or wanted - set("ABCDEFG"):
             raise ConfigError(f"--tables: {asked.tables!r}: there are the tables A to G.")
         if wanted != set("ABCDEFG") and asked.out is None:
-            raise ConfigError(f"--tables {asked.tables}: docs/ holds all tables of one run. Give --out FOLDER for some of them.")
+            raise ConfigError(f"--tables {asked.tables}: docs/ holds all of one run. Give --out FOLDER for some of them.")
         if asked.processes is not None and asked.processes < 1:
             raise ConfigError(f"--processes: {asked.processes} is no number of processes; give 1 or more.")
         where = here(None if asked.processes is None else str(asked.processes))

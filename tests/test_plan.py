@@ -23,6 +23,7 @@ from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
 from zerobook.plan.holdings import Weight, hold
 from zerobook.plan.job import Job, Shape, job, read_config
 from zerobook.plan.memory import PARTS, Memory, memory
+from zerobook.plan.paper import paper
 from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
@@ -61,7 +62,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_trace_is_what_real_tensors_do(tiny, name):
     recipe, model, flags = CASES[name]
-    planned = made(recipe, tiny / model, **flags)
+    lengths = {"causal_lm": {"block_size": 48}, "lora_finetune": {"max_seq_length": 48},
+               "seq2seq_chatbot": {"max_source_length": 48, "max_target_length": 24}}  # fmt: skip
+    planned = made(recipe, tiny / model, **flags, **lengths[recipe])
     shape = Shape(2, 48, 24 if planned.seq2seq else 0, planned.shape.padded)
     precision = flags.get("mixed_precision", "no")
     with planned.made(shape) as (fake, batch):
@@ -197,6 +200,120 @@ def test_a_checkpointed_model_peaks_where_the_formula_says(tmp_path):
     assert found.peak == pytest.approx(said, rel=0.15)
 
 
+# --- layers of several experts
+def mixture(tmp_path: Path, recipe: str = "causal_lm", changes: dict | None = None, **flags) -> Job:
+    file = tmp_path / "mixtral.json"
+    file.write_text(json.dumps(MIXTRAL | (changes or {})))
+    return made(recipe, file, **flags)
+
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "tie_word_embeddings": False}  # fmt: skip
+
+
+def operations(planned: Job, shape: Shape, cast: str, precision: str, implementation: str = "grouped_mm") -> float:
+    with planned.made(shape, cast=cast) as (model, batch):
+        assert model.config._experts_implementation == "grouped_mm", "what transformers takes by itself"
+        model.config._experts_implementation = implementation
+        found = trace(model, batch, planned.objective.loss, precision, kernels="cuda")
+    assert not found.uncounted
+    return found.flops
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("cast, precision", [("bf16", "no"), ("fp16", "no"), ("no", "no"), ("no", "bf16")])
+def test_experts_cost_what_their_tokens_do(tmp_path, cast, precision, implementation):
+    """By the formula: 6 for each parameter that a token meets, and 8 with checkpointing."""
+    shape = Shape(2, 128, 0, False)
+    tokens, attention = 2 * 128, 2 * 2 * 4 * 128**2 * 32 * 2  # of both layers, half of the pairs
+
+    def layers(experts: int, met: int) -> int:
+        return 2 * (3 * 128**2 + 128 * experts + met * 3 * 128 * 256)
+
+    for experts, met in [(8, 2), (8, 4), (16, 2)]:
+        changes = {"num_local_experts": experts, "num_experts_per_tok": met}
+        found = operations(mixture(tmp_path, changes=changes), shape, cast, precision, implementation)
+        assert found == pytest.approx(6 * (layers(experts, met) + 512 * 128) * tokens + 3.5 * attention, rel=0.01)
+    again = operations(mixture(tmp_path, activation_checkpointing=True), shape, cast, precision, implementation)
+    assert again == pytest.approx((8 * layers(8, 2) + 6 * 512 * 128) * tokens + 4.5 * attention, rel=0.01)
+
+
+def test_a_mixtral_8x7b_computes_with_12_9_billion(tmp_path):
+    """Of its 46.7: two experts of eight. 12.88 of them, as published, less the embedding, which is looked up."""
+    changes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+               "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
+    found = operations(mixture(tmp_path, changes=changes), Shape(1, 1024, 0, False), "bf16", "no")
+    assert found == pytest.approx(6 * 12.88e9 * 1024 + 3.5 * 32 * 2 * 32 * 1024**2 * 128, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_trace_of_experts_is_what_real_tensors_do(tmp_path, precision):
+    """autocast leaves products in groups in the weights' fp32, which torch has no shapes for, and kernels."""
+    planned, shape = mixture(tmp_path), Shape(2, 48, 0, False)
+    with planned.made(shape) as (fake, batch):
+        found = trace(fake, batch, planned.objective.loss, precision, kernels="cpu")
+    real, batch = real_model(planned, shape)
+    gc.disable()
+    try:
+        measured = trace(real, batch, planned.objective.loss, precision)
+    finally:
+        gc.enable()
+    assert found.saved == measured.saved and found.peak == pytest.approx(measured.peak, rel=0.001)
+    assert found.flops == pytest.approx(measured.flops, rel=0.1)  # real attention is not counted on a CPU
+
+
+def test_products_without_a_law_are_named():
+    with Follow() as follow:
+        torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8))
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert follow.uncounted == {"aten::_int_mm"} and follow.flops == 2 * 2 * 3 * 4
+
+
+def test_a_trace_that_fails_is_the_problem_of_its_rows(tmp_path, capsys, monkeypatch):
+    """And not of the plan, nor a traceback."""
+    import logging
+
+    from zerobook.plan import trace as traces
+
+    mixture(tmp_path)
+    plan = ["plan", "--gpus", "8", "--gpu", "a100-80gb", "--strategies", "single,ddp,zero3,fsdp"]
+    model = [str(tmp_path / "mixtral.json"), "--mixed_precision", "bf16", "--block_size", "64"]
+    assert main([*plan, "--json", "-", *model]) == 0
+    rows = {row["file"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert all(row["fits"] for row in rows.values())
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = said.append
+    monkeypatch.setattr(traces, "_in_groups", lambda func, *args, **kwargs: func(*args, **kwargs))
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(listener)
+    try:
+        assert main([*plan, "--json", str(tmp_path / "plan.json"), *model]) == 0
+    finally:
+        log.removeHandler(listener)
+    assert not said
+    text, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    assert found["by_formula"] is None and "ddp cannot be planned" in text and "not traced" in text
+    for made in found["rows"]:
+        failed = made["file"] in ("single", "ddp")  # whose weights are fp32
+        assert made["untraced"] is failed and made["fits"] is not failed
+        assert failed == any("Expected inputs of BF16 type" in problem for problem in made["problems"])
+    monkeypatch.setattr(traces, "_in_groups", lambda *_, **__: 1 / 0)
+    assert main([*plan, *model]) == 2
+    text = capsys.readouterr().err
+    assert text.index("division by zero") < text.index("num_local_experts: 8"), "why the class failed comes first"
+
+
+def test_code_that_looks_at_values_is_told_in_words(tmp_path):
+    planned = mixture(tmp_path)
+    planned.model_config._experts_implementation = "eager"
+    traced = Traced.of(planned, "cuda")
+    with pytest.raises(ConfigError, match="looks at what tensors hold, as a loop over experts does"):
+        traced.trace(Spread(kind="single", name="", ranks=1, node=1))
+    assert traced.untraced is not None
+
+
 # --- known models on known machines
 @pytest.mark.parametrize(
     "name, billions, tolerance",
@@ -204,7 +321,8 @@ def test_a_checkpointed_model_peaks_where_the_formula_says(tmp_path):
      ("falcon_180b", 179, 0.005), ("llama_65b", 65.3, 0.002)],
 )  # fmt: skip
 def test_parameters_of_known_models(name, billions, tolerance):
-    weights, groups = made("seq2seq_chatbot" if "blender" in name else "causal_lm", MODELS / f"{name}.json").weights()
+    recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if "blender" in name else ("causal_lm", {})
+    weights, groups = made(recipe, MODELS / f"{name}.json", **lengths).weights()
     total = sum(w.numel for w in weights)
     assert total / 1e9 == pytest.approx(billions, rel=tolerance)
     assert sum(w.numel for group in groups for w in group) == total
@@ -214,6 +332,9 @@ def test_parameters_of_known_models(name, billions, tolerance):
             Decoder.of(name, facts)
     else:  # positions, norms and biases are left out of it
         assert Decoder.of(name, facts).parameters == pytest.approx(total, rel=0.003)
+
+
+BLENDERBOT = {"max_source_length": 128, "max_target_length": 64}
 
 
 def rows_of(recipe: str, model: str, where, files=None, **flags) -> dict[str, Row]:
@@ -327,6 +448,41 @@ def test_falcon_180b_and_llama_70b_and_65b():
     assert any("load_in_4bit" in problem for problem in quantised["zero3_offload"].problems)
 
 
+def test_packed_weights_are_parameters_by_their_own_number():
+    """QLoRA's layers hold 65 billion weights in a third of as many elements; the bytes are those elements'."""
+    traced = Traced.of(made("lora_finetune", MODELS / "llama_65b.json", load_in_4bit=True, mixed_precision="bf16"), "cuda")
+    frozen = traced.parameters - traced.trained
+    assert frozen == sum(w.numel for w in made("causal_lm", MODELS / "llama_65b.json").weights()[0])
+    assert traced.subject.parameters == traced.parameters
+    spread = Spread(kind="single", name="", ranks=1, node=1, precision="bf16")
+    said = paper(traced.parameters, traced.trained, spread, 1, density=traced.density)
+    stored = 2 * sum(w.numel for w in traced.weights)
+    assert said.states.parameters == pytest.approx(stored) and 0.5 * frozen < stored < 0.6 * frozen
+    each, letter = said.formula["states"].split()[:2]
+    assert letter == "P" and float(each) * traced.parameters == pytest.approx(stored, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "recipe, model, flags, said",
+    [
+        ("causal_lm", "gpt2_xl", {"block_size": 4096}, "GPT2LMHeadModel has 1024 positions"),
+        ("seq2seq_chatbot", "blenderbot_400m", {"max_source_length": 256}, "blenderbot_400m has 128 positions"),
+    ],
+)
+def test_lengths_that_the_recipe_refuses_are_not_planned(recipe, model, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        Traced.of(made(recipe, MODELS / f"{model}.json", **flags), "cuda")
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])  # one class of which can be told to be a decoder, and one without
+def test_encoders_are_refused_in_words(tmp_path, capsys, kind):
+    file = tmp_path / "encoder.json"
+    file.write_text(json.dumps({"model_type": kind}))
+    assert main(["plan", "--strategies", "ddp", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert f"{kind} is an encoder" in text and "no language-modelling head" in text
+
+
 def test_what_the_paper_fits():
     """ZeRO's own claims, by its own formulas, on V100 with 32 GB."""
     assert formulas.model_states(10e9, 2, 32, mixed=True).total < 32e9
@@ -366,8 +522,8 @@ HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation
     ],
 )
 def test_slow_links_between_nodes(where, model, file, rule):
-    recipe = "causal_lm" if model == "gpt2_xl" else "seq2seq_chatbot"
-    traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF)
+    recipe, lengths = ("causal_lm", {}) if model == "gpt2_xl" else ("seq2seq_chatbot", BLENDERBOT)
+    traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF, **lengths)
     advice = recommend(traced, list(rows.values()), where, lambda *_: (traced, list(rows.values())))
     assert file is None or advice.row.file == file
     assert [name for name, _ in advice.reasons if "slow links" in name] == ([rule] if rule else [])
@@ -796,8 +952,8 @@ def test_json_on_the_terminal_is_alone_and_has_the_advice(tiny, tmp_path, capsys
 
 
 def test_a_gpu_that_is_not_named_has_bf16_and_a_known_ones_speed(tiny, capsys):
-    for memory in ("16GB", "32GB", "80GB"):
-        device = cluster(gpu_memory=memory).device
+    for amount in ("16GB", "32GB", "80GB"):
+        device = cluster(gpu_memory=amount).device
         assert device.bf16 and device.fused and DEVICES[device.like].flops == device.flops
     assert cluster(gpu_memory="80GB").device.like == "a100-80gb" and not cluster(gpu="t4", gpu_memory="15GB").device.like
     assert (

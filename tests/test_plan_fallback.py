@@ -146,6 +146,7 @@ def test_a_class_that_cannot_be_built_or_stepped_is_no_traceback(tmp_path, tiny,
         ({"num_attention_heads": 0}, ["num_attention_heads: 0", "1 or more"]),
         ({"num_hidden_layers": True}, ["num_hidden_layers: True", "no number"]),
         ({"num_local_experts": 8}, ["num_local_experts: 8", "one MLP each"]),
+        ({"ffn_config": {"moe_num_experts": 16}}, ["moe_num_experts: 16", "one MLP each"]),
     ],
 )
 def test_what_formulas_lack_or_do_not_know_is_named(tmp_path, capsys, changes, said):
@@ -154,6 +155,35 @@ def test_what_formulas_lack_or_do_not_know_is_named(tmp_path, capsys, changes, s
     assert main(["plan", str(file)]) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in [*said, "tomorrow", "--formulas --parameters"]), text
+
+
+@pytest.mark.parametrize(
+    "facts, why, lacking",
+    [
+        ({"model_type": "vit"}, "ViTConfig", "vocab_size"),
+        ({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 30}, "30", "num_hidden_layers"),
+    ],
+)
+def test_why_the_class_failed_comes_before_what_the_formulas_lack(tmp_path, capsys, facts, why, lacking):
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(facts))
+    assert main(["plan", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert text.index("cannot be built here") < text.index(why) < text.index(f"{lacking}"), text
+
+
+def test_host_ram_at_load_is_what_is_counted(tomorrow, tmp_path, capsys):
+    """The recipes train fp32 weights, whatever they are loaded in."""
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps(TOMORROW | {"model_type": "llama", "num_key_value_heads": 32}))
+    line = [*TWO_NODES, "--strategies", "zero2,fsdp"]
+    flags = ["--mixed_precision", "bf16", "--dtype", "bfloat16", "--per_device_train_batch_size", "1"]
+    counted, formula = (
+        {row["file"]: row["memory"]["host_at_load"] for row in planned(capsys, [*line, str(file), *flags])["rows"]}
+        for file in (known, tomorrow)
+    )
+    assert formula == {"zero2": 8 * 4 * PARAMETERS, "fsdp": 4 * PARAMETERS}
+    assert formula == pytest.approx(counted, rel=0.001)
 
 
 def test_formulas_know_no_adapters_and_no_encoders(tomorrow, tmp_path, capsys):

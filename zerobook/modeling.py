@@ -157,8 +157,12 @@ def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
                 f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
                 f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
             )
+    check_length(model, max(part.longest_sample for part in parts))
+
+
+def check_length(model: nn.Module, longest: int) -> None:
+    """Raise `ConfigError` where a sample of ``longest`` tokens is longer than the model's table of positions."""
     positions = absolute_positions(model)
-    longest = max(part.longest_sample for part in parts)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"model_name_or_path: {type(model).__name__} has {positions} positions, and the longest sample has {longest} "

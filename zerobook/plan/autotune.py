@@ -96,6 +96,8 @@ def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolve
                 planned = row(file, traced, where, given)
                 if planned.fits and planned.spread is not None and planned.spread.ranks == where.ranks:
                     found.append(Candidate(file, micro, accumulation, checkpointing, planned))
+            if traced.untraced is not None:
+                raise traced.untraced
     return sorted(found, key=lambda c: -c.planned.tokens_per_second)
 
 

@@ -233,7 +233,10 @@ def _rows(config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str |
         raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
     traced = Traced.of(made, "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
-    return traced, rank([row(file, traced, where, sources) for file in bar])
+    rows = rank([row(file, traced, where, sources) for file in bar])
+    if traced.untraced is not None:
+        raise traced.untraced
+    return traced, rows
 
 
 def _plan(

@@ -16,7 +16,7 @@ from typing import Any
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.hardware import CONTEXT, Cluster
+from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Weight
 from zerobook.plan.job import NoClass, Shape
 from zerobook.plan.memory import Memory, at_load
@@ -68,9 +68,10 @@ class Decoder:
         problems = []
         if facts.get("is_encoder_decoder"):
             problems.append(f"{name}: is_encoder_decoder: true, and the formulas know decoders alone.")
-        for key in EXPERTS:
-            if isinstance(facts.get(key), int) and facts[key] > 1:
-                problems.append(f"{name}: {key}: {facts[key]}, and the formulas know layers of one MLP each.")
+        for part in (facts, *(value for value in facts.values() if isinstance(value, Mapping))):  # DBRX has them a level down
+            for key in EXPERTS:
+                if isinstance(part.get(key), int) and part[key] > 1:
+                    problems.append(f"{name}: {key}: {part[key]}, and the formulas know layers of one MLP each.")
         found: dict[str, int] = {}
         for what, keys in (KEYS | OPTIONAL).items():
             key = next((key for key in keys if facts.get(key) is not None), None)
@@ -139,7 +140,10 @@ def fall_back(
             [*error.problems, f"{error.name}: without its class there are formulas, which do not know {what}. "
              "Plan recipes/causal_lm.py with it, or take a model whose class is known."]
         )  # fmt: skip
-    decoder = Decoder.of(error.name, error.facts)
+    try:
+        decoder = Decoder.of(error.name, error.facts)
+    except ConfigError as refused:  # why the class failed is what can be mended
+        raise ConfigError([*error.problems, *refused.problems]) from refused
     shape = Shape(config.per_device_train_batch_size, config.block_size, 0, padded=False)  # type: ignore[attr-defined]
     subject = Subject(
         name=error.name, parameters=decoder.parameters, trained=decoder.parameters, shape=shape,
@@ -174,9 +178,9 @@ def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, 
         "optimizer": states.optimizer if lying["optimizer"] == "none" else 0,
         "activations": kept + logits,
         "buffers": gathered,
-        "other": CONTEXT,
+        "other": cluster.context,
     }
-    loaded = decoder.parameters * (4 if config.dtype == "float32" else 2)
+    loaded = 4 * decoder.parameters  # whatever they are loaded in: the recipes train fp32 weights
     made = Row(
         file=file.stem,
         name=plan.name,

@@ -28,7 +28,7 @@ class Weight:
     """A parameter of the model, once, however many modules share it.
 
     ``element`` is the bytes of an element where nothing casts it; ``unit`` the layer that is gathered as one, "" for what
-    belongs to no layer.
+    belongs to no layer; ``packed`` how many parameters lie in it, where several share an element.
     """
 
     name: str
@@ -36,10 +36,15 @@ class Weight:
     element: int
     trained: bool
     unit: str = ""
+    packed: int = 0
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def parameters(self) -> int:
+        return self.packed or self.numel
 
 
 @dataclass(kw_only=True)

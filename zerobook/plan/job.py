@@ -17,7 +17,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
-from zerobook.modeling import DTYPES, enable_activation_checkpointing
+from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.base import parameter_groups
 
@@ -34,15 +34,17 @@ class Shape(NamedTuple):
 
 class NoClass(ConfigError):
     """A model whose config can be read, and whose class cannot be built here. ``facts`` are its config.json's, ``why`` says
-    what was missing."""
+    what was missing. ``cannot``: what cannot be done, where it is something else."""
 
-    def __init__(self, name: str, facts: dict[str, Any], error: Exception):
+    def __init__(self, name: str, facts: dict[str, Any], error: Exception, cannot: str = "its class cannot be built here"):
         self.name, self.facts = name, facts
-        lines = str(error).strip().splitlines()
+        lines = [line.strip() for line in str(error).strip().splitlines()]
+        while len(lines) > 1 and lines[0].endswith(":"):  # what the reason follows
+            lines[:2] = [f"{lines[0]} {lines[1]}"]
         # the libraries go on with all classes there are
-        reason = lines[0].split(". ")[0][:200].rstrip(". ") if lines else type(error).__name__
+        reason = lines[0].split(". ")[0][:300].rstrip(". ") if lines else type(error).__name__
         code = " The code that comes with it is run with --trust_remote_code." if "auto_map" in facts else ""
-        self.why = f"its class cannot be built here: {reason}.{code}"
+        self.why = f"{cannot}: {reason}.{code}"
         super().__init__(f"model_name_or_path: {name}: {self.why}")
 
 
@@ -121,6 +123,12 @@ class Job:
             _to_fake(model)
             yield model.train(), self._batch(shape or self.shape)
 
+    def _check_lengths(self, model: nn.Module) -> None:
+        longest = max(self.lengths)
+        if self.seq2seq:
+            check_positions(model, self.name, max(longest, self.config.max_generated))
+        check_length(model, longest)
+
     @property
     def _dtype(self) -> torch.dtype:
         asked = DTYPES[self.config.dtype]
@@ -148,11 +156,17 @@ class Job:
         return batch
 
     def weights(self) -> tuple[list[Weight], list[list[Weight]]]:
-        """All weights, and the trained ones by the optimizer's groups."""
+        """All weights, and the trained ones by the optimizer's groups.
+
+        Raises:
+            ConfigError: the lengths are more than the model has positions for, as in the recipe.
+        """
         with self.made() as (model, _):
+            self._check_lengths(model)
             units = _units(model)
+            packed = {m.weight: m.in_features * m.out_features for m in model.modules() if isinstance(m, _Linear4bit)}
             made = {
-                p: Weight(name, tuple(p.shape), p.element_size(), p.requires_grad, units.get(name, ""))
+                p: Weight(name, tuple(p.shape), p.element_size(), p.requires_grad, units.get(name, ""), packed.get(p, 0))
                 for name, p in model.named_parameters()
             }
             groups = parameter_groups(model, self.config.weight_decay)
@@ -163,14 +177,29 @@ def job(config: RecipeConfig) -> Job:
     """The job of a recipe's config. Reads the model's config.json; downloads no more than that.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, or it is one that the recipes do not train.
         NoClass: transformers does not know its class.
     """
     name = config.model_name_or_path or getattr(config, "config_name", None)
     if name is None:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
     model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
+    if _encoder_only(model_config):
+        raise ConfigError(
+            f"model_name_or_path: {name}: {model_config.model_type} is an encoder, which fills in masked words, and has no "
+            "language-modelling head that the recipes train. Take a decoder, or an encoder-decoder."
+        )
     return Job(config, model_config, _called(name))
+
+
+def _encoder_only(model_config: Any) -> bool:
+    """Whether tokens look at those behind them. Some such classes turn into decoders where their config says so."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    kind = type(model_config)
+    if kind not in AutoModelForMaskedLM._model_mapping or model_config.is_encoder_decoder:
+        return False
+    return kind not in AutoModelForCausalLM._model_mapping or getattr(model_config, "is_decoder", None) is False
 
 
 def _called(name: str) -> str:

@@ -34,23 +34,29 @@ class Paper:
         return sum(getattr(self.states, what) for what, where in self.lying.items() if where == place)
 
 
-def paper(parameters: int, trained: int, spread: Spread, nodes: int) -> Paper:
+def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density: float = 1.0) -> Paper:
     """The papers' figures. They know no accumulation: a step is one micro-batch.
 
     ZeRO, section 5, for states; what is offloaded lies in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and
     ZeRO-Infinity, arXiv:2104.07857). ZeRO, section 7, for traffic. They train all parameters; frozen ones are counted here as
     weights without gradients and moments.
+
+    Args:
+        density: stored elements for each parameter; below 1 where frozen weights are packed, of which the papers know nothing.
     """
     mixed = spread.precision != "no"
     share = spread.shard if spread.stage == 3 else spread.ranks
-    whole, part = (formulas.model_states(n, spread.stage, share, mixed=mixed) for n in (parameters, trained))
+    whole, part = (formulas.model_states(n, spread.stage, share, mixed=mixed) for n in (parameters * density, trained))
     lying = {"parameters": spread.offload_param, "gradients": spread.offload_optimizer, "optimizer": spread.offload_optimizer}
     legs = _legs(spread, "P" if trained == parameters else "T")
-    moved = flows(parameters, trained, spread)
-    formula = {"states": _states(parameters, trained, spread, share, lying), "sent": _written(legs, spread)}
+    moved = flows(parameters, trained, spread, density)
+    formula = {
+        "states": _states(parameters, trained, spread, share, lying, density),
+        "sent": _written(legs, spread, density=density),
+    }
     rule = None
     if nodes > 1:
-        formula["between"] = _written([leg for leg in legs if not leg.within], spread, of_a_node=True)
+        formula["between"] = _written([leg for leg in legs if not leg.within], spread, of_a_node=True, density=density)
         if mixed and trained == parameters and spread.stage == 3 and spread.shard == spread.ranks:
             rule, formula["rule"] = formulas.between_nodes_rule(parameters, nodes), f"48 P/{nodes} bits"
     return Paper(
@@ -59,9 +65,9 @@ def paper(parameters: int, trained: int, spread: Spread, nodes: int) -> Paper:
     )  # fmt: skip
 
 
-def flows(parameters: int, trained: int, spread: Spread) -> list[Flow]:
+def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -> list[Flow]:
     """What the papers send in a step."""
-    elements = {"P": parameters, "T": trained}
+    elements = {"P": parameters * density, "T": trained}
     return [
         Flow(
             leg.what,
@@ -75,7 +81,7 @@ def flows(parameters: int, trained: int, spread: Spread) -> list[Flow]:
     ]
 
 
-def _states(parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str]) -> str:
+def _states(parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str], density: float) -> str:
     """``2 P + 2 P/8 + 12 P/8 bytes``: weights, gradients and optimizer state, as `formulas.model_states` has them."""
     whole = formulas.model_states(1, 0, 1, mixed=spread.precision != "no")
     terms = []
@@ -83,7 +89,8 @@ def _states(parameters: int, trained: int, spread: Spread, share: int, lying: di
         letter = "P" if what == "parameters" or trained == parameters else "T"
         cut = f"/{share}" if spread.stage >= first and share > 1 else ""
         where = {"none": "", "cpu": " (host)", "nvme": " (disk)"}[lying[what]]
-        terms.append(f"{getattr(whole, what):g} {letter}{cut}{where}")
+        each = getattr(whole, what) * (density if what == "parameters" else 1)
+        terms.append(f"{each:g} {letter}{cut}{where}")
     return f"{' + '.join(terms)} bytes"
 
 
@@ -125,11 +132,12 @@ def _legs(spread: Spread, some: str) -> list[_Leg]:
     return [leg for leg in legs if leg.ranks > 1]
 
 
-def _written(legs: list[_Leg], spread: Spread, *, of_a_node: bool = False) -> str:
+def _written(legs: list[_Leg], spread: Spread, *, of_a_node: bool = False, density: float = 1.0) -> str:
     """``3 x 2 P x 7/8 bytes``; legs around one ring are added up. Several rings of a kind may leave a node."""
     sums: dict[tuple[str, int], float] = {}
     for leg in legs:
         key = (leg.letter + (f"/{leg.cut}" if leg.cut > 1 else ""), leg.ranks)
         sums[key] = sums.get(key, 0.0) + leg.worth * (leg.rings(spread) if of_a_node else 1)
-    terms = [f"{worth:g} x {spread.compute} {letter} x {n - 1}/{n}" for (letter, n), worth in sums.items()]
+    element = {letter: f"{spread.compute * (density if letter[0] == 'P' else 1):g}" for letter, _ in sums}
+    terms = [f"{worth:g} x {element[letter]} {letter} x {n - 1}/{n}" for (letter, n), worth in sums.items()]
     return f"{' + '.join(terms)} bytes" if terms else "nothing"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
@@ -35,8 +37,9 @@ class Row:
     ``over`` what does not fit. ``states`` are bytes on the GPU between backward pass and step, ``paper`` what the literature
     says of them. ``checkpoint`` are bytes of all ``checkpoints`` that lie on the disk together; of one, where nobody said how
     long the run is and their number is None. ``tight``: it fits on paper, and fragmentation may end the run. ``bare``: the
-    states alone do not fit a GPU, so no activations were traced, and no time. ``by_formula``: nothing was counted or traced;
-    ``formula`` says what was computed instead."""
+    states alone do not fit a GPU, so no activations were traced, and no time. ``untraced``: the run may do well, but its step
+    could not be traced, and ``problems`` say why. ``uncounted``: products of matrices that ``time`` lacks. ``by_formula``:
+    nothing was counted or traced; ``formula`` says what was computed instead."""
 
     file: str
     name: str
@@ -52,6 +55,8 @@ class Row:
     tokens_per_step: int = 0
     tight: bool = False
     bare: bool = False
+    untraced: bool = False
+    uncounted: list[str] = field(default_factory=list)
     by_formula: bool = False
     formula: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -88,7 +93,7 @@ class Traced:
     weights: list[Weight]
     groups: Groups
     device: str
-    _traces: dict[tuple[str, str], Trace] = field(default_factory=dict)
+    _traces: dict[tuple[str, str], Trace | NoClass] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, device: str) -> Traced:
@@ -96,19 +101,44 @@ class Traced:
         return cls(job, weights, groups, device)
 
     def trace(self, spread: Spread) -> Trace:
+        """Of a micro-batch, as ``spread`` casts it.
+
+        Raises:
+            NoClass: the model cannot be stepped so.
+        """
         key = (spread.cast, spread.autocast)
         if key not in self._traces:
-            with self.job.made(cast=spread.cast) as (model, batch):
-                try:
-                    made = trace(model, batch, self.job.objective.loss, spread.autocast, kernels=self.device)
-                except Exception as error:  # code that looks at values, or kernels that take no fake tensors
-                    raise NoClass(self.job.name, self.job.model_config.to_dict(), error) from error
-                self._traces[key] = made
-        return self._traces[key]
+            self._traces[key] = self._trace(*key)
+        found = self._traces[key]
+        if isinstance(found, NoClass):
+            raise found
+        return found
+
+    def _trace(self, cast: str, autocast: str) -> Trace | NoClass:
+        with self.job.made(cast=cast) as (model, batch):
+            try:
+                return trace(model, batch, self.job.objective.loss, autocast, kernels=self.device)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                why: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
+            except Exception as error:  # kernels that take no fake tensors
+                why = error
+        cannot = "its step cannot be traced on tensors without contents"
+        return NoClass(self.job.name, self.job.model_config.to_dict(), why, cannot)
+
+    @property
+    def untraced(self) -> NoClass | None:
+        """Why the model cannot be stepped, where no trace of those that were needed came through."""
+        failed = [found for found in self._traces.values() if isinstance(found, NoClass)]
+        return failed[0] if failed and len(failed) == len(self._traces) else None
 
     @property
     def parameters(self) -> int:
-        return sum(w.numel for w in self.weights)
+        return sum(w.parameters for w in self.weights)
+
+    @property
+    def density(self) -> float:
+        """Stored elements for each parameter; below 1 where weights are packed."""
+        return sum(w.numel for w in self.weights) / self.parameters
 
     @property
     def trained(self) -> int:
@@ -154,7 +184,10 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
     states = sum(hold(traced.weights, traced.groups, spreads).on_device.values())
     bare = states > cluster.device.memory
-    micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
+    try:
+        micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
+    except NoClass as error:
+        return Row(file=file.stem, name=plan.name, untraced=True, problems=error.problems)
     held = memory(
         traced.weights, traced.groups, spreads, micro,
         accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context,
@@ -166,7 +199,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         spread=spreads,
         memory=held,
         states=states,
-        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes),
+        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density),
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
         **checkpoints(traced.trained, config),
@@ -174,6 +207,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
             micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation, weights=traced.weights
         ),
         bare=bare,
+        uncounted=list(micro.uncounted),
         tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
     )  # fmt: skip
     judge(made, config, cluster)

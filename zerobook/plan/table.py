@@ -79,7 +79,7 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cl
 
 def _fits(row: Row, where: Cluster) -> str:
     if row.memory is None:
-        return "[red]cannot run[/]"
+        return "[red]not traced[/]" if row.untraced else "[red]cannot run[/]"
     if not row.fits:
         return "[red]no[/]"
     return "[yellow]tight[/]" if row.tight else "[green]yes[/]"
@@ -159,7 +159,7 @@ def _misfits(console: Any, rows: Sequence[Row]) -> None:
 
     for row in rows:
         for problem in row.problems:
-            console.print(f"[bold]{row.file}[/] cannot run: {escape(problem)}")
+            console.print(f"[bold]{row.file}[/] cannot {'be planned' if row.untraced else 'run'}: {escape(problem)}")
     alike: dict[tuple, list[Row]] = {}
     for row in rows:
         if row.over:
@@ -183,6 +183,8 @@ def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
         lines.append("the libraries' buffers, copies and padding are in no formula: leave room for them")
     else:
         lines.append("weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7")
+    if uncounted := sorted({name for row in rows for name in row.uncounted}):
+        lines.append(f"steps take longer than that: of {', '.join(uncounted)} no operations are counted")
     if any(row.bare for row in rows):
         lines.append(">: the states alone exceed the GPU, so no activations were traced")
     if _ruled(rows):

@@ -8,6 +8,8 @@ autocast and the loss make.
 
 from __future__ import annotations
 
+import logging
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -28,7 +31,8 @@ class Trace:
 
     ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` the batch itself. ``timeline``
     has a point for each weight whose gradient came to be: (elements of gradients there were before it, the most bytes of
-    activations that were alive since the last point); its first point is the forward pass and the loss.
+    activations that were alive since the last point); its first point is the forward pass and the loss. ``uncounted`` names
+    operations that multiply matrices, and that ``flops`` lacks since nobody knows how many of them there are.
     """
 
     saved: int
@@ -36,10 +40,28 @@ class Trace:
     forward_peak: int
     timeline: list[tuple[int, int]] = field(default_factory=list)
     flops: float = 0.0
+    uncounted: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
         return max(most for _, most in self.timeline)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Operations of a product in groups, a mixture's experts: each of ``a``'s rows is multiplied by one of ``b``'s matrices,
+    however many there are. Where both are matrices it is their common side that is cut into groups."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+_LAWS: dict[str, Callable[..., float]] = {
+    "aten::_grouped_mm": _grouped,
+    # transformers' own, where torch has no kernel: a loop over the groups
+    "transformers::grouped_mm_fallback": _grouped,
+    "transformers::grouped_mm_fallback_backward": lambda a, b, *_: 2 * _grouped(a, b),
+}
+"""Operations that torch 2.13's flop counter does not know -> how many floating-point operations they take."""
+_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
 class Follow(TorchDispatchMode):
@@ -53,6 +75,7 @@ class Follow(TorchDispatchMode):
         self.live = 0
         self.most = 0
         self.flops = 0.0
+        self.uncounted: set[str] = set()
         self._known: dict[int, weakref.ref] = {}
         self._apart: set[int] = set()  # storages of weights and the like
 
@@ -85,14 +108,31 @@ class Follow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        name = func._schema.name
+        result = _in_groups(func, *args, **kwargs) if name == "aten::_grouped_mm" else func(*args, **kwargs)
         law = flop_registry.get(func._overloadpacket)
         if law is not None:
             self.flops += law(*args, **kwargs, out_val=result)
+        elif name in _LAWS:
+            self.flops += _LAWS[name](*args, **kwargs)
+        elif _PRODUCT.search(name):
+            self.uncounted.add(name)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)
         return result
+
+
+def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A product in groups, of fake tensors too that are not bf16. torch's shapes for those know bf16 alone; its kernels for
+    CUDA and CPU take fp32 and fp16 as well, and give what they are given (aten/src/ATen/native/GroupedMMUtils.h). autocast
+    leaves them alone, so that the experts of fp32 weights are run in fp32."""
+    if not isinstance(a, FakeTensor) or a.dtype == b.dtype == torch.bfloat16:
+        return func(a, b, *args, **kwargs)
+    if a.dtype != b.dtype:
+        raise ValueError(f"a product in groups of {a.dtype} by {b.dtype}, which no device takes")
+    alike = (torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in (a, b))
+    return torch.empty_like(func(*alike, *args, **kwargs), dtype=a.dtype)
 
 
 class Saved:
@@ -162,6 +202,7 @@ def trace(
             _kernels(kernels, follow) if kernels else nullcontext(),
             _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
             _unpacked("position_ids" not in batch),
+            _unsaid(),
             follow,
             _autocast(device, kinds.get(precision)),
         ):
@@ -180,7 +221,7 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(kept, inputs, forward, points, follow.flops)
+    return Trace(kept, inputs, forward, points, follow.flops, tuple(sorted(follow.uncounted)))
 
 
 class _Attention(torch.autograd.Function):
@@ -292,6 +333,17 @@ def _unpacked(sure: bool) -> Iterator[None]:
     name = "find_packed_sequence_indices"
     with _replaced(masking_utils, name, lambda *_, **__: None) if sure and hasattr(masking_utils, name) else nullcontext():
         yield
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """Without the tracebacks that torch prints of an operation with no shapes for it; what raises is told by who catches it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager
