@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], where: Cluster, title: str, file: Path) -> None:
         axes.text(
             right * 0.995 if cut else left + right * 0.008, place,
             f"{'> ' if row.bare else ''}{left:,.0f} GB" if left >= 10 else f"{left:.1f} GB",
-            va="center", ha="right" if cut else "left", fontsize=8, color="white" if cut else "black",
+            va="center", ha="right" if cut else "left", fontsize=8, color="white" if cut and row.fits else "black",
         )  # fmt: skip
     axes.axvline(limit, color="black", linewidth=1.2)
     axes.text(limit, len(shown) - 0.35, f" {limit:,.0f} GB", fontsize=8, va="bottom")

@@ -240,7 +240,7 @@ def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
     over = {words.partition(":")[0] for words in made.over}
     if "GPU memory" in over:
         made.remedies += _for_the_gpu(made, config, made.memory.total - cluster.device.memory)
-    if "host RAM while loading" in over:
+    elif "host RAM while loading" in over:  # what shards the GPU's memory helps here too
         loads_once = made.spread.kind == "fsdp" or made.spread.stage == 3
         made.remedies.append("more host RAM" if loads_once else "fsdp or zero3, whose ranks do not load a copy each")
     if "host RAM" in over:
