@@ -674,7 +674,7 @@ def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
     """Of trained weights the first ``max_in_cpu`` elements stay, whole sub-groups of them; of frozen ones parts under 1 MiB."""
     common = {
         "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
-        "persistent": 10, "reuse": 0, "in_cpu": in_cpu, "swap": 100, "offload_optimizer": "nvme",
+        "persistent": 10, "reuse": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100, "offload_optimizer": "nvme",
     }  # fmt: skip
     weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
     on_host, on_disk = (Spread(**common, offload_param=where) for where in ("cpu", "nvme"))
@@ -975,6 +975,15 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
     assert kept(max_train_steps=1000, save_steps=10, save_total_limit=2) == 3, "one more while it is written"
     assert kept(save_steps=10) is None, "epochs have no length here"
     assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 1
+
+
+def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem():
+    one, eight = (cluster(gpus=gpus, gpu="a100-80gb") for gpus in ("1", "8"))
+    (alone,) = rows_of("causal_lm", "llama2_70b", one, ("zero3_nvme",), **HALF).values()
+    assert not alone.fits and alone.problems[0].startswith("offload_param.buffer_size: ") and "100,000,000" in alone.problems[0]
+    assert f"{32000 * 8192:,} elements on each of 1" in alone.problems[0]
+    (spread_out,) = rows_of("causal_lm", "llama2_70b", eight, ("zero3_nvme",), **HALF).values()
+    assert not spread_out.problems and spread_out.memory.disk
 
 
 def test_what_is_tight_goes_behind_what_is_not_and_as_fast():

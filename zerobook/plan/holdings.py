@@ -194,7 +194,18 @@ def nvme_buffers(groups: Groups, spread: Spread) -> int:
     left = room - sum(size(some) for some in staying)
     leaving = any(len(some) < len(every) for some, every in zip(staying, subs, strict=True))
     written = max(size([sub]) for every in subs for sub in every) if leaving else 0
-    return (spread.swap + left + written) * spread.compute
+    return (spread.buffers * spread.buffer + left + written) * spread.compute
+
+
+def unswappable(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[str]:
+    """Why DeepSpeed would end by an assertion: a part of a weight that none of NVMe's buffers can take; empty where it can."""
+    largest = max(on_nvme(weights, groups, spread), key=lambda w: _part(w, spread), default=None)
+    if largest is None or _part(largest, spread) <= spread.buffer:
+        return []
+    return [
+        f"offload_param.buffer_size: {largest.name} has {_part(largest, spread):,} elements on each of {spread.ranks} rank(s), "
+        f"and a buffer for NVMe holds {spread.buffer:,}. Raise it in the DeepSpeed file, or take more ranks."
+    ]
 
 
 def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:

@@ -14,7 +14,7 @@ from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight, hold
+from zerobook.plan.holdings import Groups, Weight, hold, unswappable
 from zerobook.plan.job import Job, NoClass, Shape
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.paper import Paper, paper
@@ -182,6 +182,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         return Row(file=file.stem, name=plan.name, problems=plan.problems)
     accumulation = config.gradient_accumulation_steps
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
+    problems = unswappable(traced.weights, traced.groups, spreads)
+    if problems:
+        return Row(file=file.stem, name=plan.name, problems=problems)
     states = sum(hold(traced.weights, traced.groups, spreads).on_device.values())
     bare = states > cluster.device.memory
     try:

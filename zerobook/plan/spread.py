@@ -30,7 +30,8 @@ class Spread:
     reuse: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     in_cpu: int = 1_000_000_000  # with weights on NVMe: of a rank's trained ones, those that stay in host RAM
-    swap: int = 500_000_000  # and what host RAM has for those on their way
+    buffers: int = 5  # in host RAM, for those on their way
+    buffer: int = 100_000_000  # elements of each
     overlap: bool = False
     contiguous: bool = True
     quantized_weights: bool = False
@@ -96,7 +97,8 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         reuse=number("stage3_max_reuse_distance", 1e9),
         sub_group=number("sub_group_size", 1e9),
         in_cpu=number("max_in_cpu", 1e9, weights),
-        swap=number("buffer_count", 5, weights) * number("buffer_size", 1e8, weights),
+        buffers=number("buffer_count", 5, weights),
+        buffer=number("buffer_size", 1e8, weights),
         overlap=bool(zero.get("overlap_comm", stage == 3)),
         contiguous=bool(zero.get("contiguous_gradients", True)),
         quantized_weights=bool(zero.get("zero_quantized_weights", False)),
