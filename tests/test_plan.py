@@ -707,7 +707,8 @@ def test_a_strategy_file_says_what_stays_in_host_ram(tmp_path, tiny):
     sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
     two = cluster(gpus="2", gpu="a100-80gb")
     shipped, little = (row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
-    assert little.spread.in_cpu == 10**6 and little.spread.swap == shipped.spread.swap == 5 * 10**8
+    both = [(planned.spread.buffers, planned.spread.buffer) for planned in (little, shipped)]
+    assert little.spread.in_cpu == 10**6 and both == [(5, 10**8)] * 2
     assert little.memory.disk > shipped.memory.disk > 0
     assert little.time.offload > shipped.time.offload
 
@@ -1027,12 +1028,12 @@ V100 = {"gpus": "8", "gpu": "v100-32gb"}
         # half precision comes first, so nothing is recomputed that need not be
         ({"gpus": "8"}, "causal_lm", ["--block_size=1024", "--per_device_train_batch_size", "2"], "zero1",
          {"mixed_precision": "bf16"}),
-        (V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero3",
-         {"mixed_precision": "fp16"}),
+        pytest.param(*(V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero3",
+         {"mixed_precision": "fp16"}), marks=pytest.mark.full),
         ({"gpu_memory": "16GB"}, "causal_lm", ["--block_size=512", "--per_device_train_batch_size=1"], "single",
          {"mixed_precision": "bf16", "activation_checkpointing": True, "dtype": "bfloat16", "max_seq_length": 512}),
-        ({"gpu": "v100-16gb"}, "causal_lm", ["--config", "{yaml}"], "single",
-         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}),
+        pytest.param(*({"gpu": "v100-16gb"}, "causal_lm", ["--config", "{yaml}"], "single",
+         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}), marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy, more):
