@@ -1033,7 +1033,8 @@ V100 = {"gpus": "8", "gpu": "v100-32gb"}
         ({"gpu_memory": "16GB"}, "causal_lm", ["--block_size=512", "--per_device_train_batch_size=1"], "single",
          {"mixed_precision": "bf16", "activation_checkpointing": True, "dtype": "bfloat16", "max_seq_length": 512}),
         pytest.param(*({"gpu": "v100-16gb"}, "causal_lm", ["--config", "{yaml}"], "single",
-         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}), marks=pytest.mark.full),
+         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}),
+         marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy, more):
