@@ -1068,6 +1068,24 @@ def test_where_the_host_alone_is_short_the_advice_says_that(capsys):
     assert "no strategy file can run it; zero2: " in capsys.readouterr().out
 
 
+def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
+    where = cluster(gpu_memory="8GB")
+    traced, rows = planned_rows("causal_lm", "gpt2_xl", where, ("single",), mixed_precision="bf16")
+    tried = []
+
+    def replan(changes, recipe):
+        tried.append((dict(changes), recipe))
+        raise ConfigError("no such thing here")
+
+    advice = recommend(traced, list(rows.values()), where, replan)
+    assert advice.row is None and advice.flags == {} and advice.recipe is None
+    assert [recipe for _, recipe in tried] == [None, None, "lora_finetune", "lora_finetune"], (
+        "no base is quantised without adapters"
+    )
+    said = [why for _, why in advice.reasons if why.startswith("could not be tried: ")]
+    assert said == ["could not be tried: no such thing here"] * 4
+
+
 def test_adapters_are_not_advised_for_weights_that_were_never_trained(capsys):
     line = ["plan", "--gpu_memory", "8GB", "--strategies", "single", "--recommend", str(ROOT / "recipes" / "causal_lm.py")]
     assert main([*line, "--config_name", str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1"]) == 1

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zerobook.errors import ConfigError
 from zerobook.plan.hardware import PCIE, Cluster
 from zerobook.plan.rows import Row, Traced
 from zerobook.plan.units import size
@@ -63,9 +64,13 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
     recipe, as_asked = None, rows
     for rule, change in _ladder(traced, where):
         if rule is not None:
-            flags |= {key: value for key, value in change.items() if key != "recipe"}
-            recipe = change.get("recipe", recipe)
-            traced, rows = replan(flags, recipe)
+            more = flags | {key: value for key, value in change.items() if key != "recipe"}
+            try:
+                traced, rows = replan(more, change.get("recipe", recipe))
+            except ConfigError as error:  # the plan that was asked for stands all the same
+                reasons.append((rule, f"could not be tried: {error.problems[0]}"))
+                continue
+            flags, recipe = more, change.get("recipe", recipe)
         fitting = [row for row in rows if row.fits and not _offloads(row)]
         if fitting:
             best = _choose(traced, fitting, where, reasons)
@@ -139,14 +144,14 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
     # adapters say nothing on weights that were never trained
     if traced.job.seq2seq or getattr(config, "config_name", None):
         return
+    adapters: dict[str, Any] = {}
     if not traced.job.lora:
-        length = {"max_seq_length": config.block_size}  # what the other recipe calls it
-        yield "LoRA on all linear layers", {
-            "recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16", **length,
-        }  # fmt: skip
+        adapters = {"recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16"}
+        adapters["max_seq_length"] = config.block_size  # what the other recipe calls it
+        yield "LoRA on all linear layers", adapters
     if not getattr(config, "load_in_4bit", False):
         # rows of files that lose a quantised base, such as parameter offload, cannot run, and say so
-        yield "QLoRA, where the strategy supports a quantised base", {"load_in_4bit": True}
+        yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 
 
 def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:

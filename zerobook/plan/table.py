@@ -73,11 +73,11 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cl
         made_of.add_column(header, justify="left" if header.startswith("formula") else "right")
     for row in rows:
         cells = [] if row.memory is None else [cell(row) for _, cell in columns]
-        made_of.add_row(row.file, _fits(row, where), *cells, style="" if row.fits else "dim")
+        made_of.add_row(row.file, _fits(row), *cells, style="" if row.fits else "dim")
     return made_of
 
 
-def _fits(row: Row, where: Cluster) -> str:
+def _fits(row: Row) -> str:
     if row.memory is None:
         return "[red]not traced[/]" if row.untraced else "[red]cannot run[/]"
     if not row.fits:
