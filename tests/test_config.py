@@ -6,7 +6,7 @@ import pytest
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
-from zerobook.config import parse
+from zerobook.config import changed, parse
 from zerobook.errors import ConfigError
 
 BASE = ["--model_name_or_path", "m", "--dataset_name", "d"]
@@ -122,3 +122,11 @@ def test_lists_booleans_and_aliases():
     assert config.max_train_steps == 3 and config.activation_checkpointing
     config, _, _ = parse(LoraConfig, [*BASE, "--load_in_4bit", "false"])
     assert config.load_in_4bit is False
+
+
+def test_another_recipes_config_is_checked_as_if_it_were_given():
+    config, sources, _ = parse(CausalLMConfig, ["--model_name_or_path", "m", "--train_file", __file__, "--block_size", "64"])
+    other, origins = changed(config, sources, LoraConfig, {"lora_r": 4})
+    assert (other.lora_r, other.train_file) == (4, __file__) and origins["lora_r"] == "advice"
+    with pytest.raises(ConfigError, match=r"lora_r: got 0 \(from advice\), expected greater"):
+        changed(config, sources, LoraConfig, {"lora_r": 0})

@@ -545,7 +545,7 @@ def test_what_hpz_sends_where(secondary, near):
     weights = [Weight("trained", (48, 100), 2, True), Weight("frozen", (48, 200), 2, False), Weight("small", (10,), 2, False)]
     spread = Spread(
         kind="deepspeed", name="", ranks=48, node=8, stage=3, shard=48, secondary=secondary, precision="bf16", persistent=10,
-        reuse=0,
+        reuse=0, prefetch_bucket=0,
     )  # fmt: skip
     found = {flow.what: (flow.size, flow.ranks, flow.within) for flow in flows(weights, [weights[:1]], spread, 3)}
     assert found == {
@@ -674,7 +674,8 @@ def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
     """Of trained weights the first ``max_in_cpu`` elements stay, whole sub-groups of them; of frozen ones parts under 1 MiB."""
     common = {
         "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
-        "persistent": 10, "reuse": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100, "offload_optimizer": "nvme",
+        "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100,
+        "offload_optimizer": "nvme",
     }  # fmt: skip
     weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
     on_host, on_disk = (Spread(**common, offload_param=where) for where in ("cpu", "nvme"))
@@ -720,7 +721,7 @@ def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
     layer, head = Weight("layer", (8000, 1000), 4, False, "layer"), Weight("head", (8000, 100), 4, False)
     trained = Weight("adapter", (8,), 4, True, "layer")
     common = {"kind": kind, "name": "", "ranks": ranks, "node": ranks, "stage": 3, "shard": ranks, "precision": "bf16",
-              "persistent": 10, "reuse": 10**6, "offload_optimizer": "cpu"}  # fmt: skip
+              "persistent": 10, "reuse": 10**6, "prefetch_bucket": 0, "offload_optimizer": "cpu"}  # fmt: skip
     where, weights = cluster(gpus=str(ranks), gpu="a100-80gb"), [layer, trained, head]
 
     def seconds(offload_param: str) -> float:
@@ -960,7 +961,7 @@ def test_a_gpu_that_is_not_named_has_bf16_and_a_known_ones_speed(tiny, capsys):
     assert (
         main(["plan", "--gpu_memory", "32GB", "--strategies", "single", str(tiny / "llama"), "--mixed_precision", "bf16"]) == 0
     )
-    assert f"and that of an {cluster(gpu_memory='32GB').device.like}" in " ".join(capsys.readouterr().out.split())
+    assert f"of {cluster(gpu_memory='32GB').device.like}'s listed speed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_checkpoints_are_counted_as_the_run_keeps_them():
@@ -1084,6 +1085,9 @@ def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
     )
     said = [why for _, why in advice.reasons if why.startswith("could not be tried: ")]
     assert said == ["could not be tried: no such thing here"] * 4
+    traced.job.config.mixed_precision, tried[:] = None, []
+    assert recommend(traced, list(rows.values()), where, replan).row is None
+    assert tried[0] == ({"mixed_precision": "bf16"}, None) and len(tried) == 5
 
 
 def test_adapters_are_not_advised_for_weights_that_were_never_trained(capsys):

@@ -305,15 +305,19 @@ def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], change
     """What was given for one recipe, as another recipe's config; keys that the other does not have are left out.
 
     Raises:
-        ConfigError: with what disagrees in it.
+        ConfigError: with what disagrees in it, or is no value there.
     """
     given = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
     taken = {key: value for key, value in given.items() if key in kind.model_fields}
-    made = kind(**taken)
+    origin = Resolved({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
+    try:
+        made = kind(**taken)
+    except ValidationError as error:
+        raise ConfigError([_explain(e, origin) for e in error.errors()]) from None
     problems = made.problems()
     if problems:
         raise ConfigError(problems)
-    return made, Resolved({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
+    return made, origin
 
 
 def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:

@@ -43,7 +43,8 @@ JOBS = {
 }
 SHARDED = ("zero1", "zero2", "zero3", "fsdp")
 OFFLOADED = ("zero2_offload", "zero3_offload", "zero3_offload_optimizer", "fsdp_offload")
-SAMPLE = {("zero2", 2, "llama"), ("fsdp", 2, "packed lora")}
+FAR = ("llama", "gpt2", "checkpointing", "lora", "packed lora", "bart", "bf16")
+SAMPLE = {("zero2", 2, "llama"), ("zero3_narrow", 2, "bart"), ("fsdp", 2, "packed lora")}
 CASES = [
     ("single", 1, "llama"),
     *[("ddp", ranks, name) for ranks, name in ((2, "llama"), (4, "bart"), (2, "bf16"))],
@@ -61,6 +62,11 @@ CASES = [
     ("zero3_nvme", 2, "wide"),
     ("zero3_nvme", 2, "wide lora"),
     ("zero3_nvme_little", 2, "wide"),
+    *[("zero3_forgetting", 2, name) for name in FAR],
+    *[("zero3_narrow", 2, name) for name in FAR],
+    ("zero3_narrow", 4, "gpt2"),
+    ("zero3_hpz_forgetting", 4, "gpt2"),
+    ("zero3_hpz_narrow", 4, "bart"),
 ]
 
 
@@ -77,8 +83,9 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     file = ROOT / "recipes" / f"{recipe}.py"
     config, sources, _ = parse(_config_class(str(file)), line)
     here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
-    shipped = ROOT / "accelerate_configs" / f"{strategy.removesuffix('_little')}.yaml"
-    changed = edited(shipped, tmp_path, *CHANGES[strategy]) if strategy in CHANGES else shipped
+    base, *changes = CHANGES.get(strategy, (strategy,))
+    shipped = ROOT / "accelerate_configs" / f"{base}.yaml"
+    changed = edited(shipped, tmp_path, *changes) if changes else shipped
     found = measure(changed, job(config), file, line, here, sources)
     assert not found.died, found.died
     figures = {kind: [figure.planned, figure.measured] for kind, figure in found.figures.items()}
@@ -92,19 +99,35 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     assert abs(found.figures["sent"].error) < 0.02, found.figures["sent"]
 
 
+PAIRS = ('"zero_hpz_partition_size": "auto"', '"zero_hpz_partition_size": 2')
+FORGETS = [
+    ('"stage3_max_reuse_distance": 1000000000.0', '"stage3_max_reuse_distance": 0'),
+    ('"stage3_prefetch_bucket_size": "auto"', '"stage3_prefetch_bucket_size": 0'),
+]
+NARROW = [
+    ('"stage3_max_reuse_distance": 1000000000.0', '"stage3_max_reuse_distance": 60000'),
+    ('"stage3_max_live_parameters": 1000000000.0', '"stage3_max_live_parameters": 70000'),
+]
 CHANGES = {
     # two processes are a group: by itself hpZ finds none on one node
-    "zero3_hpz": ('"zero_hpz_partition_size": "auto"', '"zero_hpz_partition_size": 2'),
+    "zero3_hpz": ("zero3_hpz", PAIRS),
     # so little stays in host RAM that trained weights lie on the disk
-    "zero3_nvme_little": ('"max_in_cpu": 1000000000.0', '"max_in_cpu": 1e5'),
+    "zero3_nvme_little": ("zero3_nvme", ('"max_in_cpu": 1000000000.0', '"max_in_cpu": 1e5')),
+    # as models have it that are larger than those limits: nothing, or little, stays from the forward pass for the backward one
+    "zero3_forgetting": ("zero3", *FORGETS),
+    "zero3_narrow": ("zero3", *NARROW),
+    "zero3_hpz_forgetting": ("zero3_hpz", PAIRS, *FORGETS),
+    "zero3_hpz_narrow": ("zero3_hpz", PAIRS, *NARROW),
 }
 
 
-def edited(file: Path, folder: Path, old: str, new: str) -> Path:
+def edited(file: Path, folder: Path, *changes: tuple[str, str]) -> Path:
     """A copy of a strategy file with something else in its DeepSpeed config."""
     text = (ROOT / "ds_configs" / f"{file.stem}.json").read_text()
-    assert old in text
-    (folder / "edited.json").write_text(text.replace(old, new))
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "edited.json").write_text(text)
     copy = folder / file.name
     copy.write_text(file.read_text().replace(f"ds_configs/{file.stem}.json", str(folder / "edited.json")))
     return copy

@@ -170,7 +170,9 @@ def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, 
     largest = max(decoder.layer, decoder.embedding)
     gathered = 4 * largest if spreads.stage == 3 else 0  # as DeepSpeed's estimator has it, formulas.deepspeed_zero3
     flops = formulas.flops(decoder.parameters, rows * length, checkpointing=checkpointing)
-    everything = [[Weight("all", (decoder.parameters,), 4, trained=True)]]
+    layer, more = divmod(decoder.parameters, decoder.layers)
+    sizes = [layer + (at < more) for at in range(decoder.layers)]
+    everything = [[Weight(f"{at}.weight", (size,), 4, trained=True, unit=f"{at}") for at, size in enumerate(sizes)]]
     states, lying = literature.states, literature.lying
     device = {
         "parameters": states.parameters if lying["parameters"] == "none" else 0,

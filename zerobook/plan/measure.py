@@ -108,7 +108,7 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
             with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
                 kernels = "cpu" if where.cpu else "cuda"
                 traced[shape] = trace(model, batch, job.objective.loss, spreads.autocast, kernels=kernels)
-        moved = sent(flows(weights, groups, spreads, accumulation))
+        moved = sent(flows(weights, groups, spreads, accumulation, traced[shape].visits))
         planned = {**held.states, "activations saved": traced[shape].saved, "sent": moved}
         measured = {**found["held"], "activations saved": found["saved"], "sent": sum(found["sent"].values())}
         if "cuda" in found:

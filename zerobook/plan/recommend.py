@@ -58,19 +58,25 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
         replan: (flags to add, another recipe) -> the plan with them.
     """
     reasons = list(_always(traced, where))
-    flags = _precision(traced, where)
-    if flags:
-        traced, rows = replan(flags, None)
+    flags: dict[str, Any] = {}
     recipe, as_asked = None, rows
+
+    def tried(rule: str, change: dict[str, Any]) -> bool:
+        nonlocal traced, rows, flags, recipe
+        more, other = flags | {key: value for key, value in change.items() if key != "recipe"}, change.get("recipe", recipe)
+        try:
+            traced, rows = replan(more, other)
+        except ConfigError as error:  # the plan that was asked for stands all the same
+            reasons.append((rule, f"could not be tried: {error.problems[0]}"))
+            return False
+        flags, recipe = more, other
+        return True
+
+    if (precision := _precision(traced, where)) and tried("half precision", precision):
+        as_asked = rows
     for rule, change in _ladder(traced, where):
-        if rule is not None:
-            more = flags | {key: value for key, value in change.items() if key != "recipe"}
-            try:
-                traced, rows = replan(more, change.get("recipe", recipe))
-            except ConfigError as error:  # the plan that was asked for stands all the same
-                reasons.append((rule, f"could not be tried: {error.problems[0]}"))
-                continue
-            flags, recipe = more, change.get("recipe", recipe)
+        if rule is not None and not tried(rule, change):
+            continue
         fitting = [row for row in rows if row.fits and not _offloads(row)]
         if fitting:
             best = _choose(traced, fitting, where, reasons)

@@ -195,7 +195,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         traced.weights, traced.groups, spreads, micro,
         accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context,
     )  # fmt: skip
-    found = flows(traced.weights, traced.groups, spreads, accumulation)
+    found = flows(traced.weights, traced.groups, spreads, accumulation, micro.visits)
     made = Row(
         file=file.stem,
         name=plan.name,
@@ -207,7 +207,8 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         between=between_nodes(found, cluster.nodes),
         **checkpoints(traced.trained, config),
         time=None if bare else time(
-            micro.flops, found, traced.groups, spreads, cluster, accumulation=accumulation, weights=traced.weights
+            micro.flops, found, traced.groups, spreads, cluster,
+            accumulation=accumulation, weights=traced.weights, visits=micro.visits,
         ),
         bare=bare,
         uncounted=list(micro.uncounted),

@@ -173,9 +173,10 @@ def _misfits(console: Any, rows: Sequence[Row]) -> None:
 def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
     from zerobook.plan.roofline import EFFICIENCY
 
+    like = where.device.like
+    speed = f"{like}'s listed speed, since this GPU's is not known" if like else "the GPU's listed speed"
     lines = [
-        f"checkpoints: {_checkpoints(max(rows, key=lambda row: row.checkpoint))}; times assume {EFFICIENCY:.0%} of the GPU's "
-        "listed speed" + (f", and that of an {where.device.like}" if where.device.like else "")
+        f"checkpoints: {_checkpoints(max(rows, key=lambda row: row.checkpoint))}; times assume {EFFICIENCY:.0%} of {speed}"
     ]
     if subject.by_formula:
         example = next((row for row in rows if row.formula), None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from zerobook.plan.passes import Visit
+
 
 @dataclass
 class Trace:
@@ -31,8 +33,9 @@ class Trace:
 
     ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` the batch itself. ``timeline``
     has a point for each weight whose gradient came to be: (elements of gradients there were before it, the most bytes of
-    activations that were alive since the last point); its first point is the forward pass and the loss. ``uncounted`` names
-    operations that multiply matrices, and that ``flops`` lacks since nobody knows how many of them there are.
+    activations that were alive since the last point); its first point is the forward pass and the loss. ``visits`` are the
+    modules that were come to, forward and then back. ``uncounted`` names operations that multiply matrices, and that
+    ``flops`` lacks since nobody knows how many of them there are.
     """
 
     saved: int
@@ -40,6 +43,7 @@ class Trace:
     forward_peak: int
     timeline: list[tuple[int, int]] = field(default_factory=list)
     flops: float = 0.0
+    visits: Sequence[Visit] = ()
     uncounted: tuple[str, ...] = ()
 
     @property
@@ -196,7 +200,9 @@ def trace(
         done += parameter.numel()
         parameter.grad = None
 
+    visits: list[Visit] = []
     hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
+    hooks += _visited(model, visits)
     try:
         with (
             _kernels(kernels, follow) if kernels else nullcontext(),
@@ -221,7 +227,54 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(kept, inputs, forward, points, follow.flops, tuple(sorted(follow.uncounted)))
+    return Trace(kept, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)))
+
+
+class _Back(torch.autograd.Function):
+    """Says when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, said: Callable[[], None]) -> torch.Tensor:
+        ctx.said = said
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.said()
+        return grad, None
+
+
+def _visited(model: nn.Module, visits: list[Visit]) -> list[Any]:
+    """Hooks that write down where the passes are, as DeepSpeed's do: on the way back, at each output and behind all inputs."""
+    names = {parameter: name for name, parameter in model.named_parameters()}  # a shared weight has one name
+
+    def by(said: Callable[[], None], tensors: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: _Back.apply(t, said) if t.requires_grad else t, tensors)
+
+    def hooks(path: str, module: nn.Module) -> Iterator[Any]:
+        here = Visit(path, tuple(dict.fromkeys(names[p] for p in module.parameters(recurse=False))))
+        waiting = 0
+
+        def coming(_: nn.Module, given: Any) -> Any:
+            nonlocal waiting
+            visits.append(here)
+            waiting = sum(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(given))
+            return by(left, given)
+
+        def gone(_: nn.Module, __: Any, output: Any) -> Any:
+            visits.append(here._replace(end=True))
+            return by(lambda: visits.append(here._replace(back=True)), output)
+
+        def left() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                visits.append(here._replace(back=True, end=True))
+
+        yield module.register_forward_pre_hook(coming)
+        yield module.register_forward_hook(gone)
+
+    return [hook for path, module in model.named_modules() for hook in hooks(path, module)]
 
 
 class _Attention(torch.autograd.Function):

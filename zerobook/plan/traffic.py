@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerobook.plan.holdings import Groups, Weight, on_nvme
+from zerobook.plan.passes import Visit, gathered
 from zerobook.plan.spread import Spread
 
 
@@ -34,15 +35,21 @@ class Flow:
         return self.size * self.worth * (self.ranks - 1) / self.ranks
 
 
-def flows(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> list[Flow]:
-    """All of a step that grow with the model; a norm or a loss is not worth a line."""
+def flows(
+    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()
+) -> list[Flow]:
+    """All of a step that grow with the model; a norm or a loss is not worth a line.
+
+    Args:
+        visits: in which order a micro-batch's passes come to the weights; see `gathered`.
+    """
     if spread.ranks == 1 or spread.kind == "single":
         return []
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
         return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
     if spread.kind == "deepspeed" and spread.stage == 3:
-        return _zero3(weights, groups, spread, accumulation)
+        return _zero3(weights, groups, spread, accumulation, visits)
     return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
 
 
@@ -57,19 +64,19 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, visits: Sequence[Visit]) -> list[Flow]:
     n = spread.ranks
 
     def size(some: Sequence[Weight]) -> int:
         return sum(_whole(w, n) * _element(w, spread) for w in some)
 
-    sharded = [w for w in weights if w.numel > spread.persistent]
-    forward = far = accumulation * size(sharded)
+    passes = gathered(weights, spread, visits, accumulation)
+    forward = far = accumulation * size(passes.forward)
     second = n
     if spread.secondary > 1:
         # From its first gathering on a weight comes from the second copy, until an update makes that stale.
-        second, far = spread.secondary, size([w for w in sharded if w.trained])
-    again = accumulation * size(_given_up(sharded, spread))
+        second, far = spread.secondary, size([w for w in set(passes.forward) if w.trained])
+    again = accumulation * size(passes.again)
     quantized = 0.5 if spread.quantized_weights else 1.0
     trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
     persistent = size([w for w in weights if w.numel <= spread.persistent])
@@ -88,17 +95,6 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulati
         Flow("small weights", "all-gather", persistent, n, within=within),
     ]
     return [flow for flow in found if flow.size]
-
-
-def _given_up(sharded: Sequence[Weight], spread: Spread) -> list[Weight]:
-    """Weights that the backward pass gathers again: those whose next use is further than ``stage3_max_reuse_distance``
-    elements away. Behind a weight lies the rest of the forward pass, and the same way back."""
-    behind, found = 0, []
-    for weight in reversed(sharded):
-        if 2 * behind + weight.numel > spread.reuse:
-            found.append(weight)
-        behind += weight.numel
-    return found
 
 
 def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
@@ -122,26 +118,20 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     return found
 
 
-def to_gpu(weights: Sequence[Weight], spread: Spread, accumulation: int = 1) -> float:
+def to_gpu(weights: Sequence[Weight], spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()) -> float:
     """Bytes of offloaded weights that cross to each GPU in a step: a rank's shard, for every gathering. Alone it gathers from
     nobody, and moves all of them."""
-    return accumulation * sum(_shard(w, spread) for w in _gathered(weights, spread))
+    return accumulation * sum(_shard(w, spread) for w in gathered(weights, spread, visits, accumulation).all)
 
 
-def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1) -> float:
+def with_nvme(
+    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()
+) -> float:
     """Bytes of weights that each rank moves from and to NVMe in a step: read for every gathering, written once updated."""
     away = on_nvme(weights, groups, spread)
     names = {w.name for w in away}
-    read = accumulation * sum(_shard(w, spread) for w in _gathered(weights, spread) if w.name in names)
+    read = accumulation * sum(_shard(w, spread) for w in gathered(weights, spread, visits, accumulation).all if w.name in names)
     return read + sum(_shard(w, spread) for w in away if w.trained)
-
-
-def _gathered(weights: Sequence[Weight], spread: Spread) -> list[Weight]:
-    """Weights of a micro-batch's passes, once for each time that they are gathered."""
-    if spread.kind == "fsdp":
-        return [*weights, *(w for w in weights if w.unit and spread.reshards)]
-    sharded = [w for w in weights if w.numel > spread.persistent]
-    return [*sharded, *_given_up(sharded, spread)]
 
 
 def _shard(weight: Weight, spread: Spread) -> float:

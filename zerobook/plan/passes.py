@@ -1,0 +1,137 @@
+"""Which weights a rank gathers for a micro-batch, in the order in which its passes come to them.
+
+FSDP2 gathers layers for either pass. ZeRO-3 records in which order modules run, and then follows it: it gathers ahead of the
+modules as far as its limits let it, keeps what comes again soon or was passed over on the way ahead, and gives up the rest,
+to be gathered anew for the backward pass, for another module that shares the weight, or for one that activation checkpointing
+runs twice. Followed here move by move; read from DeepSpeed 0.19.8, `PartitionedParameterCoordinator`, and counted in live runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from zerobook.plan.holdings import Weight
+from zerobook.plan.spread import Spread
+
+
+class Visit(NamedTuple):
+    """Where the passes are: ``module`` is about to run, or with ``back`` the gradient of what it gave is there; with ``end`` it
+    has run, or what it was given has its gradient. ``names`` are those of its own weights, which many a module has none of.
+
+    An end may be missing: activation checkpointing stops a second run when it has what it wants, and on the way back there is
+    no gradient of token ids."""
+
+    module: str
+    names: tuple[str, ...]
+    back: bool = False
+    end: bool = False
+
+
+@dataclass
+class Gathered:
+    """Weights of one micro-batch's passes, each as often as it is gathered: in the ``forward`` pass, and ``again`` in the
+    backward one, with what is run for the second time there."""
+
+    forward: list[Weight] = field(default_factory=list)
+    again: list[Weight] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[Weight]:
+        return self.forward + self.again
+
+
+def gathered(weights: Sequence[Weight], spread: Spread, visits: Sequence[Visit] = (), accumulation: int = 1) -> Gathered:
+    """What is gathered, once the order is known.
+
+    Args:
+        visits: of a whole micro-batch, as `zerobook.plan.trace` records them; without them, modules are taken to run in the
+            order of their weights, and back.
+    """
+    if spread.kind == "fsdp":
+        return Gathered(list(weights), [w for w in weights if w.unit and spread.reshards])
+    known = {w.name: w for w in weights}
+    coordinator = _Coordinator(known, visits or _as_listed(weights), spread)
+    # Of the first pass everything was given up again; small weights are back when the optimizer has stepped.
+    coordinator.follow({w.name for w in weights if w.numel <= spread.persistent} if accumulation == 1 else set())
+    return coordinator.follow(coordinator.here)
+
+
+class _Coordinator:
+    """ZeRO-3's, of one rank. Where it gives up what is decided in the first pass that follows the order, and stays so."""
+
+    def __init__(self, known: dict[str, Weight], visits: Sequence[Visit], spread: Spread):
+        self.visits, self.spread = visits, spread
+        self.here: set[str] = set()
+        self._own = {visit.module: [known[name] for name in visit.names] for visit in visits}
+        self._order = [self._own[visit.module] for visit in visits if not visit.end]
+        self._before = [0, *accumulate(sum(w.numel for w in some) for some in self._order)]  # elements, small weights too
+        self._uses: dict[str, list[int]] = defaultdict(list)
+        for at, some in enumerate(self._order):
+            for weight in some:
+                self._uses[weight.name].append(at)
+        self._kept: dict[tuple[int, str], bool] = {}
+
+    def follow(self, here: set[str]) -> Gathered:
+        """One micro-batch's passes, which start with the whole weights ``here``."""
+        self.here, found = set(here), Gathered()
+        coming = deque((weight, at) for at, some in enumerate(self._order) for weight in some)
+        looked_at: dict[str, int] = {}  # the last use that was seen ahead
+        users: dict[str, set[str]] = defaultdict(set)
+        at = live = 0
+        turned = False
+        for visit in self.visits:
+            own = self._own[visit.module]
+            turned = turned or visit.back  # what is run from here on is run again
+            if visit.end:
+                for weight in own:
+                    users[weight.name].discard(visit.module)
+                    if not self._keeps(weight, at, looked_at) and not users[weight.name] and weight.name in self.here:
+                        self.here.remove(weight.name)
+                        live -= weight.numel
+                continue
+            new = [w for w in own if w.name not in self.here]
+            live += sum(w.numel for w in new)
+            self.here |= {w.name for w in new}
+            late = {w.name for w in own if looked_at.get(w.name, -1) < at}
+            while coming and late:
+                weight, use = coming.popleft()
+                looked_at[weight.name] = use
+                late.discard(weight.name)
+            room = min(self.spread.live - live, self.spread.prefetch_bucket)
+            while coming and room > 0:
+                weight, use = coming.popleft()
+                looked_at[weight.name] = max(looked_at.get(weight.name, -1), use)
+                if weight.name not in self.here:
+                    new.append(weight)
+                    self.here.add(weight.name)
+                    live += weight.numel
+                    room -= weight.numel
+            (found.again if turned else found.forward).extend(new)
+            for weight in own:
+                users[weight.name].add(visit.module)
+            at += 1
+        # behind the backward pass nobody uses anything
+        self.here -= {w.name for own in self._own.values() for w in own if users[w.name] and w.numel > self.spread.persistent}
+        return found
+
+    def _keeps(self, weight: Weight, at: int, looked_at: dict[str, int]) -> bool:
+        """Whether a weight stays whole when a module ends before visit ``at``."""
+        key = (at, weight.name)
+        if key not in self._kept:
+            self._kept[key] = (
+                weight.numel <= self.spread.persistent
+                or looked_at.get(weight.name, -1) > at
+                or any(self._before[use] - self._before[at] < self.spread.reuse for use in self._uses[weight.name] if use >= at)
+            )
+        return self._kept[key]
+
+
+def _as_listed(weights: Sequence[Weight]) -> list[Visit]:
+    names = groupby((w.name for w in weights), key=lambda name: name.rpartition(".")[0] or name)
+    modules = [Visit(module, tuple(some)) for module, some in names]
+    there_and_back = modules + [visit._replace(back=True) for visit in reversed(modules)]
+    return [moment for visit in there_and_back for moment in (visit, visit._replace(end=True))]
