@@ -529,6 +529,20 @@ def test_slow_links_between_nodes(where, model, file, rule):
     assert [name for name, _ in advice.reasons if "slow links" in name] == ([rule] if rule else [])
 
 
+def test_a_model_that_leaves_out_layers_is_planned_with_all_of_them(tmp_path):
+    """M2M100 draws a number for each layer, of which a trace knows nothing; in runs, too, it is turned off."""
+    from transformers import M2M100Config
+
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder")
+             for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    config = M2M100Config(d_model=32, vocab_size=64, **sizes)
+    assert config.encoder_layerdrop > 0
+    (tmp_path / "m2m.json").write_text(config.to_json_string())
+    lengths = {"max_source_length": 16, "max_target_length": 16}
+    rows = rows_of("seq2seq_chatbot", str(tmp_path / "m2m"), cluster(gpu_memory="8GB"), ("single",), **lengths)
+    assert rows["single"].fits and rows["single"].memory.device["activations"] > 0
+
+
 def test_hpz_between_two_nodes_and_on_one():
     two = rows_of("causal_lm", "gpt2_xl", nodes(2), ("zero3", "zero3_hpz"), **HALF)
     assert two["zero3_hpz"].between < two["zero3"].between and two["zero3_hpz"].name == "ZeRO-3 hpZ 2x8"

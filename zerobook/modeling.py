@@ -129,11 +129,28 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         options["device_map"] = config.device_map
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
     model.config.use_cache = False
+    dropped = keep_all_layers(model)
+    if strategy.is_main and dropped:
+        print(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {model.config._attn_implementation}")
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
     return model
+
+
+def keep_all_layers(model: nn.Module) -> float:
+    """Turn off layerdrop (Fan et al., 2019), by which M2M100 leaves out layers at random in training. Each rank would draw
+    others: DDP ends by an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
+
+    Returns:
+        What it was; 0 where the model has none. The model's config keeps it.
+    """
+    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    most = max((float(module.layerdrop) for module in dropping), default=0.0)  # type: ignore[arg-type]
+    for module in dropping:
+        module.layerdrop = 0.0  # type: ignore[assignment]
+    return most
 
 
 def check_positions(model: nn.Module, name: str, longest: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -166,3 +167,25 @@ def test_zero3_generates_in_step_whatever_the_number_of_rows(answering, tmp_path
         assert [sample["prediction"] for sample in event["samples"]] == [text["labels"] for text in texts]
         assert event["metrics"] == one.event("eval")["metrics"]
     assert len({len(text["labels"]) for text in texts}) > 3
+
+
+@pytest.mark.launch
+def test_no_layers_are_left_out_at_random(tiny, tmp_path):
+    """As M2M100 does while it is trained. Under ZeRO-3 two ranks that leave out different ones end each other."""
+    dropping = tmp_path / "dropping"
+    shutil.copytree(tiny / "bart", dropping)
+    config = json.loads((dropping / "config.json").read_text()) | {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.4}
+    (dropping / "config.json").write_text(json.dumps(config))
+    flags = dict(
+        train_file=tiny / "chats.jsonl", max_source_length=64, max_target_length=32, validation_split_percentage=0,
+        learning_rate=1e-2, max_train_steps=6, logging_steps=1,
+    )  # fmt: skip
+    one, run = (
+        launch(
+            *where, "seq2seq_chatbot", tmp_path / where[0], model_name_or_path=model, per_device_train_batch_size=rows, **flags
+        )
+        for where, model, rows in ((("single", 1), tiny / "bart", 4), (("zero3", 2), dropping, 2))
+    )
+    assert largest_difference(run.losses, one.losses) < TOLERANCE
+    assert "layerdrop: 0.5 in the model's config, 0 here" in run.text and "layerdrop" not in one.text
+    assert json.loads((run.output / "model" / "config.json").read_text())["encoder_layerdrop"] == 0.5

@@ -17,7 +17,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
-from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing
+from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.base import parameter_groups
 
@@ -108,6 +108,7 @@ class Job:
             except Exception as error:  # whatever the code of a class raises
                 raise NoClass(self.name, self.model_config.to_dict(), error) from error
             model.config.use_cache = False
+            keep_all_layers(model)
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
             if getattr(self.config, "load_in_4bit", False):
