@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zerobook.plan.holdings import Weight
+from zerobook.plan.memory import memory
 from zerobook.plan.passes import Visit, gathered
 from zerobook.plan.spread import Spread
-from zerobook.plan.trace import trace
+from zerobook.plan.trace import Trace, trace
 
 SIZES = {"embed": 60, "a": 30, "b": 40, "c": 50, "small": 3}
 WEIGHTS = [Weight(name, (size,), 4, True) for name, size in SIZES.items()]
 
 
-def zero3(**limits: int) -> Spread:
-    given = {"persistent": 10, "reuse": 0, "prefetch_bucket": 0, "live": 1000} | limits
-    return Spread(kind="deepspeed", name="", ranks=2, node=2, stage=3, shard=2, precision="no", **given)
+def zero3(**limits) -> Spread:
+    given = {"ranks": 2, "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "live": 1000} | limits
+    return Spread(kind="deepspeed", name="", node=2, stage=3, shard=given["ranks"], precision="no", **given)
 
 
 def run(*moments: str) -> list[Visit]:
@@ -79,6 +80,31 @@ def test_what_comes_again_soon_is_kept(limits, again):
 def test_a_prefetch_ends_at_its_limits(limits, accumulation, twice):
     forward, again = counts(zero3(**limits), *PLAIN, accumulation=accumulation)
     assert {name for name in ONCE if forward[name] + again[name] == 2} == twice
+
+
+@pytest.mark.parametrize(
+    "limits, most",
+    [
+        ({}, 60),  # the embedding alone
+        ({"reuse": 10**9}, 180),
+        ({"reuse": 101}, 90),  # b and c
+        ({"prefetch_bucket": 1}, 180),  # embed is gathered for the way back while c runs, and a and b are still there
+        ({"prefetch_bucket": 10**6, "live": 100}, 130),  # embed, a and b: the last one may pass the limit
+    ],
+)
+def test_the_most_that_is_gathered_at_once(limits, most):
+    assert gathered(WEIGHTS, zero3(**limits), run(*PLAIN)).most == most
+
+
+@pytest.mark.parametrize(
+    "ranks, offload, whole",
+    [(2, "none", 180 + 20), (2, "cpu", 180 + 20), (1, "cpu", 180), (1, "none", 0)],  # alone a part is the whole
+)
+def test_gathered_weights_take_room(ranks, offload, whole):
+    spread = zero3(reuse=10**9, prefetch_bucket=20, ranks=ranks, offload_param=offload, reduce_bucket=1000)
+    micro = Trace(0, 0, 0, [(0, 10**6), (1, 0)], visits=run(*PLAIN))
+    planned = memory(WEIGHTS, [WEIGHTS], spread, micro, accumulation=1, gpus_per_node=ranks, context=0)
+    assert planned.device["buffers"] == 4 * (1000 + whole)
 
 
 def test_a_shared_weight_is_gathered_for_each_module():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from zerobook.plan.hardware import CONTEXT
 from zerobook.plan.holdings import Groups, Holdings, Weight, hold, nvme_buffers
+from zerobook.plan.passes import gathered
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Trace
 
@@ -54,6 +55,7 @@ def memory(
     fixed = held.on_device
     trained = sum(w.numel for group in groups for w in group)
     moments: dict[str, dict[str, int]] = {}
+    aside = [_buffers(weights, groups, spread, trace, accumulation, backward=backward) for backward in (False, True)]
     for gradients_done, activations in trace.timeline:
         when = "backward" if gradients_done else "forward and loss"
         parts = {
@@ -61,7 +63,7 @@ def memory(
             "gradients": _gradients(held, spread, gradients_done, trained, accumulation),
             "optimizer": fixed["optimizer"],
             "activations": activations,
-            "buffers": _buffers(weights, groups, spread, backward=bool(gradients_done)),
+            "buffers": aside[bool(gradients_done)],
             "other": context,
         }
         if when not in moments or sum(parts.values()) > sum(moments[when].values()):
@@ -93,7 +95,9 @@ def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumula
     return final * done // max(trained, 1)
 
 
-def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, *, backward: bool) -> int:
+def _buffers(
+    weights: Sequence[Weight], groups: Groups, spread: Spread, trace: Trace, accumulation: int, *, backward: bool
+) -> int:
     """What lies aside during the passes."""
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
@@ -102,25 +106,19 @@ def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, *, backw
         bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
         if spread.stage < 3:
             return bucket * (2 if spread.overlap else 1) if backward else 0
-        return bucket + _gathered(weights, spread)
+        whole = gathered(weights, spread, trace.visits, accumulation).most
+        if spread.ranks > 1:
+            whole += min(spread.prefetch_bucket, whole)  # several weights come in one flat buffer
+        elif spread.offload_param == "none":
+            whole = 0  # they are the part
+        return bucket + whole * spread.compute
     if spread.kind == "fsdp":
         units = _units(weights, spread)
         root, layers = units.pop("", 0), sorted(units.values(), reverse=True)
         # a layer in use, the next one on its way, and the flat buffer that it comes in
-        gathered = root + sum(layers[:2]) + (layers[0] if layers else 0)
-        return gathered + (2 * layers[0] if backward and layers else 0)  # a layer's gradients, and the buffer they leave in
+        unsharded = root + sum(layers[:2]) + (layers[0] if layers else 0)
+        return unsharded + (2 * layers[0] if backward and layers else 0)  # a layer's gradients, and the buffer they leave in
     return 0
-
-
-def _gathered(weights: Sequence[Weight], spread: Spread) -> int:
-    """Bytes of whole weights that ZeRO-3 lets live at once."""
-    sharded = [w for w in weights if w.numel > spread.persistent]
-    total = sum(w.numel for w in sharded)
-    units: dict[str, int] = defaultdict(int)
-    for w in sharded:
-        units[w.unit or w.name] += w.numel
-    largest = max(units.values(), default=0)
-    return min(total, max(spread.live, largest) + spread.prefetch_bucket) * spread.compute
 
 
 def _units(weights: Sequence[Weight], spread: Spread) -> dict[str, int]:

@@ -34,10 +34,12 @@ class Visit(NamedTuple):
 @dataclass
 class Gathered:
     """Weights of one micro-batch's passes, each as often as it is gathered: in the ``forward`` pass, and ``again`` in the
-    backward one, with what is run for the second time there."""
+    backward one, with what is run for the second time there. ``most``: elements that ZeRO-3 has gathered at once, without
+    the small weights that it always has."""
 
     forward: list[Weight] = field(default_factory=list)
     again: list[Weight] = field(default_factory=list)
+    most: int = 0
 
     @property
     def all(self) -> list[Weight]:
@@ -111,6 +113,7 @@ class _Coordinator:
                     live += weight.numel
                     room -= weight.numel
             (found.again if turned else found.forward).extend(new)
+            found.most = max(found.most, live)
             for weight in own:
                 users[weight.name].add(visit.module)
             at += 1
