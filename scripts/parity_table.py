@@ -40,8 +40,10 @@ PLAN = """# Planned against measured
 The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of
 real classes. Bytes of the rank whose figure is furthest off: weights, gradients and optimizer state between backward pass and
 step, which have to be equal; activations that autograd saved in the forward pass; and bytes sent in the step, counted in the
-collectives. zero3_hpz ran with groups of two, as on two nodes, zero3_nvme_little is
-zero3_nvme with 10^5 elements of a rank in host RAM. Written by `make test-full`.
+collectives. zero3_hpz ran with groups of two, as on two nodes, zero3_nvme_little is zero3_nvme with 10^5 elements of a rank in
+host RAM. ZeRO-3 that is *forgetting* keeps nothing for a later use (`stage3_max_reuse_distance` and
+`stage3_prefetch_bucket_size` 0), *narrow* is 60,000 elements of reuse and 70,000 alive: what larger models meet with the
+shipped limits of 10^9. Written by `make test-full`.
 
 On CUDA, where the allocator's peak is compared too, this was **not run yet**.
 """

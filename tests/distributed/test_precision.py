@@ -77,7 +77,9 @@ def test_every_layer_of_the_base_is_nf4_with_double_quantisation(tiny):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", pytest.param("zero3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "strategy", ["zero2", "fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "zero3"))]
+)
 def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
     whole = launches(strategy, 2, 2, 1, "lora_finetune", load_in_4bit=True, save_steps=6)
     assert whole.losses[-1] < 0.75 * whole.losses[0]

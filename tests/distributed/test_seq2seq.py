@@ -11,7 +11,7 @@ from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import ROOT, launch
 
 full = pytest.mark.full
-STRATEGIES = ["ddp", "zero2", "fsdp", *(pytest.param(name, marks=full) for name in ("zero1", "zero3", "zero3_offload"))]
+STRATEGIES = ["zero2", "fsdp", *(pytest.param(name, marks=full) for name in ("ddp", "zero1", "zero3", "zero3_offload"))]
 
 
 @pytest.fixture(scope="module")
