@@ -15,6 +15,7 @@ from zerobook.plan.memory import memory
 from zerobook.plan.passes import Visit, gathered
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Trace, trace
+from zerobook.plan.traffic import flows
 
 SIZES = {"embed": 60, "a": 30, "b": 40, "c": 50, "small": 3}
 WEIGHTS = [Weight(name, (size,), 4, True) for name, size in SIZES.items()]
@@ -117,6 +118,15 @@ def test_a_shared_weight_is_gathered_for_each_module():
     assert counts(zero3(), *two)[1] == {"b": 1, "embed": 1, "a": 1}
     assert counts(zero3(), *two[:5], "-head", *two[6:])[1] == {"b": 1, "embed": 2, "a": 1}
     assert counts(zero3(), *two[:-1], "-embed", "-(embed")[1] == {"b": 1, "embed": 1, "a": 1}, "the head still has it"
+
+
+def test_hpz_gathers_a_shared_weight_from_all_ranks_once():
+    """The head's gathering, the second in a step, is from the second copy already."""
+    hpz = zero3(ranks=4, secondary=2)
+    tied = gathered(WEIGHTS, hpz, run("embed", "a", "head", "-head", "-a", "-(embed"), 3)
+    found = {flow.what: flow.size for flow in flows(WEIGHTS, [WEIGHTS], hpz, 3, tied)}
+    assert found["weights, forward"] == 4 * (60 + 32), "a is padded to 32"
+    assert found["weights, forward, second copy"] == 4 * (3 * (2 * 60 + 32) - (60 + 32))
 
 
 def test_what_is_run_twice_is_gathered_for_it():

@@ -96,7 +96,7 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     assert found.figures["activations saved"].measured > 0
     assert abs(found.figures["activations saved"].error) < 0.05, found.figures["activations saved"]
     assert (found.figures["sent"].measured > 0) == (ranks > 1)
-    assert abs(found.figures["sent"].error) < 0.02, found.figures["sent"]
+    assert abs(found.figures["sent"].error) < 0.001, found.figures["sent"]  # a norm and a loss are in no plan
 
 
 PAIRS = ('"zero_hpz_partition_size": "auto"', '"zero_hpz_partition_size": 2')

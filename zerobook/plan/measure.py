@@ -16,6 +16,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import hold
 from zerobook.plan.job import Job, Shape
 from zerobook.plan.memory import memory
+from zerobook.plan.passes import gathered
 from zerobook.plan.rows import launch_plan
 from zerobook.plan.spread import spread
 from zerobook.plan.trace import trace
@@ -108,13 +109,15 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
             with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
                 kernels = "cpu" if where.cpu else "cuda"
                 traced[shape] = trace(model, batch, job.objective.loss, spreads.autocast, kernels=kernels)
-        moved = sent(flows(weights, groups, spreads, accumulation, traced[shape].visits))
+        passes = gathered(weights, spreads, traced[shape].visits, accumulation)
+        moved = sent(flows(weights, groups, spreads, accumulation, passes))
         planned = {**held.states, "activations saved": traced[shape].saved, "sent": moved}
         measured = {**found["held"], "activations saved": found["saved"], "sent": sum(found["sent"].values())}
         if "cuda" in found:
             peak = memory(
                 weights, groups, spreads, traced[shape],
-                accumulation=accumulation, gpus_per_node=spreads.node, context=0,  # which the allocator does not see
+                accumulation=accumulation, gpus_per_node=spreads.node, passes=passes,
+                context=0,  # which the allocator does not see
             )  # fmt: skip
             planned["GPU memory, peak"], measured["GPU memory, peak"] = peak.total, found["cuda"]["allocated"]
         for name, amount in planned.items():

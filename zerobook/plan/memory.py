@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zerobook.plan.hardware import CONTEXT
 from zerobook.plan.holdings import Groups, Holdings, Weight, hold, nvme_buffers
-from zerobook.plan.passes import gathered
+from zerobook.plan.passes import Gathered, gathered
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Trace
 
@@ -43,6 +43,7 @@ def memory(
     accumulation: int,
     gpus_per_node: int,
     context: int = CONTEXT,
+    passes: Gathered | None = None,
 ) -> Memory:
     """Follow a step through its moments and take the fullest.
 
@@ -50,12 +51,14 @@ def memory(
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
         context: bytes of the device that are gone before the first tensor; a CPU has no such thing.
+        passes: what the passes of ``trace`` gather; found where it is None.
     """
     held = max((hold(weights, groups, spread, rank) for rank in {0, spread.ranks - 1}), key=lambda h: sum(h.states.values()))
     fixed = held.on_device
     trained = sum(w.numel for group in groups for w in group)
     moments: dict[str, dict[str, int]] = {}
-    aside = [_buffers(weights, groups, spread, trace, accumulation, backward=backward) for backward in (False, True)]
+    passes = passes or gathered(weights, spread, trace.visits, accumulation)
+    aside = [_buffers(weights, groups, spread, passes.most, backward=backward) for backward in (False, True)]
     for gradients_done, activations in trace.timeline:
         when = "backward" if gradients_done else "forward and loss"
         parts = {
@@ -95,10 +98,8 @@ def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumula
     return final * done // max(trained, 1)
 
 
-def _buffers(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, trace: Trace, accumulation: int, *, backward: bool
-) -> int:
-    """What lies aside during the passes."""
+def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, whole: int, *, backward: bool) -> int:
+    """What lies aside during the passes. ``whole``: elements that ZeRO-3 has gathered."""
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
         return 4 * trained  # the buckets that gradients are copied into; they stay
@@ -106,7 +107,6 @@ def _buffers(
         bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
         if spread.stage < 3:
             return bucket * (2 if spread.overlap else 1) if backward else 0
-        whole = gathered(weights, spread, trace.visits, accumulation).most
         if spread.ranks > 1:
             whole += min(spread.prefetch_bucket, whole)  # several weights come in one flat buffer
         elif spread.offload_param == "none":

@@ -55,6 +55,8 @@ def gathered(weights: Sequence[Weight], spread: Spread, visits: Sequence[Visit] 
     """
     if spread.kind == "fsdp":
         return Gathered(list(weights), [w for w in weights if w.unit and spread.reshards])
+    if spread.stage < 3:
+        return Gathered()
     known = {w.name: w for w in weights}
     coordinator = _Coordinator(known, visits or _as_listed(weights), spread)
     # Of the first pass everything was given up again; small weights are back when the optimizer has stepped.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from zerobook.plan.hardware import PCIE, Cluster
 from zerobook.plan.holdings import Groups, Weight
-from zerobook.plan.passes import Visit
+from zerobook.plan.passes import Gathered, gathered
 from zerobook.plan.spread import Spread
 from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
 
@@ -56,14 +56,14 @@ def time(
     *,
     accumulation: int,
     weights: Sequence[Weight] | None = None,
-    visits: Sequence[Visit] = (),
+    passes: Gathered | None = None,
 ) -> Time:
     """Seconds of an optimizer step.
 
     Args:
         flops: of one micro-batch on one rank.
         weights: all of them; those of ``groups`` where none is frozen.
-        visits: in which order a micro-batch's passes come to them.
+        passes: what a micro-batch's gather of them; where it is None, as `gathered` has it without an order.
     """
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.flops / 8  # fp32 outside of tensor cores
     links = sum(flow.sent for flow in flows) / cluster.rate("link")
@@ -79,6 +79,7 @@ def time(
         offload += mine * cluster.gpus * 24 / NVME
     if spread.offload_param != "none":
         every = [w for group in groups for w in group] if weights is None else weights
-        offload += to_gpu(every, spread, accumulation, visits) / PCIE
-        offload += with_nvme(every, groups, spread, accumulation, visits) * cluster.gpus / NVME
+        passes = passes or gathered(every, spread, (), accumulation)
+        offload += to_gpu(spread, passes, accumulation) / PCIE
+        offload += with_nvme(every, groups, spread, passes, accumulation) * cluster.gpus / NVME
     return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)

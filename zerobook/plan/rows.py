@@ -18,6 +18,7 @@ from zerobook.plan.holdings import Groups, Weight, hold, unswappable
 from zerobook.plan.job import Job, NoClass, Shape
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.paper import Paper, paper
+from zerobook.plan.passes import gathered
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.spread import Spread, spread
 from zerobook.plan.trace import Trace, trace
@@ -191,11 +192,12 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
     except NoClass as error:
         return Row(file=file.stem, name=plan.name, untraced=True, problems=error.problems)
+    passes = gathered(traced.weights, spreads, micro.visits, accumulation)
     held = memory(
         traced.weights, traced.groups, spreads, micro,
-        accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context,
+        accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context, passes=passes,
     )  # fmt: skip
-    found = flows(traced.weights, traced.groups, spreads, accumulation, micro.visits)
+    found = flows(traced.weights, traced.groups, spreads, accumulation, passes)
     made = Row(
         file=file.stem,
         name=plan.name,
@@ -208,7 +210,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         **checkpoints(traced.trained, config),
         time=None if bare else time(
             micro.flops, found, traced.groups, spreads, cluster,
-            accumulation=accumulation, weights=traced.weights, visits=micro.visits,
+            accumulation=accumulation, weights=traced.weights, passes=passes,
         ),
         bare=bare,
         uncounted=list(micro.uncounted),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerobook.plan.holdings import Groups, Weight, on_nvme
-from zerobook.plan.passes import Visit, gathered
+from zerobook.plan.passes import Gathered, gathered
 from zerobook.plan.spread import Spread
 
 
@@ -36,12 +36,12 @@ class Flow:
 
 
 def flows(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()
+    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, passes: Gathered | None = None
 ) -> list[Flow]:
     """All of a step that grow with the model; a norm or a loss is not worth a line.
 
     Args:
-        visits: in which order a micro-batch's passes come to the weights; see `gathered`.
+        passes: what a micro-batch's gather; where it is None, as `gathered` has it without an order.
     """
     if spread.ranks == 1 or spread.kind == "single":
         return []
@@ -49,7 +49,7 @@ def flows(
     if spread.kind == "ddp":
         return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
     if spread.kind == "deepspeed" and spread.stage == 3:
-        return _zero3(weights, groups, spread, accumulation, visits)
+        return _zero3(weights, groups, spread, accumulation, passes or gathered(weights, spread, (), accumulation))
     return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
 
 
@@ -64,13 +64,12 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, visits: Sequence[Visit]) -> list[Flow]:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, passes: Gathered) -> list[Flow]:
     n = spread.ranks
 
     def size(some: Sequence[Weight]) -> int:
         return sum(_whole(w, n) * _element(w, spread) for w in some)
 
-    passes = gathered(weights, spread, visits, accumulation)
     forward = far = accumulation * size(passes.forward)
     second = n
     if spread.secondary > 1:
@@ -118,19 +117,17 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     return found
 
 
-def to_gpu(weights: Sequence[Weight], spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()) -> float:
+def to_gpu(spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
     """Bytes of offloaded weights that cross to each GPU in a step: a rank's shard, for every gathering. Alone it gathers from
     nobody, and moves all of them."""
-    return accumulation * sum(_shard(w, spread) for w in gathered(weights, spread, visits, accumulation).all)
+    return accumulation * sum(_shard(w, spread) for w in passes.all)
 
 
-def with_nvme(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, visits: Sequence[Visit] = ()
-) -> float:
+def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
     """Bytes of weights that each rank moves from and to NVMe in a step: read for every gathering, written once updated."""
     away = on_nvme(weights, groups, spread)
     names = {w.name for w in away}
-    read = accumulation * sum(_shard(w, spread) for w in gathered(weights, spread, visits, accumulation).all if w.name in names)
+    read = accumulation * sum(_shard(w, spread) for w in passes.all if w.name in names)
     return read + sum(_shard(w, spread) for w in away if w.trained)
 
 
