@@ -40,7 +40,7 @@ checks: $(STAMP) ## lint and format
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q -m "not launch and not full"
 
-test: setup checks ## at most 25 minutes: a fixed sample of everything; what CI runs
+test: setup checks ## under an hour on two cores: a fixed sample of everything; what CI runs
 	@$(BIN)/python -m pytest -q -m "not full" --durations=10
 
 test-full: setup checks ## the whole matrices, and the tables in docs/parity.md, resume.md, plan_errors.md

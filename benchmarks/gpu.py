@@ -83,9 +83,9 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
     from tqdm import tqdm
 
     from zerobook.config import parse
-    from zerobook.doctor import _config_class
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
+    from zerobook.recipe_file import config_class
 
     until, where = time.monotonic() + SECONDS, here("1")
     rows: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def planner(asked: argparse.Namespace) -> dict[str, Any]:
             flags |= {"cache_dir": materials.folder / "data", **dict(case.flags)}
             line = fresh.flags(flags)
             file = ROOT / "recipes" / f"{recipe}.py"
-            config, sources, _ = parse(_config_class(str(file)), line)
+            config, sources, _ = parse(config_class(str(file)), line)
             strategy = ROOT / "accelerate_configs" / f"{case.strategy}.yaml"
             found = measure(strategy, job(config), file, line, where, sources, left)
             figures = {key: {"planned": f.planned, "measured": f.measured} for key, f in found.figures.items()}

@@ -72,7 +72,7 @@ def record(step: int, rng: random.Random) -> dict[str, Any]:
 
 def per_step(folder: Path) -> dict[str, float]:
     """Microseconds of CPU per step of what rank 0 does for the log and the watch."""
-    strategy = SimpleNamespace(plan=SimpleNamespace(precision="no"), owns_schedule=False, on_main=lambda work: work())
+    strategy = SimpleNamespace(plan=SimpleNamespace(precision="no"), on_main=lambda work: work())
     keeper = SimpleNamespace(steps=lambda: ([], []), prove=lambda *_: None, protect=lambda *_: None)
     config = SimpleNamespace(on_spike="rollback", max_rollbacks=8, rollback_lr_factor=0.5)
     rng = random.Random(0)

@@ -69,6 +69,7 @@ def main() -> None:
         dropout=config.lora_dropout,
         targets=config.lora_target_modules,
         seed=config.seed,
+        revision=config.model_revision,
     )
     collate = causal_collator(tokenizer, model, packed=config.packing)
     scorers = task_scorers(config, tokenizer, model, "causal")

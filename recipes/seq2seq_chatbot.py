@@ -62,7 +62,7 @@ def main() -> None:
     from zerobook.data.collate import DecoderInput, Seq2SeqCollator
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import Seq2SeqEncoder
-    from zerobook.evaluation.generation import GenerationScorer, decoding
+    from zerobook.evaluation.generation import GenerationScorer, answer_as_measured
     from zerobook.evaluation.tasks import task_scorers
     from zerobook.loop import TrainingLoop
     from zerobook.loss import SEQ2SEQ
@@ -88,14 +88,14 @@ def main() -> None:
     )
 
     # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
-    model.generation_config = decoding(
-        model.generation_config,
+    answer_as_measured(
+        model,
+        tokenizer,
+        source_prefix=config.source_prefix,
         num_beams=config.num_beams,
         max_tokens=config.max_generated,
         min_tokens=config.val_min_target_length,
     )
-    tasks = getattr(model.config, "task_specific_params", None) or {}
-    model.config.task_specific_params = tasks | {"chatbot": {"prefix": config.source_prefix}}
     scorers: list = task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)
     if data.held_out:
         rows = ConcatDataset(list(data.held_out.values()))

@@ -65,6 +65,7 @@ def make_model() -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from zerobook.data import embedded
+    from zerobook.files import modes_by_umask
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
     torch.manual_seed(SEED)
@@ -74,6 +75,7 @@ def make_model() -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(OUTPUT / "model")
     tokenizer.save_pretrained(OUTPUT / "model")
+    modes_by_umask(OUTPUT / "model")
 
 
 def make_data() -> set[int]:

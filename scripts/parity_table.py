@@ -14,14 +14,22 @@ from zerobook.versions import versions
 
 PARITY = """# Any strategy, the same training: measured
 
-Ten AdamW steps of 4 chats of uneven lengths, fp32, through `accelerate launch` with the shipped file, against one
-process with the same settings. The loss and norm columns are the largest relative difference over the ten steps,
-the weight column the largest absolute difference after them. Written by `make test-full`.
+Ten AdamW steps of 4 chats of uneven lengths, fp32, through `accelerate launch` with the shipped file, compared with one
+process that has the same settings. Between the steps, every run evaluates (before the first step, then every second one),
+generates, saves (every fourth step), and rolls back once, from step 6 to step 4. The columns *loss*, *gradient norm* and
+*held-out loss* are the largest relative differences of the whole run, the column *weights* is the largest absolute
+difference after it. Written by `make test-full`.
 
-Not all rows train alike; each is compared with one process that trains as it does, at the rate and with the epsilon of Adam
-that stand in the row. `causal_lm` trains all weights of a tiny Llama, `lora_finetune` adapters of rank 32 on the same 4 chats
-at every step: half of an adapter has no gradient at first, where a small epsilon would blow rounding up to whole steps. The
-model called wide has tensors that are large enough to be swapped to disk.
+Each row names its rate and Adam's epsilon; the process that it is compared with has the same.
+
+- `causal_lm` trains all weights of a tiny Llama.
+- `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
+  step, where a small epsilon would turn rounding errors into whole steps.
+- `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
+  weights at each evaluation.
+- `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many
+  numbers lose digits in fp32.
+- The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
 zero3_hpz was launched as on two machines of two processes each.
@@ -69,7 +77,7 @@ def main(source: str, target: str) -> None:
     measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
     parity = [
         [r["strategy"], r["recipe"], r["model"], str(r["processes"]), f"{r['rate']:g}", f"{r['epsilon']:g}", f"{r['loss']:.1e}",
-         f"{r['norm']:.1e}", f"{r['weight']:.1e}", f"{r['fall']:.0%}"]
+         f"{r['norm']:.1e}", "" if r["held_out"] is None else f"{r['held_out']:.1e}", f"{r['weight']:.1e}", f"{r['fall']:.0%}"]
         for r in measured if r["table"] == "parity"
     ]  # fmt: skip
     resume = [
@@ -93,6 +101,7 @@ def main(source: str, target: str) -> None:
         "epsilon",
         "loss",
         "gradient norm",
+        "held-out loss",
         "weights",
         "loss fell by",
     ]

@@ -30,11 +30,14 @@ class Launches:
         self._done: dict = {}
         self._number = itertools.count()
 
-    def __call__(self, strategy, processes, micro, accumulation, recipe="causal_lm", model="llama", **flags):
-        """Ten steps of 4 samples (or as ``flags`` say) on chats of uneven lengths; cached by all arguments."""
-        from tests.harness import launch
+    def __call__(self, strategy, processes, micro, accumulation, recipe="causal_lm", model="llama", between=False, **flags):
+        """Ten steps of 4 samples (or as ``flags`` say) on chats of uneven lengths; cached by all arguments.
 
-        key = (str(strategy), processes, micro, accumulation, recipe, model, str(sorted(flags.items())))
+        ``between``: with evaluation, generation, saves and a rollback between the steps, see tests/distributed/between.py.
+        """
+        from tests.harness import ROOT, launch
+
+        key = (str(strategy), processes, micro, accumulation, recipe, model, between, str(sorted(flags.items())))
         if key not in self._done:
             defaults = dict(
                 model_name_or_path=self.tiny / model,
@@ -55,6 +58,11 @@ class Launches:
                 )  # fmt: skip
             else:
                 defaults |= dict(train_file=self.tiny / "chats.jsonl", max_train_samples=8, block_size=64, learning_rate=3e-3)
+            if between:
+                defaults |= dict(
+                    validation_file=self.tiny / "few.jsonl", max_eval_samples=3, eval_on_start=True, eval_steps=2, save_steps=4,
+                    through=ROOT / "tests" / "distributed" / "between.py", environment={"ZEROBOOK_BETWEEN_BACK_AT": 6},
+                )  # fmt: skip
             output = self.folder / f"run{next(self._number)}"
             self._done[key] = launch(strategy, processes, recipe, output, **(defaults | flags))
         return self._done[key]

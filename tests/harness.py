@@ -9,10 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerobook.checkpoint import store
 from zerobook.fresh import kill_family
 from zerobook.runlog.writer import read
 
@@ -23,6 +26,23 @@ LIMIT_S = 240
 ALONE = ["--main_process_port", "0"]
 TWO_MACHINES = ["zero3_hpz"]
 """Strategy files that are launched as on two machines, by a launcher each: on one they do nothing of their own."""
+
+
+def make_staging(checkpoints: Path, step: int) -> Path:
+    """Make the folder in which a checkpoint is written, with the files that every checkpoint must have, without content."""
+    staging = store.staging_of(checkpoints, step)
+    store.make_staging(staging)
+    for name in ("config.json", "tensors.json", store.PROGRESS, "buffers.safetensors"):
+        (staging / name).write_text("{}")
+    return staging
+
+
+@contextmanager
+def staged(output: Path, step: int) -> Iterator[Path]:
+    """Yield a folder that becomes the run's checkpoint of ``step``."""
+    staging = make_staging(store.folder_of(output), step)
+    yield staging
+    store.publish(staging, step)
 
 
 @dataclass

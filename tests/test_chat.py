@@ -18,7 +18,9 @@ from zerobook.cli import main
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation import load
+from zerobook.evaluation.generation import stop_tokens
 from zerobook.evaluation.load import load_result
+from zerobook.terminal import plain
 
 IDS = torch.tensor([[1, 5, 9, 14]])
 
@@ -188,6 +190,16 @@ def test_history_is_kept_reset_and_left(run, talk, monkeypatch):
     assert [turn["role"] for turn in seen[1]] == ["user", "assistant", "user"]
 
 
+def test_what_people_say_is_text(run, talk):
+    code, out, err = talk(run, "--max_new_tokens", "4", lines=["end<|im_end|>this", "one"])
+    assert (
+        code == 0
+        and out
+        and err == ("(this message has the text '<|im_end|>', which the tokenizer reads as a special token; leave it out)\n")
+    )
+    assert main(["chat", str(run), "--system", "<|im_start|>"]) == 2
+
+
 def conversation(path, system=None, prefix="", tokens=8, temperature=0.0) -> Conversation:
     return Conversation(load_result(path), system, prefix, tokens, temperature)
 
@@ -220,7 +232,7 @@ def test_every_kind_answers(tiny, seq2seq, capsys):
     for path in (tiny / "llama", tiny / "gpt2", seq2seq):
         for temperature in (0.0, 0.7):
             answer = conversation(path, temperature=temperature).answer("What is a computer?")
-            assert capsys.readouterr().out == answer + "\n"
+            assert capsys.readouterr().out == plain(answer) + "\n", "untrained models say control characters, too"
     greedy = conversation(tiny / "llama")
     twice = [greedy.answer("What is a computer?"), greedy.reset() or greedy.answer("What is a computer?")]
     assert twice[0] == twice[1] != ""
@@ -229,10 +241,12 @@ def test_every_kind_answers(tiny, seq2seq, capsys):
 def test_the_end_of_turn_stops_an_answer_where_pad_equals_it(tiny):
     talk = conversation(tiny / "llama", tokens=30)
     assert talk.tokenizer.pad_token_id == talk.tokenizer.eos_token_id == 2
-    assert talk._stop_tokens() == [2]
-    talk.model.generation_config.eos_token_id = [0, 7]
+    own = talk.model.generation_config
+    assert stop_tokens(own, talk.tokenizer, encoder_decoder=False) == [2]
+    own.eos_token_id = [0, 7]
     talk.tokenizer.eos_token = "<|im_start|>"
-    assert talk._stop_tokens() == [0, 1, 2, 7], "the config's, the tokenizer's and the template's own"
+    found = stop_tokens(own, talk.tokenizer, encoder_decoder=False)
+    assert found == [0, 1, 2, 7], "the config's, the tokenizer's and the template's own"
 
     # a model that would say its end of turn for ever says it once
     talk.options = talk._generation_options(0.0)

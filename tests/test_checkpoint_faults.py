@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.test_checkpoints import FakeStrategy, spread
+from tests.test_checkpoints import FakeStrategy, save_all, spread
 from zerobook.checkpoint import save, state, store
 from zerobook.progress import Progress
 from zerobook.strategy import MOMENTS, Piece
@@ -91,7 +93,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
         _, codes = save_in_processes(tmp_path, step, victim, fatal)
         killed += codes[victim] == -signal.SIGKILL
         with store.owned(checkpoints):  # what the next attempt does first
-            passed_over = []
+            passed_over = {}
             found = store.find(tmp_path, "auto", passed_over=passed_over)
         assert found is not None and store.damage(found, thorough=True) is None, f"call {fatal}"
         assert store.step_of(found) in (step - 1, step) and not passed_over
@@ -127,15 +129,136 @@ def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):
     failed = 0
     for step, room in enumerate(range(0, 262_144, 32_768), start=2):  # less and less: every call fails once
         (small_disk / "ballast").write_bytes(b"x" * max(0, free - room))
-        before = store.find(small_disk, "auto", passed_over=[])
+        before = store.find(small_disk, "auto", passed_over={})
         save_in_processes(small_disk, step)
         (small_disk / "ballast").unlink()
-        after = store.find(small_disk, "auto", passed_over=[])
+        after = store.find(small_disk, "auto", passed_over={})
         assert after is not None and store.step_of(after) in (store.step_of(before), step)
         failed += store.step_of(after) != step
         assert not [f for f in store.folder_of(small_disk).iterdir() if f.name.startswith(".step")]
     assert failed >= 3, "some of them did run out of room"
     assert save_in_processes(small_disk, 99)[1] == [0, 0] and store.step_of(store.find(small_disk, "auto")) == 99
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path, background):
+    dealt, barrier = spread({9}, 2), threading.Barrier(2)
+    staging = store.staging_of(store.folder_of(tmp_path), 1)
+    errors, results = [], {}
+    threading.excepthook = lambda found: errors.append(found.exc_value)
+
+    class Slow(FakeStrategy):
+        def pieces(self):
+            if background:
+                return iter(self.dealt[self.rank])
+            return self._late()
+
+        def _late(self):
+            if self.rank == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            while staging.exists():
+                time.sleep(0.01)
+            yield from self.dealt[1]
+
+    def one(rank):
+        saver = save.Saver(Slow(rank, dealt, barrier.wait), tmp_path, keep=None, background=background)
+        if background:
+            saver._copies = lambda: saver.strategy._late()
+        saver.save(Progress(step=1), {"config": {}})
+        saver.wait()
+        results[rank] = saver.results()
+
+    try:
+        ranks = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join(60)
+    finally:
+        threading.excepthook = threading.__excepthook__
+    assert errors == [] and results[1] == []
+    assert [r.problem for r in results[0]] == [f"rank 0: No space left on device ({staging})"]
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """No file called ``.nfs1`` can be deleted, as on NFS while a process has it open."""
+    real = os.unlink
+
+    def unlink(path, *args, **options):
+        if os.path.basename(path) == ".nfs1":
+            raise OSError(errno.EBUSY, "Device or resource busy", os.fspath(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    return monkeypatch.undo
+
+
+def published(folder, step, keep=None):
+    (result,) = save_all(folder, step, spread({9}, 2), keep=keep)
+    assert result.problem is None
+    return result.checkpoint
+
+
+def test_what_cannot_be_deleted_fails_no_save_and_is_tried_again(tmp_path, capsys, stuck):
+    checkpoints = store.folder_of(tmp_path)
+    (published(tmp_path, 1) / ".nfs1").touch()
+    (published(tmp_path, 2) / ".nfs1").touch()
+    published(tmp_path, 3, keep=1)
+    said = capsys.readouterr().err
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [3]
+    assert said.count("cannot be cleaned up") == 2 and "step-000001.deleted: " in said
+    assert ".nfs1: Device or resource busy" in said
+    (published(tmp_path, 1) / ".nfs1").touch()  # of another branch; its hidden name is taken
+    published(tmp_path, 4, keep=1)
+    with store.owned(checkpoints):  # nor does the next start fail
+        assert "cannot be cleaned up" in capsys.readouterr().err
+    stuck()
+    with store.owned(checkpoints):
+        pass
+    assert sorted(c.name for c in checkpoints.iterdir() if store.LOCK not in c.name) == ["step-000004"]
+
+
+def test_a_half_deleted_checkpoint_does_not_come_back_instead_of_a_whole_one(tmp_path, stuck):
+    checkpoints = store.folder_of(tmp_path)
+    (published(tmp_path, 1) / ".nfs1").touch()
+    whole = published(tmp_path, 1)
+    whole.rename(checkpoints / ".step-000001.replaced-2")  # killed while the next one was published
+    with store.owned(checkpoints):
+        found = store.find(tmp_path, "auto", passed_over={})
+    assert found == whole and store.damage(found, thorough=True) is None
+
+
+def test_what_a_killed_save_left_never_becomes_part_of_the_next(tmp_path, capsys, stuck, monkeypatch):
+    staging = store.staging_of(store.folder_of(tmp_path), 3)
+    staging.mkdir(parents=True)
+    for stale in ("rank-0.json", "rank-1.json", ".nfs1"):
+        (staging / stale).write_text('{"pieces": {}, "digests": {}}')
+    found = published(tmp_path, 3)
+    assert not (found / ".nfs1").exists() and len(state.tensors(found)) == 9
+    staging.mkdir()
+    (staging / "rank-1.json").write_text('{"pieces": {}, "digests": {}}')
+    monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(PermissionError(1, "Not permitted", self)))
+    (result,) = save_all(tmp_path, 3, spread({9}, 2))
+    assert "cannot be made" in result.problem and "Not permitted" in result.problem
+    assert store.complete(store.folder_of(tmp_path)) == [found]
+
+
+def test_links_are_swept_and_what_they_lead_to_is_not(tmp_path):
+    checkpoints = store.folder_of(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    first = published(tmp_path, 1)
+    for name in (".step-000009.partial", ".step-000002.abandoned.deleted", "step-000003", "step-000004.abandoned"):
+        (checkpoints / name).symlink_to(kept)
+    (checkpoints / ".step-000005.deleted").touch()
+    with store.owned(checkpoints):
+        pass
+    published(tmp_path, 6, keep=1)
+    assert not first.exists() and (kept / "file").exists()
+    left = sorted(c.name for c in checkpoints.iterdir() if store.LOCK not in c.name)
+    assert left == ["step-000003", "step-000004.abandoned", "step-000006"]
 
 
 def anonymous_kb():

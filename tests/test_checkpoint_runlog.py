@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.harness import staged
 from zerobook import ops
 from zerobook.checkpoint import state, store
+from zerobook.checkpoint.command import checkpoint as command
+from zerobook.checkpoint.resume import earlier_run
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 
 
 def make(folder, step, content=b"abc"):
-    with store.staged(store.folder_of(folder), step) as staging:
+    with staged(folder, step) as staging:
         (staging / "tensors.bin").write_bytes(content)
     return store.folder_of(folder) / f"step-{step:06d}"
 
 
 def test_a_failed_save_leaves_no_checkpoint_and_harms_no_other(tmp_path):
     first = make(tmp_path, 5)
-    with pytest.raises(OSError), store.staged(store.folder_of(tmp_path), 6) as staging:
+    with pytest.raises(OSError), staged(tmp_path, 6) as staging:
         (staging / "tensors.bin").write_bytes(b"half")
         raise OSError("disk full")
     assert store.complete(store.folder_of(tmp_path)) == [first]
@@ -56,6 +64,140 @@ def test_a_step_saved_again_replaces_the_old_one_and_pruning_keeps_the_newest(tm
     assert not [f for f in store.folder_of(tmp_path).iterdir() if f.name.startswith(".")]
 
 
+def no_format(checkpoint, version):
+    file = checkpoint / store.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": version}))
+
+
+def no_file(checkpoint):
+    """An I/O error when the manifest is read."""
+    (checkpoint / store.MANIFEST).unlink()
+    (checkpoint / store.MANIFEST).mkdir()
+
+
+UNREADABLE = {
+    "newer": (lambda c: no_format(c, 99), "format 99 is newer"),
+    "older": (lambda c: no_format(c, 2), "format 2 is older"),
+    "flipped byte": (lambda c: (c / "tensors.bin").write_bytes(b"abd"), "its content is damaged"),
+    "I/O error": (no_file, "Is a directory"),
+    "half": (lambda c: (c / store.MANIFEST).unlink(), "the save was not finished"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_run_does_not_start_over_checkpoints_that_it_cannot_read(tmp_path, kind):
+    harm, words = UNREADABLE[kind]
+    for step in (6, 12):
+        harm(make(tmp_path, step))
+    with pytest.raises(CheckpointError) as caught:
+        store.find(tmp_path, "auto", passed_over={})
+        said = str(caught.value)
+        assert said.count(words) == 2 and "step-000006" in said and "step-000012" in said and "--output_dir" in said
+    fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
+    said = earlier_run(fresh)
+    assert said is not None and "2 checkpoint(s)" in said, "nor without --resume_from_checkpoint"
+    if kind != "flipped byte":
+        assert said.count(words) == 2
+        with pytest.raises(CheckpointError, match=words):  # what every process asks before the ranks know each other
+            store.find(tmp_path, "auto")
+    assert store.find(tmp_path / "new", "auto", passed_over={}) is None
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_never_removed(tmp_path, capsys, kind):
+    harm, _ = UNREADABLE[kind]
+    checkpoints = store.folder_of(tmp_path)
+    make(tmp_path, 6)
+
+    def content(folder):
+        return {f.name: f.read_bytes() if f.is_file() else None for f in folder.iterdir()}
+
+    bad = make(tmp_path, 12)
+    harm(bad)
+    before = content(bad)
+    passed_over: dict = {}
+    assert store.step_of(store.find(tmp_path, "auto", passed_over=passed_over)) == 6 and list(passed_over) == [bad]
+    (aside,) = store.set_aside(checkpoints, 6, passed_over)
+    assert aside.name == "step-000012.unreadable" and content(aside) == before
+    harm(make(tmp_path, 12, b"abc"))
+    make(tmp_path, 12, b"new")  # published over one that cannot be read
+    assert content(checkpoints / "step-000012.unreadable-2") == before
+    make(tmp_path, 18)
+    store.sweep(checkpoints)
+    store.prune(checkpoints, 1)
+    left = sorted(c.name for c in checkpoints.iterdir())
+    assert left == ["step-000012.unreadable", "step-000012.unreadable-2", "step-000018"]
+    assert content(aside) == before
+    for whole in store.complete(checkpoints):
+        shutil.rmtree(whole)
+    command(["list", str(tmp_path)])
+    assert "12 unreadable-2" in capsys.readouterr().out
+    assert command(["verify", str(tmp_path)]) == 1
+    with pytest.raises(CheckpointError, match=r"step-000012\.unreadable-2"):
+        store.find(tmp_path, "auto", passed_over={})
+
+
+def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
+    make(tmp_path, 12)
+    checkpoints = store.folder_of(tmp_path)
+    (aside,) = store.set_aside(checkpoints, 6)
+    fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
+    assert str(aside) in earlier_run(fresh)
+    for passed_over in (None, {}):
+        with pytest.raises(CheckpointError, match="given up") as refused:
+            store.find(tmp_path, "auto", passed_over=passed_over)
+        assert str(aside) in str(refused.value)
+    assert store.find(tmp_path, str(aside), passed_over={}) == aside
+
+
+def test_a_kill_while_checkpoints_are_set_aside_leaves_the_ones_nearest_to_the_goal(tmp_path, monkeypatch):
+    for step in (6, 12, 18, 24):
+        make(tmp_path, step)
+    checkpoints, real = store.folder_of(tmp_path), store._put_aside
+    left = [True, True]
+    monkeypatch.setattr(store, "_put_aside", lambda *args: left.pop() and real(*args))
+    with pytest.raises(IndexError):
+        store.set_aside(checkpoints, 6)
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [6, 12]
+
+
+def test_a_checkpoint_is_pinned_from_inside_its_folder(tmp_path, monkeypatch):
+    one = make(tmp_path, 12)
+    monkeypatch.chdir(one)
+    assert command(["pin", "."]) == 0
+    assert store.is_pinned(one) and not (one / store.LOCK).exists()
+
+
+manifests = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-1, 99), st.floats(), st.text(max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["format_version", "step", "files", "bytes", "xxh3_128", "a", "..", "\0", "a" * 300]), inner
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@given(manifests | st.fixed_dictionaries({"format_version": st.just(3) | manifests, "step": st.just(1), "files": manifests}))
+def test_no_manifest_is_an_error_of_the_reader(tmp_path_factory, manifest):
+    one = tmp_path_factory.mktemp("run") / "step-000001"
+    one.mkdir()
+    (one / store.MANIFEST).write_text(json.dumps(manifest))
+    assert isinstance(store.damage(one, thorough=True), str), "a reason: none of the files that a manifest must list is there"
+
+
+def test_a_folder_that_is_not_of_a_run_loses_no_file_of_its_own(tmp_path):
+    (tmp_path / "list.pinned").write_text("mine")
+    kept = make(tmp_path, 6).rename(tmp_path / "step-000006")  # a checkpoint that somebody copied there
+    store.pin(tmp_path / "step-000007")
+    assert command(["pin", str(kept)]) == 0
+    store.sweep(tmp_path)
+    assert (tmp_path / "list.pinned").read_text() == "mine" and store.is_pinned(kept)
+    assert not store.is_pinned(tmp_path / "step-000007"), "a pin without its checkpoint"
+
+
 def steps(folder):
     return [store.step_of(c) for c in store.complete(store.folder_of(folder))]
 
@@ -77,6 +219,59 @@ def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tmp_path):
     assert (aside / "tensors.bin").read_bytes() == b"newest", "given up twice"
     store.prune(checkpoints, 1)
     assert list(checkpoints.iterdir()) == [new], "a limit counts what was given up too"
+
+
+def test_a_pin_goes_with_its_checkpoint_when_the_branch_is_given_up(tmp_path):
+    for step in (6, 12, 18):
+        make(tmp_path, step)
+    checkpoints = store.folder_of(tmp_path)
+    store.pin(checkpoints / "step-000018")
+    (aside,) = [c for c in store.set_aside(checkpoints, 12) if c.name.startswith("step-000018")]
+    assert store.is_pinned(aside)
+    make(tmp_path, 18, b"newer")
+    assert not store.is_pinned(checkpoints / "step-000018"), "the next branch's step has no pin"
+    store.pin(checkpoints / "step-000018")
+    (again,) = store.set_aside(checkpoints, 12)
+    make(tmp_path, 24)
+    store.prune(checkpoints, 1)
+    assert steps(tmp_path) == [24]
+    assert (aside / "tensors.bin").read_bytes() == b"abc" and (again / "tensors.bin").read_bytes() == b"newer"
+    store.pin(again, False)
+    store.pin(checkpoints / "step-000024")
+    make(tmp_path, 24, b"other")
+    make(tmp_path, 30)
+    store.prune(checkpoints, 1)
+    left = sorted(c.name for c in checkpoints.iterdir() if c.is_dir())
+    assert left == ["step-000018.abandoned", "step-000024.abandoned", "step-000030"], "saved again, a pinned one stays"
+
+
+def test_a_kill_between_two_renames_loses_neither_a_pin_nor_a_checkpoint(tmp_path, monkeypatch):
+    checkpoints, rename = store.folder_of(tmp_path), Path.rename
+    make(tmp_path, 6)
+    store.pin(make(tmp_path, 12))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, target):
+        rename(self, target)
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Killed):
+        store.set_aside(checkpoints, 6)
+    monkeypatch.undo()
+    store.sweep(checkpoints)
+    assert store.is_pinned(checkpoints / "step-000012.abandoned")
+    assert not store.is_pinned(make(tmp_path, 12)), "a pin without its checkpoint is removed"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            make(tmp_path, 12, b"newer")
+    assert steps(tmp_path) == [6], "killed when the old one was hidden and the new one had no name yet"
+    store.sweep(checkpoints)
+    assert steps(tmp_path) == [6, 12]
 
 
 def test_checkpoints_of_two_runs_do_not_mix(tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness import reseal, staged
+from zerobook import locks
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.command import checkpoint as command
 from zerobook.checkpoint.command import size_words
 from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
+from zerobook.runlog.history import is_being_written
+from zerobook.runlog.writer import RunLog
 from zerobook.strategy import MOMENTS, Piece
 
 SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}
@@ -61,6 +69,9 @@ class FakeStrategy:
         return parameter.shape
 
     def materialise_optimizer(self): ...
+
+    def buffers(self):
+        return {"router.bias": torch.tensor([1.0001]), "seen": torch.tensor(1001)}
 
     def adam_steps(self):
         return 4
@@ -175,6 +186,43 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
         store.find(tmp_path / "new", "best")
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", None])
+def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path, bad):
+    for step, loss in {1: bad, 2: 1.0, 3: bad, 4: 2.0, 5: bad}.items():
+        save_all(tmp_path, step, spread(set(), 1), loss=loss, keep=1 if step == 5 else None)
+    checkpoints = store.folder_of(tmp_path)
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 5]
+    assert store.find(tmp_path, "best") == store.best(checkpoints) == checkpoints / "step-000002"
+    command(["list", str(tmp_path)])
+
+
+@given(st.lists(st.sampled_from([None, math.nan, math.inf, 1.0, 2.0, 3.0]), min_size=1, max_size=6))
+@settings(max_examples=20)
+def test_best_is_the_same_checkpoint_for_all_who_ask(tmp_path_factory, losses):
+    folder = tmp_path_factory.mktemp("run")
+    for step, loss in enumerate(losses, 1):
+        with staged(folder, step) as staging:
+            (staging / store.PROGRESS).write_text(json.dumps(Progress(step=step, eval_loss=loss).to_json()))
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    best = store.best(store.folder_of(folder))
+    assert (best is None) == (not finite)
+    if best is not None:
+        assert store.eval_loss(best) == min(finite) and store.find(folder, "best") == best
+        store.prune(store.folder_of(folder), 1)
+        assert store.best(store.folder_of(folder)) == best
+
+
+@given(st.lists(st.sampled_from([math.nan, math.inf, 1.0, 2.0, 3.0]), max_size=6), st.sampled_from([None, math.nan, 2.5]))
+def test_the_best_loss_of_a_run_is_a_finite_one(losses, before):
+    progress = Progress(best_eval_loss=before)
+    for loss in losses:
+        progress.eval_loss = None
+        progress.evaluated(loss)
+        assert progress.eval_loss == (loss if math.isfinite(loss) else None)
+    finite = [loss for loss in (*losses, before) if loss is not None and math.isfinite(loss)]
+    assert not finite or progress.best_eval_loss == min(finite)
+
+
 def flip(checkpoint):
     file = next(checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -198,6 +246,13 @@ def manifest(checkpoint, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def unlist(checkpoint, name):
+    """The manifest forgets a file, which is then changed: sizes and digests have nothing to say about it."""
+    files = json.loads((checkpoint / store.MANIFEST).read_text())["files"]
+    manifest(checkpoint, files={other: facts for other, facts in files.items() if other != name})
+    (checkpoint / name).write_bytes((checkpoint / name).read_bytes().replace(b"{", b"{ ", 1))
+
+
 DAMAGE = {
     "flipped": (flip, "its content is damaged"),
     "missing": (lambda c: next(c.glob("*.safetensors")).unlink(), "missing, the manifest says"),
@@ -206,6 +261,10 @@ DAMAGE = {
     "half": (lambda c: (c / store.MANIFEST).unlink(), "the save was not finished"),
     "link": (link_out, "leads out of the checkpoint's folder"),
     "path": (lambda c: manifest(c, files={"../../elsewhere": {"bytes": 0, "xxh3_128": ""}}), "leads out of the checkpoint's"),
+    "config": (lambda c: unlist(c, "config.json"), "it does not list config.json"),
+    "index": (lambda c: unlist(c, "tensors.json"), "it does not list tensors.json"),
+    "progress": (lambda c: unlist(c, "progress.json"), "it does not list progress.json"),
+    "buffers": (lambda c: unlist(c, "buffers.safetensors"), "it does not list buffers.safetensors"),
     "newer": (lambda c: manifest(c, format_version=99), "format 99 is newer"),
     "garbage": (lambda c: (c / store.MANIFEST).write_text("[1]"), "cannot be read: TypeError"),
     "torn": (lambda c: (c / store.MANIFEST).write_text("{"), "cannot be read: JSONDecodeError"),
@@ -219,14 +278,28 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
         save_all(tmp_path, step, spread({9}, 2))
     good, bad = store.complete(store.folder_of(tmp_path))
     harm(bad)
-    reasons = []
+    reasons = {}
     assert store.find(tmp_path, "auto", passed_over=reasons) == good
-    assert len(reasons) == 1 and words in reasons[0]
+    assert list(reasons) == [bad] and words in reasons[bad]
     assert command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("step-000001: whole") and words in said[1]
     with pytest.raises(CheckpointError, match="Use --resume_from_checkpoint auto"):
-        store.find(tmp_path, str(bad), passed_over=[])
+        store.find(tmp_path, str(bad), passed_over={})
+
+
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
+    for step in (1, 2):
+        save_all(tmp_path, step, spread({9}, 1))
+    one, other = store.complete(store.folder_of(tmp_path))
+    index = json.loads((one / "tensors.json").read_text())
+    for pieces in index["pieces"].values():
+        for piece in pieces:
+            piece[2] = f"../{other.name}/{piece[2]}"
+    (one / "tensors.json").write_text(json.dumps(index))
+    reseal(one)
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint's folder"):
+        state.tensors(one)
 
 
 def test_a_pickle_is_never_opened(tmp_path):
@@ -256,18 +329,82 @@ def test_commands_show_what_there_is(tmp_path, capsys):
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "_GRACE_S", 0)
+    for step in (1, 2):
+        save_all(tmp_path / "run", step, spread({9}, 1))
+    tmp_path = store.folder_of(tmp_path / "run")
     hold = "import sys, time; from pathlib import Path; from zerobook.checkpoint import store\n"
     hold += "with store.owned(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "mine\n"
         with (
-            pytest.raises(CheckpointError, match=f"process {other.pid} on .* is training into this folder"),
+            pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder.*--output_dir"),
             store.owned(tmp_path),
         ):
             pass
+        start = time.monotonic()
+        monkeypatch.setattr(store, "_GRACE_S", 60)  # a person does not wait for a killed run's processes
+        first = tmp_path / "step-000001"
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder"):
+            command(["prune", str(tmp_path), "--keep", "1"])
+        assert time.monotonic() - start < 30
+        assert [store.step_of(c) for c in store.complete(tmp_path)] == [1, 2]
+        command(["pin", str(first)])
+        assert store.is_pinned(first), "people pin while a run trains"
+        command(["unpin", str(first)])
+        assert not store.is_pinned(first)
     finally:
         other.kill()
         other.wait()
     with store.owned(tmp_path):
         pass
+    assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert [store.step_of(c) for c in store.complete(tmp_path)] == [2]
+
+
+def test_a_run_holds_its_folder_until_its_process_ends(tmp_path):
+    words = "import os, sys; from pathlib import Path; from zerobook.checkpoint import store\n"
+    words += "store.hold(Path(sys.argv[1])); store.hold(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()\n"
+    words += "import atexit; atexit._run_exitfuncs(); os._exit(0)"  # as launched processes end
+    other = subprocess.Popen(
+        [sys.executable, "-c", words, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "mine\n"
+    with pytest.raises(CheckpointError, match=f"process {other.pid}"), store.owned(tmp_path, wait=0):
+        pass
+    other.communicate("", timeout=60)
+    assert other.returncode == 0 and not (tmp_path / ".lock.holder").exists()
+    with store.owned(tmp_path, wait=0):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path, monkeypatch, capsys, number):
+    def flock(handle, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save_all(tmp_path, 1, spread({9}, 1))
+    save_all(tmp_path, 2, spread({9}, 1))
+    with store.owned(store.folder_of(tmp_path)):
+        assert "has no locks" in capsys.readouterr().err
+    assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
+    log = RunLog(tmp_path)
+    log.event("note", text="x", by="me")
+    assert is_being_written(log.folder), "it may be: nobody can tell"
+    log.close()
+
+
+@pytest.mark.parametrize("number, meaning", [(errno.EAGAIN, False), (errno.EACCES, False), (errno.EIO, OSError)])
+def test_a_lock_that_another_process_holds_is_told_from_an_error(tmp_path, monkeypatch, number, meaning):
+    def flock(handle, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if meaning is OSError:
+        with pytest.raises(OSError, match="Input/output"):
+            locks.lock(0)
+    else:
+        assert locks.lock(0) is False
+        with pytest.raises(CheckpointError, match="uses this folder"), store.owned(tmp_path, wait=0):
+            pass

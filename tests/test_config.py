@@ -71,6 +71,7 @@ def test_each_mistake_has_its_sentence(argv, expected):
 @pytest.mark.parametrize(
     "text, expected",
     [
+        ("a: caf\udce9", "cannot be read: it is not UTF-8 text"),
         ("a: [1", "not valid YAML"),
         ("- 1", "found a list"),
         ("max_steps: 3\nmax_train_steps: 4", "twice"),
@@ -81,7 +82,7 @@ def test_each_mistake_has_its_sentence(argv, expected):
 )
 def test_bad_yaml(tmp_path, text, expected):
     file = tmp_path / "bad.yaml"
-    file.write_text(text)
+    file.write_bytes(text.encode(errors="surrogateescape"))
     assert any(expected in p and str(file) in p for p in problems([*BASE, "--config", str(file)]))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -73,8 +75,9 @@ def test_odd_data_is_noted_and_nothing_is_done(points):
         ([1.2 * 1.05**i for i in range(50)] + [13.0] * 10, [("spike", 201), ("divergence", 201), ("spike_end", 201)]),
         ([5.0] * 200, [("spike", 201), ("divergence", 201), ("level_shift", 201)]),
         ([1.2] * 200, [("spike", 201), ("level_shift", 201)]),
+        ([3.0] * 20 + [1.0] + [5.0] * 20, [("spike", 201), ("divergence", 201), ("divergence", 201), ("spike_end", 201)]),
     ],
-    ids=["benign", "damaging", "rising", "high for good", "a small step"],
+    ids=["benign", "damaging", "rising", "high for good", "a small step", "back once, and higher than before"],
 )
 def test_shapes_are_told_apart(shape, expected):
     assert kinds(lifted(noise(0.02), 200, shape)) == expected
@@ -181,6 +184,101 @@ def test_a_point_costs_little_and_memory_is_bounded():
         sorted(losses[:200])
     assert each < (time.process_time() - start), "one point against a hundred sorts of 200 numbers"
     assert len(json.dumps(detector.state())) < 20_000
+
+
+# --- behind a steep descent
+FALLS, PLATEAUS, DAMAGES, SEEDS = (25, 40, 100), (5, 10, 20, 40, 100), (1.5, 2, 3, "rise"), range(20)
+
+
+def descent(fall, plateau, damage, seed, scale=0.05, straight=True):
+    """Make a curve that falls from 10.8 to 3.4 within ``fall`` points, stays there for ``plateau`` points, and is then damaged:
+    the loss times ``damage``, or a ``rise`` of 0.3 a point; with None, 200 more points. One point in twenty has three times
+    the noise."""
+    rng = random.Random(f"{fall} {plateau} {damage} {seed} {scale} {straight}")
+    losses = []
+    for i in range(fall + plateau + (40 if damage else 200)):
+        left = max(0.0, 1 - i / fall) if straight else math.exp(-4 * i / fall)
+        behind = i - fall - plateau + 1
+        lifted_by = 0 if damage is None or behind <= 0 else 0.3 * behind if damage == "rise" else 3.4 * (damage - 1)
+        losses.append(3.4 + 7.4 * left + lifted_by + rng.gauss(0, scale) * (3 if rng.random() < 0.05 else 1))
+    return losses
+
+
+def rolls_back(losses, first):
+    return any(f.asks and f.step >= first for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)))
+
+
+def alarms(losses):
+    return any(f.alarm for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)))
+
+
+def assert_bounds(falls, plateaus, damages, **shape):
+    for fall, plateau in itertools.product(falls, plateaus):
+        for damage in damages:
+            found = sum(rolls_back(descent(fall, plateau, damage, seed, **shape), fall + plateau) for seed in SEEDS)
+            assert found >= 18, f"{found} of 20: fall {fall}, plateau {plateau}, {damage}, {shape}"
+        false = sum(alarms(descent(fall, plateau, None, seed, **shape)) for seed in SEEDS)
+        assert false <= 1, f"{false} of 20 false: fall {fall}, plateau {plateau}, {shape}"
+
+
+def test_damage_right_behind_a_steep_descent_is_found():
+    assert_bounds((25, 100), (10,), (2, "rise"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("straight", [True, False], ids=["straight", "exponential"])
+@pytest.mark.parametrize("scale", [0.03, 0.1])
+def test_the_whole_grid_of_descents(scale, straight):
+    assert_bounds(FALLS, PLATEAUS[1:], DAMAGES, scale=scale, straight=straight)
+    assert_bounds(FALLS, PLATEAUS[:1], DAMAGES[1:], scale=scale, straight=straight)
+
+
+# --- a gradient norm that is evidence against the weights
+def shocked(rise, norm=1.3e6):
+    """A descent, at steps 40 and 41 losses of 9.3 and 11.3 with gradient norms of ``norm``, then ``rise`` a step."""
+    rng = random.Random(1)
+    points = []
+    for i in range(160):
+        loss = 3.4 + 7.4 * max(0.0, 1 - i / 25) + rng.gauss(0, 0.03) + max(0, i - 41) * rise
+        points.append(Point(step=i, loss=loss, grad_norm=1 + 0.2 * rng.random()))
+    points[40], points[41] = (replace(p, loss=x, grad_norm=norm) for p, x in zip(points[40:42], (9.3, 11.3), strict=True))
+    return points
+
+
+def test_a_rise_behind_a_huge_gradient_norm_is_damage_of_that_step():
+    for rise, last in ((0.07, 60), (0.01, 104)):
+        detector = Detector()
+        for point in shocked(rise):
+            found = detector.update(point)
+            assert not [f for f in found if "the data, not the weights" in f.reason]
+            if [f for f in found if f.asks]:
+                break
+        assert 45 < point.step < last and detector.onset() == 40
+        stopped = Detector(state=json.loads(json.dumps(detector.state())))
+        assert stopped.onset() == 40 and stopped.state() == detector.state()
+        assert stopped.far_above(4.0, stopped.best) and not stopped.far_above(3.4, stopped.best)
+    assert not [f for f in replay(shocked(0.01, norm=1.1)) if f.asks], "with usual norms, so slow a rise is followed"
+
+
+def test_a_huge_gradient_norm_with_nothing_behind_it_calms_down_and_does_not_blind():
+    detector = Detector()
+    calm_at = []
+    for point in shocked(0):
+        assert not [f for f in detector.update(point) if f.alarm]
+        calm_at += [point.step] if detector.calm else []
+    assert calm_at[-1] == 159 and not [step for step in calm_at if 40 <= step < 100], "watched for 64 points"
+    jump = [replace(p, loss=p.loss * (1.3 if p.step >= 48 else 1)) for p in shocked(0)]
+    assert [f.onset for f in replay(jump) if f.asks] == [48]
+
+
+def test_a_state_from_before_the_shock_was_known_loads():
+    first, points = Detector(), shocked(0.07)
+    for point in points[:41]:
+        first.update(point)
+    state = first.state()
+    del state["shock"], state["excursion"]["touched"]
+    second = Detector(state=json.loads(json.dumps(state)))
+    assert [f.kind for p in points[41:] for f in second.update(p) if f.asks]
 
 
 # --- files

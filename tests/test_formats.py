@@ -196,6 +196,11 @@ ASK, SAY, SYSTEM, TOOL = (
 )  # fmt: skip
 
 
+def test_keys_of_a_turn_that_change_nothing_are_ignored():
+    keys = {"weight": 1, "train": True, "reasoning_content": "", "tool_calls": None}
+    assert parse("messages", {"messages": [{**ASK, "weight": 0}, {**SAY, **keys}]}) == Chat([ASK, SAY])
+
+
 @pytest.mark.parametrize("good", [[ASK, SAY], [SYSTEM, ASK, SAY, TOOL, TOOL, SAY, ASK], [ASK, SAY, TOOL]])
 def test_orders_of_turns_that_are_allowed(good):
     assert parse("messages", {"messages": good}) == Chat(good)
@@ -219,6 +224,10 @@ def test_orders_of_turns_that_are_allowed(good):
         ([ASK, {"role": "assistant", "content": " \n"}], "the content of turn 2 of messages is empty"),
         ([ASK, {"role": "assistant", "content": None}], "the content of turn 2 of messages is null, expected a string"),
         ([ASK, {**SAY, "tool_calls": [{"name": "f"}]}], "turn 2 of messages has tool_calls, which would be lost"),
+        ([ASK, {**SAY, "reasoning_content": "think"}], "turn 2 of messages has reasoning_content, which would be lost"),
+        ([ASK, {**SAY, "weight": 0}], "turn 2 of messages is marked as not to be learnt"),
+        ([ASK, {**SAY, "train": False}], "turn 2 of messages is marked as not to be learnt"),
+        ([ASK, {"role\nDataError: forged": "x"}], r"turn 2 of messages has 'role\nDataError: forged', expected"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}, SAY], "a part that is of type 'image_url'"),
         ([{"role": "user", "content": ["x"]}, SAY], "a part that is a string; only parts of type 'text'"),
         (["x"], "turn 1 of messages is a string, expected an object"),

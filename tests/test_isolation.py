@@ -125,6 +125,39 @@ def test_what_cannot_isolate_is_refused(tiny):
         isolating(strategy(falcon), PackedCollator(0))
 
 
+@pytest.mark.parametrize("name, attention", [("bloom", "eager"), ("falcon-rw", "eager"), ("falcon-rw", "sdpa")])
+def test_models_whose_positions_come_from_the_mask_are_refused(name, attention):
+    """ALiBi takes a sample's positions from a mask of padding, which tells no samples apart."""
+    from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
+
+    config = {
+        "bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
+        "falcon-rw": FalconConfig(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, alibi=True, multi_query=False,
+            new_decoder_architecture=False,
+        ),
+    }[name]  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    model.config.use_cache = False
+    measured, given_up = strategy(model), []
+    measured.after_forwards = lambda: given_up.append(model.training)
+    with pytest.raises(ConfigError, match=rf"packing: in \w+ with attn_implementation {attention}.* --packing false"):
+        isolating(measured, PackedCollator(0))
+    assert model.training, "it is left as it was"
+    assert given_up == [True, True], "what a failed forward left gathered is given up too"
+
+
+def test_an_error_that_is_not_of_the_mask_is_not_taken_for_one(tiny):
+    model = load(tiny, "llama", "sdpa")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.lm_head.forward = full
+    with pytest.raises(torch.OutOfMemoryError):
+        isolating(strategy(model), PackedCollator(0))
+
+
 def test_flattened_rows_keep_their_borders():
     batch = PackedCollator(0, flatten=True)([packed(A, B), packed(B)])
     assert batch["input_ids"].tolist() == [[*A, *B, *B]]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
 
+from recipes.causal_lm import CausalLMConfig
 from tests.tiny import causal_rows, seq2seq_rows
+from zerobook.config import RecipeConfig, parse
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows
+from zerobook.errors import ConfigError
 from zerobook.loss import causal_lm_loss, seq2seq_loss
 from zerobook.schedule import learning_rate_schedule
 
@@ -77,3 +82,26 @@ def test_schedule_is_transformers_own_stepped(name, warmup):
     assert rate(total) == pytest.approx(end[name], abs=1e-12)
     middle = {"linear": peak / 2, "cosine": peak / 2, "polynomial": (peak + 1e-7) / 2}
     assert rate((warmup + total) // 2) == pytest.approx(middle.get(name, peak), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", get_args(RecipeConfig.model_fields["lr_scheduler_type"].annotation))
+def test_every_step_of_every_schedule_has_a_rate(name):
+    """The rate behind the last step is asked for too, when the run is saved: nothing may fail there."""
+    peak = 3e-3
+    for total in range(1, 8):
+        for warmup in range(10):
+            rate = learning_rate_schedule(name, peak=peak, warmup=warmup, total=total)
+            rates = [rate(step) for step in range(total + 1)]
+            assert all(0 <= r <= peak * (1 + 1e-12) for r in rates), (total, warmup, rates)
+            warming = 0 if name == "constant" else warmup
+            assert rates[:warming] == pytest.approx([peak * step / warming for step in range(warming)][: total + 1])
+            if warming < total:
+                assert rates[warming] == pytest.approx(peak)
+                assert rates[total] < 1e-4 * peak or name.startswith("constant")
+
+
+def test_a_peak_below_the_end_of_a_polynomial_is_refused_before_the_run(tiny):
+    line = ["--model_name_or_path", str(tiny / "llama"), "--dataset_name", "embedded:chatterbot", "--learning_rate", "1e-7"]
+    with pytest.raises(ConfigError, match=r"learning_rate: 1e-07 .* polynomial"):
+        parse(CausalLMConfig, [*line, "--lr_scheduler_type", "polynomial"])
+    parse(CausalLMConfig, [*line, "--lr_scheduler_type", "linear"])

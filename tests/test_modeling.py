@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.causal_lm import CausalLMConfig
 from tests.harness import launch
+from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
-from zerobook.errors import ConfigError
-from zerobook.modeling import absolute_positions, check_fit, choose_attention, load_causal_lm
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.modeling import MADE_OF, absolute_positions, check_fit, choose_attention, load_causal_lm
 from zerobook.recipe import save_model
 from zerobook.resolve import Hardware
 from zerobook.strategy import Strategy
@@ -36,7 +39,7 @@ def alone(**more):
     return SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
         plan=SimpleNamespace(precision="no"), initialising_whole=lambda: Strategy.initialising_whole(None),
-        once_per_node=lambda work: work(), **more,
+        once_per_node=lambda work: work(), on_main=lambda work: work(), **more,
     )  # fmt: skip
 
 
@@ -128,6 +131,40 @@ def test_a_start_from_scratch_is_of_the_config_and_seed_that_are_asked_for(tiny,
     assert type(start("gpt2", 2)).__name__ == "GPT2LMHeadModel"
 
 
+def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_GRACE_S", 0)
+
+    def start(run, seed):
+        return load_causal_lm(config(config_name=str(tiny / "gpt2"), output_dir=str(run), seed=seed), alone())
+
+    mine = tmp_path / "mine" / "initial_model"
+    mine.mkdir(parents=True)
+    (mine / "weights.bin").write_bytes(b"a person's")
+    with pytest.raises(ConfigError, match=r"mine/initial_model was not made by a run.*--output_dir"):
+        start(tmp_path / "mine", 1)
+    assert [f.name for f in mine.iterdir()] == ["weights.bin"]
+
+    words = "import sys; from pathlib import Path; from zerobook.checkpoint import store\n"
+    words += "store.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    folder = store.folder_of(tmp_path / "other")
+    (tmp_path / "other" / "initial_model").mkdir(parents=True)
+    (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{}")
+    line = [sys.executable, "-c", words, str(folder)]
+    other = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"process {other.pid}"):
+            start(tmp_path / "other", 1)
+        assert (tmp_path / "other" / "initial_model" / MADE_OF).read_text() == "{}"
+    finally:
+        other.communicate("", timeout=60)
+    (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{")  # a note that cannot be read was still written by a run
+    start(tmp_path / "other", 1)
+    assert json.loads((tmp_path / "other" / "initial_model" / MADE_OF).read_text())["seed"] == 1
+    with pytest.raises(CheckpointError, match="uses this folder"), store.owned(folder):
+        pass  # the lock is held until the process ends, not only while the model is made
+
+
 @pytest.mark.parametrize("dtype, written", [("float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "float32")])
 def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, written):
     """Whatever the strategy computes in: DeepSpeed casts the live model to bf16 and keeps the masters itself."""
@@ -138,7 +175,8 @@ def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, writ
     model.config.dtype = model.dtype
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
-    strategy = alone(unwrapped=model, trainable=lambda: ((n, n) for n in masters), get_tensor=lambda name: masters[name])
+    strategy = alone(unwrapped=model, trainable=lambda: ((n, n) for n in masters), get_tensor=lambda name: masters[name],
+                     loaded_dtypes={}, buffers=dict)  # fmt: skip
     folder = save_model(strategy, AutoTokenizer.from_pretrained(tiny / "llama"), asked)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["dtype"] == written and saved["use_cache"] is True

@@ -14,7 +14,6 @@ import torch
 
 from zerobook.cli import main
 from zerobook.config import Resolved
-from zerobook.doctor import _config_class
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.command import here
@@ -31,6 +30,7 @@ from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
+from zerobook.recipe_file import config_class
 from zerobook.resolve import Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
 def made(recipe: str, model: str | Path, **flags) -> Job:
-    config = _config_class(str(ROOT / "recipes" / f"{recipe}.py"))(model_name_or_path=str(model), **flags)
+    config = config_class(str(ROOT / "recipes" / f"{recipe}.py"))(model_name_or_path=str(model), **flags)
     return job(config)
 
 

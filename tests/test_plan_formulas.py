@@ -94,6 +94,7 @@ def test_checkpoint_of_70_billion():
         (units.parse_rate, "10 Gbit/s", 1.25e9), (units.parse_rate, "800Gb/s", 100e9),
         (units.parse_rate, "50GBps", 50e9), (units.parse_rate, "400gbps", 50e9), (units.parse_count, "7.5B", 7.5e9),
         (units.parse_count, "124M", 124e6), (units.parse_count, "1e12", 1e12),
+        (units.parse_bytes, "2.01GB", 2_010_000_000), (units.parse_count, "4.06k", 4060),
     ],
 )  # fmt: skip
 def test_units(parse, text, expected):

@@ -64,8 +64,18 @@ def test_other_policies_and_limits():
     assert (left_out.kind, left_out.steps, left_out.goes_back) == ("leave_out", (44, 53), False)
     limited = ladder(max_rollbacks=1)
     assert limited.decide(finding(45), GOOD).kind == "replay" and "max_rollbacks is 1" in limited.decide(finding(45), GOOD).rule
-    foreign = ladder(owns_rate=False)
-    assert [foreign.decide(finding(45), GOOD).kind for _ in range(3)] == ["replay", "skip", "stop"]
+
+
+def test_lowering_the_rate_is_a_policy_of_its_own():
+    lowering = ladder("lower_rate", max_rollbacks=3)
+    measures = [lowering.decide(finding(45), GOOD) for _ in range(4)]
+    assert [m.kind for m in measures] == ["lower_rate"] * 3 + ["stop"]
+    assert [m.to_step for m in measures] == [40, 30, 20, None], "one checkpoint further each time"
+    assert [m.rate_factor for m in measures] == [0.5, 0.5, 0.5, None] and all(m.steps is None for m in measures)
+    assert measures[0].options == ("lower_rate", "stop") and "max_rollbacks is 3" in measures[3].rule
+    broken = ladder("lower_rate")
+    assert broken.decide(finding(45), GOOD, hardware="replicas differ").kind == "replay", "the rate is not to blame"
+    assert ladder("lower_rate").decide(finding(45, "divergence"), []).kind == "stop"
 
 
 onsets = st.lists(st.tuples(st.integers(3, 500), st.integers(0, 30), st.sampled_from(["damage", "divergence"])), max_size=40)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import fcntl
+import gzip
 import json
 import os
 import subprocess
@@ -9,7 +13,9 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+import zerobook.data.sources as sources
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data.feed import IGNORE
 from zerobook.data.prepare import Library
@@ -29,7 +35,7 @@ def tokenizer(tiny):
 @pytest.fixture
 def shelf(tmp_path, tokenizer):
     def make(length=64, workers=1, **keys):
-        config = RecipeConfig(cache_dir=str(tmp_path / "cache"), **keys)
+        config = RecipeConfig(**({"cache_dir": str(tmp_path / "cache")} | keys))
         library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), CAUSAL)
         return library.open(library.tokenize(workers))
 
@@ -84,6 +90,24 @@ def test_long_text_is_tokenized_in_pieces_that_leave_no_seam(tmp_path, shelf, to
     assert tokenizer.decode(ids) == text + tokenizer.eos_token and ids.count(tokenizer.eos_token_id) == 1
 
 
+def test_a_document_begins_and_ends_once_however_it_is_cut(tmp_path, tokenizer, monkeypatch):
+    import zerobook.data.tokenize as tokenize
+
+    made = copy.deepcopy(tokenizer)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    texts = ["".join(f"line {i}\n" for i in range(first, first + 30)) for first in (0, 100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(tokenize, "TEXT_PIECE", 100)
+    keys = dict(cache_dir=str(tmp_path / "cache"), train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
+    for packing in (False, True):
+        library = Library(RecipeConfig(packing=packing, **keys), made, CausalEncoder(made, length=16), CAUSAL)
+        view = library.open(library.tokenize(1)).train.views[0]
+        ids = np.asarray(view.store.ids).tolist()
+        assert made.decode(ids) == "".join(f"<|im_start|>{text}<|im_end|>" for text in texts)
+        begins = [part for row in view for part in np.split(row["input_ids"], np.flatnonzero(row["input_ids"] == 1))]
+        assert sum(part[:1].tolist() == [1] for part in begins) == 2, "blocks and packs hold what was prepared"
+
+
 def test_prepared_data_is_found_again_and_made_anew_when_anything_changed(tmp_path, shelf, capfd):
     file = tmp_path / "a.jsonl"
     chats(file, 20)
@@ -100,6 +124,94 @@ def test_prepared_data_is_found_again_and_made_anew_when_anything_changed(tmp_pa
     assert "changed since it was prepared" in capfd.readouterr().out
     shelf(train_file=str(file), length=24)
     assert len([f for f in folders.iterdir() if f.is_dir()]) == 3, "chats are cut to the length"
+
+
+def test_a_text_that_is_read_in_parts_is_one_document(tmp_path, shelf, tokenizer, monkeypatch):
+    text = "".join(f"line {i}\n" for i in range(200))
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "many").mkdir()
+    for name in "abcdef":
+        (tmp_path / "many" / f"{name}.txt").write_text(name + text)
+    whole = shelf(length=16, train_file=str(tmp_path / "book.txt.gz"))
+    monkeypatch.setattr(sources, "TEXT_PART", 100)
+    parts = shelf(length=16, train_file=str(tmp_path / "book.txt.gz"), cache_dir=str(tmp_path / "parts"))
+    assert parts.train.views[0].store.meta["documents"] > 1
+    for one, other in ((whole.train, parts.train), (whole.held_out["book"], parts.held_out["book"])):
+        assert [row["input_ids"].tolist() for row in one] == [row["input_ids"].tolist() for row in other]
+    ids = np.asarray(parts.train.views[0].store.ids)
+    assert tokenizer.decode(ids) == text + tokenizer.eos_token
+    # parts of a document are held out together, and count as one sample
+    data = shelf(length=16, train_file=str(tmp_path / "many"), validation_split_percentage=34)
+    view = data.held_out["many"].views[0]
+    samples = view.store.samples[np.searchsorted(view.store.offsets, view.starts, side="right") - 1]
+    assert len(view.starts) > 2 and len(set(samples.tolist())) == 2
+    two = shelf(length=16, datasets=[DatasetSpec(path=str(tmp_path / "many"), limit=2)], validation_split_percentage=0)
+    assert tokenizer.decode(np.asarray(two.train.views[0].store.ids)) == "".join(f"{n}{text}<|im_end|>" for n in "ab")
+
+
+def test_nothing_is_read_behind_a_limit(tmp_path, shelf):
+    (tmp_path / "rows.json").write_text('[{"text": "one"}, {"text": "two"}, {"text": ')
+    data = shelf(length=2, datasets=[DatasetSpec(path=str(tmp_path / "rows.json"), limit=2)], validation_split_percentage=0)
+    assert data.train.views[0].store.meta["documents"] == 2
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", "{}", '{"documents": 3}', None])
+def test_a_broken_folder_in_the_cache_is_made_again(tmp_path, shelf, broken):
+    a, b = chats(tmp_path / "a.jsonl", 20), chats(tmp_path / "b.jsonl", 20, start=50)
+    first = shelf(train_file=a)
+    meta = first.train.views[0].store.folder / "meta.json"
+    if broken is None:
+        meta.unlink()
+    else:
+        meta.write_text(broken)
+    assert len(shelf(train_file=b).train) == 19, "another dataset is prepared beside it"
+    again = shelf(train_file=a)
+    assert again.train.fingerprint == first.train.fingerprint and len(again.train) == 19
+
+
+def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf, capsys):
+    a, copy, b = (chats(tmp_path / f"{name}.jsonl", 20, start=start) for name, start in (("a", 0), ("copy", 0), ("b", 50)))
+    shelf(train_file=a, validation_file=b)
+    assert "is trained on as well" not in "".join(capsys.readouterr())
+    shelf(train_file=a, validation_file=copy)
+    assert "copy.jsonl is trained on as well" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", ["input_ids.bin", "labels.bin", "supervised.npy", "input_ids.offsets.npy"])
+def test_a_folder_with_a_file_that_was_cut_off_is_made_again(tmp_path, shelf, name):
+    """As a loss of power leaves it. The ids that are missing would be rows without tokens."""
+    a = chats(tmp_path / "a.jsonl", 20)
+    first = shelf(train_file=a)
+    file = first.train.views[0].store.folder / name
+    whole = file.read_bytes()
+    del first
+    file.unlink()  # not written over: a run may have mapped it
+    file.write_bytes(whole[: len(whole) // 2])
+    shelf(train_file=a)
+    assert file.read_bytes() == whole
+
+
+def test_data_is_prepared_on_a_file_system_without_locks(tmp_path, shelf, monkeypatch):
+    """Another process prepares the same data at the same time, and is faster."""
+
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    file = chats(tmp_path / "chats.jsonl", 20)
+    write, others = Library._write, []
+
+    def meanwhile(self, writer, *arguments):
+        if not others:
+            others.append(None)
+            others[0] = shelf(train_file=file).train
+        return write(self, writer, *arguments)
+
+    monkeypatch.setattr(Library, "_write", meanwhile)
+    train = shelf(train_file=file).train
+    assert len(train) == 19 and train.fingerprint == others[0].fingerprint
+    folders = [f for f in (tmp_path / "cache" / "data").iterdir() if f.is_dir()]
+    assert len(folders) == 1 and not folders[0].name.startswith("."), "nothing half made stays"
 
 
 def test_workers_make_the_same_bytes(tmp_path, shelf, tokenizer, monkeypatch):
@@ -193,7 +305,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch):
 
     import zerobook.data.store as store
 
-    def full(self, ids, labels):
+    def full(self, *documents):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.TokenWriter, "append", full)
@@ -234,6 +346,14 @@ def test_memory_does_not_grow_with_the_source(tmp_path, tiny):
                             env=environment, timeout=300, check=True)  # fmt: skip
     small, large = map(int, result.stdout.split())
     assert large < small + 60, f"peak {small} MB for {os.path.getsize(files[0])} bytes, {large} MB for ten times as many"
+
+
+def test_texts_that_name_a_special_token_are_used_and_counted(tmp_path, shelf, tokenizer):
+    lines = [{"text": f"number {i} " * 9 + "<|endoftext|> and on" * (i % 2)} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = shelf(length=16, train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
+    assert data.report["a"]["texts with the name of a special token, read as characters"] == 3
+    assert 0 not in np.asarray(data.train.views[0].store.ids)
 
 
 def test_labels_survive_as_given(tmp_path, shelf):

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -109,6 +110,23 @@ def browser(folder):
         one.close()
 
 
+def test_numbers_that_are_not_finite_are_told_as_such(run, capsys):  # noqa: F811
+    log = RunLog(run, attempt=False)
+    nowhere = float("nan")
+    log.event("eval", step=40, seconds=0.2, samples=[], loss=nowhere, perplexity=math.inf, tokens=9, metrics={"rouge": nowhere})
+    log.event("verify", after="steps done again", steps=[31, 32], largest_relative_difference=nowhere)
+    log.steps([{"step": 41, "loss": nowhere, "grad_norm": math.inf, "learning_rate": 1e-3, "tokens": 9}])
+    log.close()
+    assert main(["runlog", "status", str(run)]) == 0
+    assert "Held-out loss not finite at step 40" in capsys.readouterr().out
+    assert main(["runlog", "report", str(run)]) == 0
+    for name in ("report.html", "report.md"):
+        text = (run / "runlog" / name).read_text()
+        for said in ("held-out loss not finite", "rouge not finite", "losses within not finite of those before"):
+            assert said in text, (name, said)
+    assert "- held-out loss: not finite" in (run / "runlog" / "report.md").read_text()
+
+
 @pytest.mark.timeout(180)
 def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
     log = RunLog(run, attempt=False)
@@ -168,8 +186,10 @@ def drag(chromium, start, end, y):
 def test_markdown_says_the_same_and_keeps_what_people_write_harmless(run):  # noqa: F811
     log = RunLog(run, attempt=False)
     log.event("note", text=EVIL + "\n# a headline", by="me")
+    log.event("note", text="![p](http://a/b.png) [q](http://a) `c`", by="me")
     log.close()
     text = report.as_markdown(History.read(run))
+    assert r"!\[p](http://a/b.png) \[q](http://a) \`c\`" in text, "no picture is fetched, no link leads away"
     assert "<script>" not in text and "\x1b" not in text and "\n# a headline" not in text and "&lt;script&gt;" in text
     for said in (
         "## Rollbacks",
@@ -197,6 +217,11 @@ def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeyp
     server = report.ThreadingHTTPServer(("127.0.0.1", 0), report.partial(report._Handler, run / "runlog"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
+    def ask(host):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as wire:
+            wire.sendall(b"GET / HTTP/1.0\r\n" + (b"" if host is None else f"Host: {host}\r\n".encode()) + b"\r\n")
+            return wire.makefile("rb").read()
+
     def get(path=""):
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{path}", timeout=30) as answer:
             return answer.read().decode()
@@ -209,6 +234,12 @@ def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeyp
         assert "while it runs" in get() and len(made) == 2
         with pytest.raises(urllib.error.HTTPError):
             get("etc/passwd")
+        port = server.server_port
+        for host in ("localhost", "LOCALHOST:9000", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}"):
+            assert ask(host).startswith(b"HTTP/1.0 200"), f"{host} is this machine, also behind a tunnel"
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.", "", None):
+            refused = ask(host)
+            assert refused.startswith(b"HTTP/1.0 421") and b"while it runs" not in refused, f"{host} is another site's name"
     finally:
         server.shutdown()
         server.server_close()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from recipes.lora_finetune import LoraConfig
-from tests.harness import ROOT
+from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch
@@ -246,6 +246,16 @@ def test_an_optimizer_without_two_moments_is_refused(tmp_path, section):
     assert "ds.json: optimizer.type is" in problem and "Write AdamW, or remove the section" in problem
 
 
+def test_a_schedule_that_is_unknown_or_has_several_rates_is_refused(tmp_path):
+    plan, _ = plan_for(deepspeed(tmp_path, scheduler={"type": "OneCycle", "params": {}}))
+    assert "scheduler.type 'OneCycle' is not known here" in plan.problems[0]
+    rates = {"warmup_min_lr": 0, "warmup_max_lr": [1e-3, 1e-4]}
+    plan, _ = plan_for(deepspeed(tmp_path, scheduler={"type": "WarmupLR", "params": rates}))
+    assert "scheduler.params.warmup_max_lr is [0.001, 0.0001]" in plan.problems[0] and "one number" in plan.problems[0]
+    plan, _ = plan_for(deepspeed(tmp_path, scheduler={"type": "WarmupLR", "params": rates | {"warmup_max_lr": "auto"}}))
+    assert not plan.problems
+
+
 def test_a_json_that_never_clips_still_has_the_norm_computed(tmp_path):
     for given in ({}, {"max_grad_norm": 0.0}):
         plan, config = plan_for(deepspeed(tmp_path, gradient_clipping=0), **given)
@@ -256,7 +266,7 @@ def test_a_json_that_never_clips_still_has_the_norm_computed(tmp_path):
 @pytest.fixture
 def earlier(tmp_path):
     """A checkpoint of a run that asked for 8 x 4 on two processes; its config.json as given."""
-    with store.staged(store.folder_of(tmp_path / "run"), 4) as staging:
+    with staged(tmp_path / "run", 4) as staging:
         asked = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
         (staging / "config.json").write_text(json.dumps({"asked": asked}))
         (staging / store.PROGRESS).write_text(json.dumps({"global_batch": 64}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import signal
@@ -284,7 +285,25 @@ def test_decisions_outlive_the_process(tmp_path):
     log.event("decision", ladder={"rollbacks": 2, "trouble": None})
     for step, state in ((10, "complete"), (20, "complete"), (10, "proven_good"), (20, "proven_good"), (20, "complete")):
         log.event("checkpoint", step=step, state=state)
-    assert decided(log.folder) == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None}, [10]), "20 was saved anew"
+    found = decided(log.folder)
+    assert found[:4] == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None}, [10]), "20 was saved anew"
+    assert (found.step, found.redone) == (0, 0)
+
+
+def test_steps_that_were_given_up_are_counted_once(tmp_path):
+    log = RunLog(tmp_path)
+    log.event("run_start", step=0)
+    log.event("metrics", steps=[1, 10])
+    log.event("rollback", phase="intent", to_step=4)
+    log.event("rollback", phase="outcome", step=4)
+    assert (decided(log.folder).step, decided(log.folder).redone) == (4, 6)
+    log.event("metrics", steps=[5, 9])
+    log.event("run_start", step=8)  # another attempt
+    log.event("run_start", step=8)  # and one more, before the first step
+    assert (decided(log.folder).step, decided(log.folder).redone) == (8, 7)
+    log.event("metrics", steps=[9, 12])
+    log.event("run_start", step=12)
+    assert (decided(log.folder).step, decided(log.folder).redone) == (12, 7)
 
 
 def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
@@ -361,6 +380,21 @@ def run(tmp_path):
 def told(capsys, *arguments):
     code = main(["runlog", *map(str, arguments)])
     return code, capsys.readouterr().out
+
+
+def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_page(tmp_path, capsys):
+    from zerobook.runlog.report import write
+
+    for far, said in (({}, False), ({"loss": [math.inf, 3.381], "held-out loss": [8.26, 3.37]}, True)):
+        log = attempt(tmp_path / str(said), {"seed": 1})
+        log.event("run_end", progress={"step": 10}, seconds={}, far_above_best=far)
+        log.close()
+        sentence = "The run ended far above its best: loss not finite, was 3.381, held-out loss 8.26, was 3.37."
+        status = told(capsys, "status", tmp_path / str(said))[1]
+        assert status.startswith("Finished") and (sentence in status) == said
+        for page in write(tmp_path / str(said)):
+            assert page.read_text().count(sentence) == 2 * said, "in the state, and in the logbook"
+            assert page.suffix != ".html" or ('class="entry bad"' in page.read_text()) == said
 
 
 def test_the_story_is_told_from_every_side(run, capsys):

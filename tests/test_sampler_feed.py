@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,3 +161,32 @@ def test_collator_masks_what_it_pads(multiple):
     assert batch["attention_mask"].sum().item() == 4
     # a pad id that is also a real token stays supervised where it is real
     assert batch["labels"][0, 1] == 9 and (batch["labels"][batch["attention_mask"] == 0] == IGNORE).all()
+
+
+def test_padding_of_a_feed_with_no_rows_left():
+    layout = Layout(world_size=1, rank=0, micro=2)
+    rows = Rows([{"input_ids": [1] * n} for n in (2, 4, 4, 4)])
+    shares = [
+        Feed(rows, SampleOrder([4], seed=0, shuffle=False), layout, list, cursor=cursor, end=end).padding()
+        for cursor, end in ((0, 4), (4, 4), (6, 4))
+    ]
+    assert shares == [1 - 14 / 16, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("epochs, rows", [(0.07, 7), (1.1, 110), (0.071, 8), (2.0, 200)])
+def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
+    from zerobook.config import RecipeConfig
+    from zerobook.data.views import Part
+    from zerobook.loop import TrainingLoop
+
+    class Part100(Part):
+        sizes = (100,)
+        lengths = supervised = np.ones(100, np.int64)
+
+    loop = SimpleNamespace(
+        config=RecipeConfig(num_train_epochs=epochs), data=SimpleNamespace(train=Part100((), ""), weights=None), collate=None,
+        progress=SimpleNamespace(skip_ranges=[], seed=1, stream=None, cursor=0, step=0),
+        layout=Layout(world_size=1, rank=0, micro=1), strategy=SimpleNamespace(device=torch.device("cpu")),
+    )  # fmt: skip
+    feed = TrainingLoop.training_feed(loop)
+    assert (feed.end, loop.end_step) == (rows, rows)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 
 import pytest
 import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+import zerobook.data.sources as sources
 from zerobook.data.sources import Malformed, open_source
 from zerobook.errors import DataError
 
@@ -18,7 +22,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 def texts(source):
     found = []
     for _, row, _ in source.read():
-        found.append((json.loads(row) if isinstance(row, bytes) else row)["text"])
+        found.append((json.loads(row.decode()) if isinstance(row, bytes) else row)["text"])
     return found
 
 
@@ -45,6 +49,10 @@ def parquet(path):
         ("a.tsv", "text\tn\n" + "".join(f"line {i}\t{i}\n" for i in range(5))),
         ("a.jsonl.gz", gzip.compress(LINES.encode())),
         ("a.jsonl.zst", zstandard.ZstdCompressor().compress(LINES.encode())),
+        ("b.JSONL.GZ", gzip.compress(LINES.encode())),
+        ("two.jsonl.zst", b"".join(zstandard.ZstdCompressor().compress(line.encode()) for line in LINES.splitlines(True))),
+        ("bom.jsonl", "\ufeff" + LINES),
+        ("bom.json", "\ufeff" + json.dumps([json.loads(line) for line in LINES.splitlines()])),
         ("a.csv.gz", gzip.compress(("\ufefftext,n\n" + "".join(f"line {i},{i}\n" for i in range(5))).encode())),
         ("a.parquet", None),
     ],
@@ -92,11 +100,59 @@ def test_text_folders_and_saved_datasets(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "files, train, held_out",
+    [
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "validation-00000-of-00001.jsonl", "test-0.jsonl"],
+         ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"], ["validation-00000-of-00001.jsonl"]),
+        (["train/a.jsonl", "train/b.jsonl", "test/a.jsonl", "README.md"], ["train/a.jsonl", "train/b.jsonl"], ["test/a.jsonl"]),
+        (["train.jsonl", "val.jsonl", "more.jsonl"], ["train.jsonl"], ["val.jsonl"]),
+        (["data.jsonl", "validation.jsonl"], ["data.jsonl"], ["validation.jsonl"]),
+        (["b.jsonl", ".ipynb_checkpoints/b-checkpoint.jsonl", "._b.jsonl"], ["b.jsonl"], None),
+        (["src/a.py", "test/a.py", "test_b.py"], ["src/a.py", "test/a.py", "test_b.py"], None),
+    ],
+)  # fmt: skip
+def test_what_a_folder_holds_out_is_not_trained_on(tmp_path, files, train, held_out):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, name if name.endswith((".py", ".md")) else json.dumps({"text": name}))
+    opened = open_source(str(tmp_path))
+    assert texts(opened.train) == train
+    assert opened.held_out and texts(opened.held_out) == held_out if held_out else opened.held_out is None
+
+
+def test_a_split_that_is_not_there_is_not_all_of_it(tmp_path):
+    for name in ("a.jsonl", "train-1.jsonl"):
+        write(tmp_path / name, LINES)
+    for path in (tmp_path, tmp_path / "a.jsonl"):
+        with pytest.raises(DataError, match="split"):
+            open_source(str(path), split="dev")
+    with pytest.raises(DataError, match="split"):
+        open_source("embedded:chatterbot", split="test")
+    write(tmp_path / "train-2.csv", "text,n\na,1\n")
+    with pytest.raises(DataError, match=r"several kinds: \.csv, \.jsonl"):
+        open_source(str(tmp_path))
+
+
+def test_the_same_bytes_of_another_kind_are_other_data(tmp_path):
+    one, other = (open_source(write(tmp_path / name, LINES)).train for name in ("rows.txt", "rows.jsonl"))
+    assert one.digest() != other.digest() and one.sketch() != other.sketch()
+
+
+@pytest.mark.parametrize(
     "name, content, message",
     [
         ("odd.docx", "x", "unknown file type '.docx'"),
         ("latin.txt", b"caf\xe9", "not UTF-8 text (byte 3"),
         ("bad.json", '[{"text": "a"},\n {"text"', "line 2: not valid JSON"),
+        ("bare.json", '[{"text": "a"}\n\n {"text": "b"}]', "line 3: not valid JSON"),
+        ("open.json", '[{"text": "a"},\n', "line 2: not valid JSON"),
+        ("more.json", '[{"text": "a"}]\n[]', "line 2: not valid JSON"),
+        ("nan.json", '[{"text": NaN}]', "not valid JSON"),
+        ("latin.json", b'[{"text": "caf\xe9"}]', "cannot be read (UnicodeDecodeError"),
+        ("cut.txt.zst", zstandard.ZstdCompressor().compress(LINES.encode() * 100)[:-30], "cannot be read (OSError"),
+        ("open.csv", 'text,n\na,1\nb,2\nc,"3\nd,4\n', "open.csv, the row that begins on line 4: its quotes are not closed"),
+        ("tail.tsv", 'text\tn\n"a" and b\t1\n', "tail.tsv, the row that begins on line 2: its quotes are not closed"),
+        ("twice.csv", "text,text\na,b\n", "its header has the column 'text' twice"),
         ("cut.jsonl.gz", gzip.compress(LINES.encode() * 100)[:-30], "cannot be read (EOFError"),
         ("no.parquet", "PAR", "cannot be read (ArrowInvalid"),
     ],
@@ -127,3 +183,79 @@ def test_a_missing_split_names_those_there_are(tmp_path):
     datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="there is no split 'dev', only train"):
         open_source(str(tmp_path / "saved"), split="dev")
+
+
+def peak(path) -> int:
+    """Bytes of Python's memory that reading a source takes at most."""
+    list(open_source(write(path.with_name("warm.txt"), "x")).train.read())
+    tracemalloc.start()
+    for _ in open_source(str(path)).train.read():
+        pass
+    found = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.txt", "a.json.gz", "a.json"])
+def test_what_unpacks_to_much_is_read_in_parts(tmp_path, monkeypatch, name):
+    """The memory that reading takes is bounded by the parts, whatever a small file unpacks to."""
+    monkeypatch.setattr(sources, "TEXT_PART", 1 << 16)
+    monkeypatch.setattr(sources, "JSON_PART", 1 << 16)
+    line = "word " * 20
+    content = (
+        "[" + ",\n".join([json.dumps({"text": line})] * 30_000) + "]" if ".json" in name else (line + "\n") * 30_000
+    ).encode()
+    assert len(content) > 2.8 * (1 << 20)
+    if name.endswith(".gz"):
+        content = gzip.compress(content, 1)
+    elif name.endswith(".zst"):
+        content = zstandard.ZstdCompressor().compress(content)
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert peak(path) < 1.9 * (1 << 20)
+
+
+@pytest.mark.parametrize("content", ["one\ntwo\n\nthree", "é" * 99, "é\n" * 40 + "x" * 50, "a\n", "\ufeffone\ntwo\r\nthree\n"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_text_in_parts_is_the_same_text(tmp_path, monkeypatch, content, packed):
+    monkeypatch.setattr(sources, "TEXT_PART", 16)
+    data = content.encode()
+    path = write(tmp_path / ("a.txt.gz" if packed else "a.txt"), gzip.compress(data) if packed else data)
+    source = open_source(path).train
+    parts = [row for _, row, _ in source.read()]
+    assert "".join(part["text"] for part in parts) == content.removeprefix("\ufeff")
+    assert [(part.begins, part.ends) for part in parts] == [(i == 0, i == len(parts) - 1) for i in range(len(parts))]
+    assert len(parts) > 1 or len(data) < 32
+    assert all(len(part["text"].encode()) <= 32 for part in parts)
+    assert sum(cost for _, _, cost in source.read()) <= source.total
+    monkeypatch.setattr(sources, "SHARD_BYTES", 20)
+    shards = [row for shard in source.shards() for _, row, _ in shard.read()]
+    assert "".join(part["text"] for part in shards) == content.removeprefix("\ufeff")
+    assert [part.begins for part in shards] == [True] + [False] * (len(shards) - 1)
+    assert [part.ends for part in shards] == [False] * (len(shards) - 1) + [True]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(values, max_size=5), st.sampled_from([None, 0, 2]), st.booleans(), st.integers(1, 9))
+@example([12345, 1.5e3, -1, "a]", {"b": ["[,"]}], None, False, 1)
+def test_any_array_is_read_as_it_is_written(tmp_path_factory, rows, indent, escaped, part):
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=escaped), encoding="utf-8", errors="surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "JSON_PART", part)
+        found = [(where, row) for where, row, _ in open_source(str(path)).train.read()]
+    assert found == [(f"sample {i}", row) for i, row in enumerate(rows)]
+
+
+def test_a_sample_of_an_array_has_the_limit_of_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(sources, "JSON_PART", 100)
+    path = write(tmp_path / "a.json.gz", gzip.compress(json.dumps([{"text": "a"}, {"text": "b" * 2000}]).encode()))
+    with pytest.raises(DataError, match=r"a\.json\.gz, sample 1: longer than "):
+        list(open_source(path).train.read())

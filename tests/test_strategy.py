@@ -17,6 +17,7 @@ from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
 from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
 
 
@@ -54,6 +55,38 @@ def step(strategy, before_apply=lambda strategy: None, scale=1.0):
         strategy.backward(strategy.model(torch.full((2, 4), scale)).sum())
     seen = before_apply(strategy)
     return seen, strategy.apply(1e-2)
+
+
+def test_the_norm_of_an_embedding_of_a_real_vocabulary_is_exact():
+    torch.manual_seed(0)
+    table, vector = torch.randn(49152, 576), torch.randn(4097)
+    exact = math.sqrt(sum(t.double().square().sum().item() for t in (table, vector)))
+    assert abs(total_norm([table, vector]).item() / exact - 1) < 1e-7
+    assert total_norm([table.t()]).item() == pytest.approx(total_norm([table]).item(), rel=1e-7), "not contiguous"
+    assert total_norm([vector, torch.full((2,), math.nan)]).isnan() and total_norm([torch.tensor([math.inf])]).isinf()
+    assert total_norm([]).item() == 0
+
+
+def test_the_norm_of_offloaded_gradients_stays_in_host_memory_while_their_mesh_is_of_gpus():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def gradient(mesh, *placements):
+        whole = TensorMeta(torch.Size([6, 4]), (4, 1), torch.float32)
+        return DTensor(torch.ones(3, 4), DTensorSpec(mesh, placements, tensor_meta=whole), requires_grad=False)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        full = DeviceMesh("cuda", [0, 1, 2, 3])
+        hybrid = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+        norm = total_norm([gradient(full, Shard(0)), gradient(hybrid, Replicate(), Shard(0))])
+    finally:
+        dist.destroy_process_group()
+    assert norm.device.type == "cpu" and norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(math.sqrt(24)), "the fake group adds nothing from other ranks"
 
 
 def test_half_precision_weights_get_fp32_masters_and_frozen_ones_stay_half(make):
@@ -146,6 +179,50 @@ def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_appli
     resumed = make(Scheduled, copy.deepcopy(two_layers()))
     assert state.load(resumed, saved.checkpoint)[0].step == 3
     assert resumed.adam_steps() == resumed.schedule_step == 2
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_lowered_rate_leaves_deepspeeds_schedule_as_it_is(kind):
+    """Every schedule that a strategy file may bring; an overflow, at step 4, moves none of them."""
+    from deepspeed.runtime import lr_schedules
+
+    def made():
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=1e-3)
+        total = {} if kind == "WarmupLR" else {"total_num_steps": 9}
+        return optimizer, getattr(lr_schedules, kind)(optimizer, warmup_num_steps=3, **total)
+
+    class Engine:
+        def __init__(self):
+            self.optimizer, self.lr_scheduler = made()
+            self.steps, self.used = 0, []
+
+        def step(self):
+            self.steps += 1
+            self.used.append(self.optimizer.param_groups[0]["lr"])
+            if self.was_step_applied():
+                self.lr_scheduler.step()
+
+        def was_step_applied(self):
+            return self.steps != 4
+
+        def get_global_grad_norm(self):
+            return 1.0
+
+    optimizer, schedule = made()
+    scheduled = []
+    for step in range(1, 10):
+        scheduled.append(optimizer.param_groups[0]["lr"])
+        if step != 4:
+            optimizer.step()
+            schedule.step()
+    zero = ZeroStrategy.__new__(ZeroStrategy)
+    zero.model, zero.owns_schedule = Engine(), True
+    zero.deepspeed_optimizer = zero.model.optimizer
+    shares = [1, 0.5, 0.25, 0.5, 0.5, 0.75, 1, 1, 0.5]
+    for share in shares:
+        zero.apply(zero.learning_rate() * share)
+    assert zero.model.used == pytest.approx([a * b for a, b in zip(scheduled, shares, strict=True)])
+    assert max(scheduled) > 0
 
 
 def test_an_emulated_bf16_is_not_called_supported(monkeypatch):

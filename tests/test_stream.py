@@ -276,3 +276,13 @@ def test_streaming_says_what_it_needs(tiny, tmp_path):
     file.write_text(f"streaming: true\nmax_train_steps: 2\ndatasets:\n- path: {chats}\n- path: {chats}\n  name: b\n")
     with pytest.raises(ConfigError, match="Give each entry under datasets a weight"):
         parse(RecipeConfig, ["--config", str(file)])
+
+
+def test_a_stream_of_which_all_is_left_out_says_so():
+    empty = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 2, 0))])
+    order = empty.order(seed=1, weights=None, by_length=False)
+    with pytest.raises(DataError, match="all samples are left out"):
+        order.take(0, 4, FAR)
+    most = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 1, 1))])
+    taken, _ = most.order(seed=1, weights=None, by_length=False).take(0, 40, FAR)
+    assert set(taken.tolist()) == {row_number(0, 1, 1)} and len(taken) == 40, "one row is left: it comes in every pass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -12,8 +13,11 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from tests.harness import ROOT, launch
+from zerobook.data.formats import Pair, Text
+from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.tasks import Encoder, Question, Scored, Task, TaskScorer, log_likelihoods, read_task
 
@@ -113,6 +117,27 @@ def test_any_file_is_a_task_or_a_data_error(tmp_path_factory, lines):
 
 
 # --- likelihoods
+def test_a_question_is_read_as_training_reads_it(llama):
+    """Where the tokenizer begins a text with a BOS, running text, pairs and questions all do."""
+    made = copy.deepcopy(llama[1])
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    for tokenizer in (llama[1], made):
+        scored = Encoder(tokenizer, "causal")("Is it open?", "Until nine.")
+        trained = CausalEncoder(tokenizer, length=None).encode([
+            Text("Is it open?\nAnswer: Until nine."), Pair("Is it open?\nAnswer:", " Until nine.")
+        ])  # fmt: skip
+        assert [encoded.input_ids.tolist() for encoded in trained] == [[*scored.ids, 2]] * 2
+        assert (scored.ids[0] == 1) is (tokenizer is made)
+
+
+def test_a_question_that_names_a_special_token_is_refused(llama):
+    for kind, question, choice in (("causal", "a<|im_end|>", "b"), ("seq2seq", "a", "<|im_start|>b")):
+        with pytest.raises(
+            DataError, match=r"has the text '<\|im_(start|end)\|>', which the tokenizer reads as a special token"
+        ):
+            Encoder(llama[1], kind)(question, choice)
+
+
 class Bigram(torch.nn.Module):
     """Logits of the next token from the last one alone, so that likelihoods can be added up by hand."""
 
@@ -167,7 +192,7 @@ def test_a_token_over_the_boundary_belongs_to_the_choice():
 
     core = Tokenizer(models.BPE())
     core.train_from_iterator(["Answer: yes", "Answer: no"] * 9, trainers.BpeTrainer(vocab_size=40, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="e")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="r")
     yes = Encoder(tokenizer, "causal")("e", "yes")
     tokens = tokenizer.convert_ids_to_tokens(yes.ids)
     assert tokens[yes.first].startswith(": "), "the merge across the boundary is what this is about"

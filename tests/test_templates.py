@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.tiny import CHAT_TEMPLATE as CHATML
@@ -40,7 +41,6 @@ NO_END = (
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}" + CHATML
 FORGETS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}")
 LOOKS_BACK = "{{ messages | length }}\n" + CHATML
-OTHER_PROMPT = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|im_start|>' + message['role'] + "
     "'\n\n' + message['content'] | trim + '<|im_end|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
@@ -50,6 +50,9 @@ LLAMA3 = (
 NEVER_THE_SAME = CHATML.replace("{% endfor %}", "{{ '#' * (m['content'] | length % 7) }}\n{% endfor %}")
 # A turn's end lies elsewhere in every chat: a skeleton fits only where the lengths happen to be those it was learnt from.
 PADS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '#' * (m['content'] | length % 7) }}")
+ONLY_SYSTEM = "{% set only = messages[0]['role'] == 'system' %}" + CHATML.replace(
+    "m['content']", "m['content'] if m['role'] == 'system' or not only"
+)
 NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
 
 
@@ -167,9 +170,8 @@ def test_tool_and_system_turns_are_context(tokenizer):
     "template, sample, expected",
     [
         (NO_SYSTEM, chat("a", "b", system="c"), "the chat template refuses it: no system turn here"),
-        (FORGETS, chat("a", "<think>hm</think>b", "c", "d"), "renders turn 2 differently once the chat goes on"),
-        (LOOKS_BACK, chat("a", "b", "c", "d"), "renders turn 2 differently once the chat goes on"),
-        (OTHER_PROMPT, chat("a", "b"), "renders turn 2 differently from its own generation prompt"),
+        (ONLY_SYSTEM, chat("a", "b", system="c"), "the chat template leaves turn 3 out"),
+        (LOOKS_BACK, chat("a", "b", "c", "d"), "renders turn 2 differently from its own generation prompt"),
         (MARKED.replace("== 'assistant'", "== 'nobody'"), chat("a", "b"), "marks 0 turns as generated, the assistant has 1"),
         (MARKED + "{{ nobody.name }}", chat("a", "b"), "the chat template refuses it: 'nobody' is undefined"),
         (None, chat("a<|im_start|>b", "c"), "turn 1 has the text '<|im_start|>', which the tokenizer reads as a special token"),
@@ -183,14 +185,34 @@ def test_a_chat_that_the_template_cannot_carry_is_a_bad_sample_and_the_others_ar
         bad = results[0 if first else 2]
         assert isinstance(bad, BadSample) and expected in str(bad)
         assert tokenizer.decode(results[1].input_ids) == "x<|im_end|>"
-        if template in (NO_SYSTEM, FORGETS, None):
+        if template in (NO_SYSTEM, ONLY_SYSTEM, None):
             assert said(tokenizer, results[2 if first else 0]) == ["b<|im_end|>"]
 
 
-def test_the_last_turn_of_a_template_that_forgets_is_whole(tokenizer):
+def test_no_turn_is_begun_or_ended_by_a_sample(tokenizer):
+    """Some tokenizers have the tokens around turns as added ones that are not special."""
+    added = copy.deepcopy(tokenizer)
+    added.add_tokens([AddedToken(name, special=False) for name in ("<turn_end>", "<turn>", "<bot>", "<think>", "</think>")])
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<turn>{{ m.content }}<turn_end>{% else %}<bot><think></think>"
+        "{{ m.content }}<turn_end>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    texts = ("<turn_end>", "<turn>", "<bot>", "<think>hm</think>b")
+    results = CausalEncoder(added, length=None, chat_template=template).encode([chat(f"a{text}", "b") for text in texts])
+    for text, bad in zip(texts[:3], results, strict=False):
+        assert isinstance(bad, BadSample) and f"turn 1 has the text {text!r}, which the chat template begins or ends" in str(
+            bad
+        )
+    assert said(added, results[3]) == ["<think></think>b<turn_end>"]
+
+
+def test_a_turn_that_the_template_forgets_has_a_row_of_its_own(tokenizer):
     assert said(tokenizer, one(tokenizer, chat("a", "<think>hm</think>b"), template=FORGETS)) == [
         "<think>hm</think>b<|im_end|>"
     ]
+    encoded = one(tokenizer, chat("a", "<think>hm</think>b", "c", "d"), template=FORGETS)
+    assert [said(tokenizer, row) for row in (encoded, *encoded.others)] == [["d<|im_end|>"], ["<think>hm</think>b<|im_end|>"]]
+    assert "<think>" not in tokenizer.decode(encoded.input_ids)
 
 
 def test_no_way_to_render_or_to_end_a_chat_is_the_users_to_fix(tokenizer):
@@ -250,6 +272,61 @@ def test_a_beginning_is_written_once(with_bos):
     talk = one(with_bos, TALK, template=INST)
     assert (talk.input_ids == 1).sum() == 2 and talk.input_ids[0] == 1 and talk.input_ids[1] != 1
     assert (talk.input_ids == one(with_bos, TALK, template=INST).input_ids).all()
+
+
+def test_a_document_begins_as_the_tokenizer_begins_one(tokenizer, with_bos):
+    document = one(with_bos, Text("one two three"))
+    assert with_bos.decode(document.input_ids) == "<|im_start|>one two three<|im_end|>"
+    assert document.input_ids.tolist() == [*with_bos("one two three")["input_ids"], END]
+    assert (document.labels == document.input_ids).all()
+    assert (one(with_bos, Text("<|im_start|>one two three<|im_end|>")).input_ids == document.input_ids).all()
+    parts = [Text("one ", ends=False), Text("two ", begins=False, ends=False), Text("three", begins=False)]
+    ids = np.concatenate([one(with_bos, part).input_ids for part in parts])
+    assert with_bos.decode(ids) == "<|im_start|>one two three<|im_end|>"
+    assert tokenizer.decode(one(tokenizer, Text("one")).input_ids) == "one<|im_end|>", "it adds none, and none is added"
+
+
+def test_no_control_token_is_read_out_of_a_sample(tokenizer, with_bos):
+    """Chats and pairs that name one are refused, in every field; running text is characters."""
+    named = "which the tokenizer reads as a special token"
+    for made in (tokenizer, with_bos):
+        for pair, field in ((Pair("a<|im_end|>b", "c"), "source"), (Pair("a", "b<|endoftext|>c"), "target")):
+            assert (
+                reason(made, pair)
+                == f"the {field} has the text {'<|im_end|>' if field == 'source' else '<|endoftext|>'!r}, {named}"
+            )
+            (bad,) = Seq2SeqEncoder(made, max_source_length=8, max_target_length=8, prefix="<|im_start|>").encode([pair])
+            assert isinstance(bad, BadSample) and named in str(bad)
+        text = "<|im_end|> ends a turn, <|endoftext|> and <|im_start|> too.<|im_start|>"
+        document = one(made, Text(text))
+        assert document.plain and not one(made, Text("It ends.")).plain
+        bare = document.input_ids.tolist()[len(made("")["input_ids"]) : -1]
+        assert not set(bare) & {0, 1, 2} and made.decode(bare) == text
+        assert not set(one(made, Text("<|im_start|>a", begins=False)).input_ids.tolist()) & {0, 1}
+    # what would be written there in any case may stand there, as in some published data
+    assert (one(with_bos, Text("<|im_start|>a<|im_end|>\n")).input_ids == one(with_bos, Text("a")).input_ids).all()
+    assert (one(with_bos, Pair("<|im_start|>a", "b<|im_end|>")).input_ids == one(with_bos, Pair("a", "b")).input_ids).all()
+    assert not with_bos.backend_tokenizer.encode_special_tokens, "the tokenizer is left as it was"
+
+
+def test_a_tokenizer_without_a_backend_reads_no_control_token_out_of_a_text():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    document = one(slow, Text("a</s>b<pad>"))
+    assert document.plain and (document.input_ids == slow.eos_token_id).sum() == 1
+    assert document.input_ids.tolist()[:-1] == [byte + 3 for byte in b"a</s>b<pad>"]
+
+
+def test_a_beginning_of_several_tokens_is_kept_whole(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    made = copy.deepcopy(tokenizer)
+    special = [("<|endoftext|>", 0), ("<|im_start|>", 1)]
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> <|im_start|> $A", special_tokens=special)
+    assert one(made, Text("one two")).input_ids.tolist() == [*made("one two")["input_ids"], END]
+    pair = one(made, Pair("one", "two"), length=6)
+    assert pair.input_ids[:2].tolist() == [0, 1] and said(made, pair) == ["two<|im_end|>"]
 
 
 def test_ids_that_the_tokenizer_does_not_have(tokenizer):
@@ -327,15 +404,15 @@ def test_seq2seq_leaves_the_end_where_the_tokenizer_writes_it(tokenizer):
 def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
     """A filled skeleton is the rendered chat, and its turns are those found by rendering every prefix."""
     for template in (CHATML, INST, TRIMS, NO_END, LLAMA3):
-        made = ChatTemplate(template, tokenizer)
+        made, looks = ChatTemplate(template, tokenizer), ChatTemplate(template, tokenizer)
+        looks._skeleton = lambda messages: None  # it renders every prefix of every chat
         rendered = []
         for row in embedded.rows("chatterbot")[::20]:
             messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
-            text, turns = made._by_skeleton(messages)
-            assert text == made._text(messages)
-            assert turns == made._ends(messages, text, made._by_prefixes(messages, text))
-            rendered.append(tuple(message["role"] for message in messages))
-        assert len(rendered) > 90 and all(made._skeletons[roles].whole for roles in rendered)
+            assert made._skeleton(messages).whole
+            assert made.render(messages) == looks.render(messages)
+            rendered.append(messages)
+        assert len(rendered) > 90
 
 
 @pytest.mark.parametrize(
@@ -367,6 +444,7 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
         "{% for m in messages | selectattr('content') %}{{ m.role }}{% endfor %}": False,
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}": True,
         "{% for m in messages %}{% set c %}{{ m.content }}{% endset %}{{ c | length }}{% endfor %}": False,
+        "{% autoescape true %}{% for m in messages %}{{ m.content }}{% endfor %}{% endautoescape %}": False,
         "{% macro f(m) %}{{ m.content | upper }}{% endmacro %}{{ f(messages[0]) }}": False,
     }.items(),
 )  # fmt: skip
@@ -400,7 +478,8 @@ def test_turns_told_by_counting_are_those_told_by_offsets(request, made):
     batch = [chat("Hi", a, "So", b) for a in contents for b in contents]
     for template in (CHATML, LLAMA3, INST, TRIMS, CHATML.replace("<|im_end|>", "<|im_end|><|over|>")):
         encoder = CausalEncoder(tokenizer, length=None, chat_template=template)
-        rendered = [encoder.template.render(sample.messages) for sample in batch]
+        rendered = [row for sample in batch for row in encoder.template.render(sample.messages)]
+        assert len(rendered) == len(batch)
         turns = encoder._turns
         rows = [e.ids for e in plain_backend(tokenizer).encode_batch_fast([r.text for r in rendered], add_special_tokens=False)]
         counted = [turns._by_count(r, row) for r, row in zip(rendered, rows, strict=True)]

@@ -18,6 +18,11 @@ class FakeKeeper:
     def __init__(self):
         self.whole, self.proven, self.protected = [], [], ()
 
+    def finish(self, log): ...
+
+    def is_whole(self, step):
+        return True
+
     def steps(self):
         return self.proven, [step for step in self.whole if step not in self.proven]
 
@@ -39,7 +44,7 @@ class Run:
         self.log = RunLog(tmp_path)
         self.replicas = None
         strategy = SimpleNamespace(
-            plan=SimpleNamespace(precision=config.pop("precision", "no")), owns_schedule=False, on_main=lambda work: work(),
+            plan=SimpleNamespace(precision=config.pop("precision", "no")), on_main=lambda work: work(),
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip
         config = SimpleNamespace(**{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5} | config)
@@ -184,6 +189,22 @@ def test_weights_that_are_lost_are_given_up(tmp_path):
     assert run.watch.dead()
     run.go(61, 65)
     assert not run.watch.dead()
+
+
+def test_a_run_that_ends_far_above_its_best_says_so_whatever_was_found(tmp_path):
+    run = Run(tmp_path, on_spike="log")
+    run.go(1, 100)
+    assert run.watch.far_above_best(held_out=2.02, best_held_out=2.0) == {}
+    far = run.watch.far_above_best(held_out=2.6, best_held_out=2.0)
+    assert far == {"held-out loss": [2.6, 2.0]}
+    run.go(101, 200, **{f"s{step}": (2.0 + 0.02 * (step - 100), 1.0) for step in range(101, 201)})
+    ((name, (value, best)),) = run.watch.far_above_best(None, None).items()
+    assert name == "loss" and value > 3.9 and 1.9 < best < 2.1
+    run.go(201, 208, **{f"s{step}": (math.nan, math.nan) for step in range(201, 209)})
+    assert run.watch.far_above_best(None, None)["loss"][0] == math.inf
+    young = Run(tmp_path / "young")
+    young.go(1, 3, s2=(9.0, 1.0), s3=(9.0, 1.0))
+    assert young.watch.far_above_best(9.0, 9.0) == {}, "three points have no level"
 
 
 def test_the_ladder_goes_on_in_another_process(tmp_path):

@@ -20,7 +20,10 @@ CHAT_TEMPLATE = (
 
 
 def folder() -> Path:
-    """The folder with the models, one folder each (``wide`` has tensors large enough to be swapped), and data files."""
+    """The folder with the models, one folder each, and data files.
+
+    ``wide`` has tensors that are large enough to be swapped; ``vocabulary`` has the embedding of SmolLM2-135M, 49152 x 576.
+    """
     key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     target = ROOT / ".cache" / "tests" / key
     if not target.exists():
@@ -59,6 +62,9 @@ def _make(target: Path) -> None:
     causal = {
         "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
         "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),
+        "vocabulary": LlamaConfig(
+            hidden_size=576, intermediate_size=64, num_hidden_layers=1, **(llama | {"vocab_size": 49152})
+        ),
         "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **no_dropout, **special),
         "falcon": FalconConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=False, multi_query=True,

@@ -28,7 +28,16 @@ def nf4(precision: str) -> Any:
     )
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: list[str], seed: int) -> nn.Module:
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: list[str],
+    seed: int,
+    revision: str = "main",
+) -> nn.Module:
     """Freeze ``model`` and put adapters beside its ``targets``.
 
     Args:
@@ -37,6 +46,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, dropout: float, targe
         dropout: before the adapters.
         targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
         seed: adapters start alike on every rank and under every strategy.
+        revision: of the model on the hub; the saved adapter's config names it.
 
     Raises:
         ConfigError: a target that the model does not have.
@@ -48,7 +58,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, dropout: float, targe
     set_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM")
     try:
-        adapted = get_peft_model(model, config)
+        adapted = get_peft_model(model, config, revision=revision)
     except ValueError as error:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(

@@ -11,15 +11,22 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError
+from zerobook.evaluation.generation import stop_tokens
 from zerobook.evaluation.load import Loaded, load_result
+from zerobook.terminal import plain, say
+
+_NEW_TOKENS = 256
 
 
 def chat(argv: list[str]) -> int:
     """Read lines, print answers. Returns 0 at the end of the input, or when told to leave."""
     parser = argparse.ArgumentParser("zerobook chat", description="Talk to a trained model: /reset forgets, /quit leaves.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
-    parser.add_argument("--max_new_tokens", type=_positive, default=256, help="tokens in an answer at most (default: 256)")
+    parser.add_argument(
+        "--max_new_tokens", type=_positive, help="tokens in an answer at most (default: the model's own, or 256)"
+    )
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 always takes the likeliest token (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
     parser.add_argument("--source_prefix", metavar="TEXT", help="what a seq2seq model was trained to see first, if not saved")
@@ -70,7 +77,7 @@ def _talk(conversation: Conversation) -> None:
 
 def _say(note: str) -> None:
     """A word of the program's own; stdout is for the model's."""
-    print(f"({note})", file=sys.stderr, flush=True)
+    say(f"({note})", file=sys.stderr)
 
 
 class _Answer(TextStreamer):
@@ -82,7 +89,7 @@ class _Answer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
-        super().on_finalized_text(text, stream_end)
+        super().on_finalized_text(plain(text), stream_end)
 
 
 class Conversation:
@@ -92,21 +99,26 @@ class Conversation:
     seq2seq model reads them joined by line ends after ``source_prefix``.
 
     Raises:
-        ConfigError: the template refuses the system message.
+        ConfigError: the template refuses the system message, or it names a special token.
     """
 
-    def __init__(self, loaded: Loaded, system: str | None, source_prefix: str, max_new_tokens: int, temperature: float):
+    def __init__(self, loaded: Loaded, system: str | None, source_prefix: str, max_new_tokens: int | None, temperature: float):
         self.model, self.tokenizer, self.kind = loaded.model, loaded.tokenizer, loaded.kind
         self.templated = self.kind == "causal" and getattr(self.tokenizer, "chat_template", None) is not None
+        self._control = ControlTokens(self.tokenizer)
+        refusal = self._control.refusal("--system", system or "")
+        if refusal:
+            raise ConfigError(f"{refusal}. Leave it out.")
         self.system = system
         self.source_prefix = source_prefix
         self.turns: list[dict[str, str]] = []
         context = loaded.context
-        self.new_tokens = max_new_tokens
-        if context and self.new_tokens > context // 2:
-            self.new_tokens = context // 2
-            _say(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
+        self.new_tokens = max_new_tokens or self.model.generation_config.max_new_tokens or _NEW_TOKENS
         # an encoder has its positions to itself; a decoder continues the prompt
+        most = context if self.kind == "seq2seq" or context is None else context // 2
+        if most and self.new_tokens > most:
+            self.new_tokens = most
+            _say(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
         self.room = context if self.kind == "seq2seq" or context is None else context - self.new_tokens
         self.options = self._generation_options(temperature)
 
@@ -115,17 +127,24 @@ class Conversation:
 
     def answer(self, line: str) -> str:
         """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; what was said counts."""
+        refusal = self._control.refusal("this message", line)
+        if refusal:  # as in training: a message is text and holds no control token
+            _say(f"{refusal}; leave it out")
+            return ""
         self.turns.append({"role": "user", "content": line})
         ids = self._fitting_prompt()
         if ids is None:
             self.turns.pop()
             return ""
         streamer = _Answer(self.tokenizer)
+        together = self.options["num_beams"] > 1  # with beams, the words are known only at the end
         try:
-            self.model.generate(
-                input_ids=ids, attention_mask=ids.new_ones(ids.shape), streamer=streamer,
+            found = self.model.generate(
+                input_ids=ids, attention_mask=ids.new_ones(ids.shape), streamer=None if together else streamer,
                 max_new_tokens=self.new_tokens, **self.options,
             )  # fmt: skip
+            if together:
+                streamer.on_finalized_text(self.tokenizer.decode(found[0], skip_special_tokens=True), stream_end=True)
         except KeyboardInterrupt:
             streamer.end()
             _say("stopped")
@@ -152,7 +171,7 @@ class Conversation:
 
     def _prompt(self) -> torch.Tensor:
         if self.templated:
-            text, special = self._render(self.turns, prompt=True), False
+            text, special = self._render(self.turns), False
         else:
             turns = [self.source_prefix + self.system] if self.system else []
             turns += [turn["content"] for turn in self.turns]
@@ -161,36 +180,20 @@ class Conversation:
                 text = self.source_prefix + text
         return self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"].to(self.model.device)
 
-    def _render(self, turns: list[dict[str, str]], prompt: bool) -> str:
+    def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            return self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=prompt)
+            return self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # jinja's, and whatever the template raises
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
     # --- how it answers
     def _generation_options(self, temperature: float) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_beams": 1, "pad_token_id": self.tokenizer.pad_token_id}  # beams cannot be streamed
-        options["eos_token_id"] = self._stop_tokens() or None
+        own = self.model.generation_config
+        # an encoder-decoder takes the beams of its run's evaluation; chats are printed word by word, which beams do not allow
+        beams = (own.num_beams or 1) if self.kind == "seq2seq" and temperature == 0 else 1
+        options: dict[str, Any] = {"num_beams": beams, "pad_token_id": self.tokenizer.pad_token_id}
+        options["eos_token_id"] = stop_tokens(own, self.tokenizer, encoder_decoder=self.kind == "seq2seq") or None
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-
-    def _stop_tokens(self) -> list[int]:
-        """Every token that ends an answer: those of generation_config, the tokenizer's, and the template's end of turn.
-
-        A model may have been trained on its template's token while its config names only the end of a document.
-        """
-        ends = self.model.generation_config.eos_token_id
-        found = set(ends if isinstance(ends, list) else [ends]) | {self.tokenizer.eos_token_id, self._end_of_turn()}
-        return sorted(found - {None})
-
-    def _end_of_turn(self) -> int | None:
-        """The special token that the template writes behind an assistant's words, if it writes one."""
-        if not self.templated:
-            return None
-        words = "zerobook"
-        said = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": words}], prompt=False)
-        behind = self.tokenizer(said.rpartition(words)[2], add_special_tokens=False)["input_ids"]
-        added = self.tokenizer.added_tokens_decoder
-        return next((token for token in behind if token in added and added[token].special), None)

@@ -52,12 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     from zerobook.errors import ZerobookError
+    from zerobook.terminal import say
 
     try:
         module, function = COMMANDS[known.command]
         return getattr(import_module(module), function)(arguments[1:])
     except ZerobookError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,6 +10,7 @@ import argparse
 import difflib
 import os
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -17,6 +18,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zerobook.errors import ConfigError
+from zerobook.schedule import POLYNOMIAL_END
+from zerobook.terminal import plain
 
 # Names that published command lines use for the same thing.
 ALIASES = {
@@ -49,7 +52,8 @@ class DatasetSpec(BaseModel):
     summary_column: str | None = Field(None, description="see the recipe's summary_column")
 
     def model_post_init(self, context: Any) -> None:
-        self.name = self.name or Path(self.path.removeprefix("embedded:")).name.split(".")[0]
+        name = self.name or Path(self.path.removeprefix("embedded:")).name.split(".")[0]
+        self.name = plain(name, lines=False)  # it begins lines of the output
 
 
 class RecipeConfig(BaseModel):
@@ -132,14 +136,16 @@ class RecipeConfig(BaseModel):
     resume_from_checkpoint: str | None = Field(
         None, description="auto (the newest whole one), best (lowest held-out loss), or a folder"
     )
-    on_spike: Literal["log", "skip", "rollback", "stop"] = Field(
-        "rollback", description="log: watch only; skip: leave its samples out from now on; rollback: go back, by a ladder; stop"
+    on_spike: Literal["log", "skip", "rollback", "lower_rate", "stop"] = Field(
+        "rollback",
+        description="log: watch only; skip: leave its samples out from now on; rollback: go back, by a ladder; "
+        "lower_rate: go back and lower the learning rate; stop",
     )
     max_rollbacks: int = Field(8, ge=0, description="rollbacks of a run; then it stops")
     rollback_lr_factor: float = Field(
-        0.5, gt=0, lt=1, description="share of the learning rate after a rollback that skipping did not help"
+        0.5, gt=0, lt=1, description="share of the scheduled learning rate after a rollback that lowers it"
     )
-    rollback_lr_steps: int = Field(500, ge=1, description="steps on which the rate comes back to its schedule after that")
+    rollback_lr_steps: int = Field(500, ge=1, description="steps over which the rate then rises back to its schedule")
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
 
@@ -190,12 +196,32 @@ class RecipeConfig(BaseModel):
         resume = self.resume_from_checkpoint
         if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
+        if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            found.append(
+                f"learning_rate: {self.learning_rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type polynomial "
+                "ends. Raise it, or take linear."
+            )
         if self.max_train_steps is not None and self.num_warmup_steps > self.max_train_steps:
             found.append(
                 f"num_warmup_steps: {self.num_warmup_steps} warm-up steps do not fit into "
                 f"max_train_steps={self.max_train_steps}. Lower one or raise the other."
             )
         return found
+
+    @cached_property
+    def chat_template_text(self) -> str | None:
+        """The text of ``chat_template``; None where the tokenizer's own is used. The file is read once.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"chat_template: {self.chat_template} cannot be read: {reason}. Give a Jinja file.") from None
 
     def names_data(self) -> bool:
         """Whether there is any training data."""
@@ -207,7 +233,7 @@ class RecipeConfig(BaseModel):
         if self.save_total_limit is None:
             return saves
         # the best stays besides, and the newest that is proven good; one more is there while it is written
-        return min(saves, self.save_total_limit + bool(self.eval_steps) + (self.on_spike == "rollback") + 1)
+        return min(saves, self.save_total_limit + bool(self.eval_steps) + (self.on_spike in ("rollback", "lower_rate")) + 1)
 
     def _streaming_problems(self) -> list[str]:
         found = []
@@ -369,8 +395,8 @@ class _OnceLoader(yaml.SafeLoader):
 def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        return {}, [f"--config {path}: cannot be read: {error.strerror}."]
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, [f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."]
     try:
         loaded = yaml.load(text, Loader=_OnceLoader)
     except yaml.YAMLError as error:

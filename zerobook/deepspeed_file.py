@@ -175,6 +175,10 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
             f"{plan.config_file}: scheduler.type {scheduler['type']!r} is not known here. "
             "Remove the section; the recipe's lr_scheduler_type then sets the rate."
         )
+    elif lists := [f"{key} is {value}" for key, value in (scheduler.get("params") or {}).items() if isinstance(value, list)]:
+        plan.problems.append(
+            f"{plan.config_file}: scheduler.params.{lists[0]}; all weights train with one rate. Write one number, or auto."
+        )
     elif scheduler:
         plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
 

@@ -7,12 +7,9 @@ Accelerate's own code reads the file; `zerobook.resolve` does the rest, as in a 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import inspect
 import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,13 @@ from zerobook import ops
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
 from zerobook.launcher import left_unsaid
+from zerobook.recipe_file import RUNS, config_class
 from zerobook.resolve import Hardware, LaunchPlan, resolve
+from zerobook.terminal import console
 
-USAGE = """zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
+USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
+
+To read its flags, {RUNS}; nothing is trained.
 
 examples:
   zerobook doctor
@@ -38,20 +39,21 @@ def doctor(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    out = console()
     hardware = Hardware.detect()
-    problems = _machine(console, hardware)
+    problems = _machine(out, hardware)
     if argv:
         plan, config_problems, config, sources = inspect_launch(argv, hardware)
         problems += config_problems + (plan.problems if plan else [])
         if plan is not None:
-            _strategy(console, plan, config, sources)
+            _strategy(out, plan, config, sources)
     for number, problem in enumerate(problems, 1):
-        console.print(f"[bold red]problem {number}:[/] ", end="")
-        console.print(problem, markup=False)
-    console.print("[bold green]no problems found[/]" if not problems else f"[bold red]{len(problems)} problem(s)[/]")
+        out.print(f"problem {number}:", style="bold red", end=" ")
+        out.print(problem)
+    if problems:
+        out.print(f"{len(problems)} problem(s)", style="bold red")
+    else:
+        out.print("no problems found", style="bold green")
     return 1 if problems else 0
 
 
@@ -71,7 +73,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
     if recipe:
         try:
-            config, sources, _ = parse(_config_class(recipe), recipe_flags)
+            config, sources, _ = parse(config_class(recipe), recipe_flags)
         except ConfigError as error:
             problems += error.problems
     try:
@@ -100,6 +102,11 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
         if "training_script" in reason:  # the last flag took the script for its value
             reason = f"{launch_flags[-1]} has no value"
         raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
+    if args.training_script != flags[-1]:
+        raise ConfigError(
+            f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
+            "recipes/causal_lm.py."
+        )
     _check_accelerate_config(args.config_file)
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(args)
@@ -146,23 +153,7 @@ def _check_accelerate_config(file: str | None) -> None:
         )
 
 
-def _config_class(recipe: str) -> type[RecipeConfig]:
-    path = Path(recipe)
-    if not path.is_file():
-        raise ConfigError(f"{recipe}: there is no such recipe.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    own = [c for _, c in inspect.getmembers(module, inspect.isclass)
-           if issubclass(c, RecipeConfig) and c.__module__ == path.stem]  # fmt: skip
-    if not own:
-        raise ConfigError(f"{recipe}: it defines no config class, so it is not a recipe of this project.")
-    return own[0]
-
-
-def _machine(console: Any, hardware: Hardware) -> list[str]:
+def _machine(out: Any, hardware: Hardware) -> list[str]:
     import psutil
     from rich.table import Table
 
@@ -180,7 +171,7 @@ def _machine(console: Any, hardware: Hardware) -> list[str]:
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in versions().items()))
     compiled = sorted({p.parent.name for p in ops.cache_root().glob("**/*.so")}) if ops.cache_root().is_dir() else []
     table.add_row("compiled ops", ", ".join(compiled) or "none yet; make setup compiles them")
-    console.print(table)
+    out.print(table)
     problems = []
     for lock in ops.locks():
         if ops.is_stale(lock):
@@ -193,7 +184,7 @@ def _machine(console: Any, hardware: Hardware) -> list[str]:
     return problems
 
 
-def _strategy(console: Any, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+def _strategy(out: Any, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
     from rich.table import Table
 
     from zerobook.data.feed import Layout
@@ -217,6 +208,6 @@ def _strategy(console: Any, plan: LaunchPlan, config: RecipeConfig, sources: Res
     }
     for key, value in rows.items():
         table.add_row(key, str(value))
-    console.print(table)
+    out.print(table)
     for note in plan.notes:
-        console.print(f"  note: {note}", markup=False)
+        out.print(f"  note: {note}")

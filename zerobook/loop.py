@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from zerobook.bars import tqdm
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
+from zerobook.data.sampler import rows_of
 from zerobook.errors import CheckpointError, DivergenceError
 from zerobook.evaluation import held_out
 from zerobook.isolation import isolating
@@ -26,12 +29,15 @@ from zerobook.progress import Progress
 from zerobook.recipe import leave
 from zerobook.recovery import Recovery
 from zerobook.runlog.attempt import begin, decided, last_words, write_page
+from zerobook.runlog.history import last_of
 from zerobook.runlog.lines import backwards
 from zerobook.runlog.policy import Measure, joined, rate_share
 from zerobook.runlog.watch import Watch
-from zerobook.runlog.writer import STEPS, RunLog
+from zerobook.runlog.words import far_above_best
+from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
+from zerobook.terminal import plain
 from zerobook.versions import versions
 
 Scorer = Callable[[Strategy, nn.Module, int], tuple[dict[str, float], list[dict[str, Any]]]]
@@ -83,10 +89,10 @@ class TrainingLoop:
         strategy.on_main(self._open_log)
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
-        ladder = self._decided_before() if checkpoint else {}
+        ladder = self._decided_before(checkpoint)
         self.watch = Watch(config, strategy, self.keeper, self.log, detector=self.progress.detector, ladder=ladder)
         self.feed = self.training_feed()
-        self.total_steps = self.end_step
+        self.total_steps = self._laid_out(checkpoint)
         self.schedule = learning_rate_schedule(
             config.lr_scheduler_type,
             peak=config.learning_rate,
@@ -94,7 +100,9 @@ class TrainingLoop:
             total=self.total_steps,
         )
         strategy.prepare(model, config, self.total_steps)
-        self.keeper.check_space(self.total_steps - self.progress.step)
+        self._saved: int | None = self.progress.step if self.keeper.goes_on_in_place else None
+        if self._saved != self.end_step:
+            self.keeper.check_space(self.end_step - self.progress.step)
         if data.train.isolated:
             self.collate = self.feed.collate = isolating(strategy, collate)
         self.recovery = Recovery(self)
@@ -102,7 +110,6 @@ class TrainingLoop:
         self.waited = 0.0  # s for data, since the last log point
         self._evaluated: int | None = None
         self._evaluation: dict[str, Any] | None = None
-        self._saved: int | None = None
         self._pending: list[dict[str, Any]] = []
         self._before: dict[int, float] = {}  # losses that an earlier attempt had behind the checkpoint
         self._start(sources)
@@ -125,12 +132,21 @@ class TrainingLoop:
                 "and lengths of its config.json, or start a new run from the exported model."
             )
         progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
+        if checkpoint:
+            saved, now = store.read_json(checkpoint / "config.json")["config"], self.config.model_dump()
+            for key in ("group_by_length", "datasets"):
+                was, here = _order(saved, key), _order(now, key)
+                if key in saved and was != here:
+                    raise CheckpointError(
+                        f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
+                        "would come twice or never. Bring the old value back, or start a new run from the exported model."
+                    )
 
     def training_feed(self) -> Feed:
         """From where the progress stands, without what is left out."""
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
-        end = _FOREVER if config.max_train_steps else math.ceil(config.num_train_epochs * len(part))
+        end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
         order = part.order(
             seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
         )
@@ -138,9 +154,27 @@ class TrainingLoop:
             part, order, self.layout, self.collate, cursor=progress.cursor, end=end,
             workers=config.dataloader_num_workers, pin_memory=self.strategy.device.type == "cuda",
         )  # fmt: skip
-        # what is left out shortens epochs; the schedule stays as it was laid out
+        # samples that are left out shorten the run, not the schedule: see `_laid_out`
         self.end_step = config.max_train_steps or progress.step + feed.steps()
         return feed
+
+    def _laid_out(self, checkpoint: Path | None) -> int:
+        """Steps that the learning-rate schedule is laid out for.
+
+        A resumed run keeps the layout that the checkpoint records: samples left out since then shorten the run, not the
+        schedule. It is laid out anew only where a person asks for another number of steps or epochs, or another global batch.
+        """
+        if checkpoint is None:
+            return self.end_step
+        progress, config = self.progress, self.config
+        saved = store.read_json(checkpoint / "config.json")["config"]
+        before = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
+        now = config.max_train_steps or (config.num_train_epochs, self.layout.global_batch)
+        if now == before:
+            return progress.total_steps
+        if self.log and self.end_step != progress.total_steps:
+            tqdm.write(f"  the learning-rate schedule is laid out anew: {self.end_step} steps, {progress.total_steps} before")
+        return self.end_step
 
     def _start(self, sources: Resolved) -> None:
         config, strategy = self.config, self.strategy
@@ -169,48 +203,64 @@ class TrainingLoop:
             )
         for part, report in self.data.report.items():
             tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
-        tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
+        if self.progress.step < self.end_step:
+            tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
+        else:
+            tqdm.write(f"all {self.progress.step} steps are done; nothing is left to train")
 
     def _resume(self, checkpoint: Any) -> None:
-        for reason in self.keeper.passed_over:
-            tqdm.write(f"passed over: {reason}")
+        for reason in self.keeper.passed_over.values():
+            tqdm.write(plain(f"passed over: {reason}"))
         _, bytes_read = self.keeper.load()
         verified, differing = self.verify(self.progress.following)
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
-            aside = store.set_aside(self.keeper.folder, self.progress.step)
+            aside = store.set_aside(self.keeper.folder, self.progress.step, self.keeper.passed_over)
+            self.keeper.take_back()
             before = self.progress
             self.log.event(
                 "resume", checkpoint=str(checkpoint), step=before.step, cursor=before.cursor, samples=before.samples,
                 world_size={"before": before.world_size, "now": self.strategy.world_size},
                 global_batch={"before": before.global_batch, "now": self.layout.global_batch},
-                set_aside=[str(folder) for folder in aside], passed_over=self.keeper.passed_over,
+                set_aside=[str(folder) for folder in aside], passed_over=[*self.keeper.passed_over.values()],
                 bytes_read=bytes_read, verified=verified, differing=differing,
             )  # fmt: skip
             tqdm.write(f"  as recorded: {', '.join(verified)}")
             for key, (was, now) in differing.items():
                 tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
             self._before = _losses_behind(self.log, before.step)
+        self._evaluation = self.strategy.on_main(lambda: _evaluated_at(self.log, self.progress))
+        self._evaluated = None if self._evaluation is None else self.progress.step
 
-    def _decided_before(self) -> dict[str, Any]:
-        """Take over what earlier attempts decided after this checkpoint was written; returns their ladder's state."""
+    def _decided_before(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Take over what earlier attempts decided after ``checkpoint`` was written; returns their ladder's state.
+
+        Without a checkpoint the run begins anew, and takes over only how many steps trackers have seen.
+        """
         before = self.strategy.on_main(lambda: decided(self.log.folder))  # type: ignore[union-attr]
         progress = self.progress
+        progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
+        if checkpoint is None:
+            return {}
         progress.skip_ranges = joined(progress.skip_ranges, before.skips)
-        progress.rate_cuts += [cut for cut in before.cuts if cut not in progress.rate_cuts and cut[0] >= progress.step]
+        for cut in before.cuts:  # the same cut may stand there twice
+            if progress.rate_cuts.count(cut) < before.cuts.count(cut):
+                progress.rate_cuts.append(cut)
         self.keeper.proven = set(before.proven)
         return before.ladder
 
-    def rate(self, step: int) -> float:
-        """The learning rate of the step after ``step`` others."""
-        return self.schedule(step) * rate_share(self.progress.rate_cuts, step)
+    def rate(self) -> float:
+        """Return the next step's learning rate: what the schedule gives, lowered by the cuts."""
+        step, strategy = self.progress.step, self.strategy
+        scheduled = strategy.learning_rate() if strategy.owns_schedule else self.schedule(step)
+        return scheduled * rate_share(self.progress.rate_cuts, step)
 
     def _following(self) -> dict[str, Any]:
         """What the next step uses, by name; recorded in a checkpoint, compared after it was loaded."""
-        strategy, progress = self.strategy, self.progress
+        progress = self.progress
         generator = torch.Generator().manual_seed(_step_seed(progress.seed, progress.step, 0))
         return {
-            "learning rate": strategy.learning_rate() if strategy.owns_schedule else self.rate(progress.step),
+            "learning rate": self.rate(),
             "samples": self.feed.order.take(progress.cursor, 8, self.feed.end)[0].tolist(),
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }
@@ -255,14 +305,17 @@ class TrainingLoop:
                 self.save()
             self.keeper.finish(self.log)
         if self.log:
-            rate = None if strategy.owns_schedule else self.rate(progress.step)
             seconds = {"training": round(time.monotonic() - start - self.evaluation_seconds, 3),
                        "evaluation": round(self.evaluation_seconds, 3)}  # fmt: skip
+            far = self.watch.far_above_best(progress.eval_loss, progress.best_eval_loss)
             self.log.event(
-                "run_end", progress=progress.to_json(), learning_rate_after=rate, eval=self._evaluation, seconds=seconds
-            )
+                "run_end", progress=progress.to_json(), learning_rate_after=self.rate(), eval=self._evaluation, seconds=seconds,
+                far_above_best=far,
+            )  # fmt: skip
             tqdm.write(f"{seconds['training']:.1f} s training (saving included), {seconds['evaluation']:.1f} s evaluation")
             write_page(self.log)
+            if far:  # as the last line: the recipe still saves the model
+                atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
         for tracker in strategy.accelerator.trackers:  # end_training would end the process group too
             tracker.finish()
         return progress
@@ -302,7 +355,7 @@ class TrainingLoop:
     def _step(self, plan: Any, micro_batches: Any) -> None:
         strategy, progress = self.strategy, self.progress
         torch.manual_seed(_step_seed(progress.seed, progress.step, strategy.rank))
-        rate = None if strategy.owns_schedule else self.rate(progress.step)
+        rate = self.rate()
         total = torch.zeros((), device=strategy.device)
         for index, batch in enumerate(micro_batches):
             with strategy.micro_batch(last=index == self.layout.accumulation - 1):
@@ -311,11 +364,7 @@ class TrainingLoop:
             total += loss.detach()
         first = not self._pending and progress.step == 0
         memory = strategy.memory() if first else None  # at the seam: gradients are ready, nothing is applied
-        if rate is None:
-            rate = strategy.learning_rate()
-            norm = strategy.apply(None)
-        else:
-            norm = strategy.apply(rate)
+        norm = strategy.apply(rate)
         if memory is not None:
             self._record_memory(memory)
         before = progress.cursor
@@ -392,7 +441,7 @@ class TrainingLoop:
                 tracker.run.log({"runlog": "\n".join(said)}, step=self._tracker_step(step))
 
     def _tracker_step(self, step: int) -> int:
-        """Trackers take no step twice: steps done again count on."""
+        """Return ``step`` plus the steps that were done and given up. It never falls, since trackers take no step twice."""
         return step + self.progress.redone
 
     def _give_up(self, last: dict[str, Any]) -> None:
@@ -414,7 +463,8 @@ class TrainingLoop:
         shared = [record for record in pending if record["step"] in self._before]
         if shared:
             assert self.log is not None
-            largest = max(abs(r["loss"] / self._before[r["step"]] - 1) for r in shared)
+            before = self._before
+            largest = max(abs(r["loss"] - before[r["step"]]) / max(abs(before[r["step"]]), 1e-30) for r in shared)
             steps = [record["step"] for record in shared]
             self.log.event("verify", after="steps done again", steps=[steps[0], steps[-1]], largest_relative_difference=largest)
             tqdm.write(f"steps {steps[0]} to {steps[-1]} again: losses within {largest:.1e} of those before")
@@ -464,9 +514,7 @@ class TrainingLoop:
         if self.config.report_to:
             strategy.accelerator.log(held_out.tracked(result), step=self._tracker_step(step))
         if "loss" in result:
-            best = self.progress.best_eval_loss
-            self.progress.best_eval_loss = result["loss"] if best is None else min(best, result["loss"])
-            self.progress.eval_loss = result["loss"]
+            self.progress.evaluated(result["loss"])
         self._evaluation = result
         return result
 
@@ -497,10 +545,22 @@ class TrainingLoop:
         self.keeper.finish(self.log)
         self.bar.close()
         if self.log:
-            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=self._saved == step)
-            done = f"saved at step {step}" if self._saved == step else f"step {step} was not fit to be saved"
+            good, others = self.keeper.steps()
+            saved = step in (*good, *others)
+            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
+            done = f"saved at step {step}" if saved else f"step {step} was not saved"
             tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
         self.leave(EXIT_CODE)
+
+
+def _evaluated_at(log: RunLog | None, progress: Progress) -> dict[str, Any] | None:
+    """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log; None otherwise."""
+    assert log is not None
+    found = last_of(log.folder / EVENTS, ["eval"]).get("eval")
+    # The checkpoint names its own loss: a branch that was given up may have been evaluated at the same step.
+    if found is None or (found["step"], found.get("loss")) != (progress.step, progress.eval_loss):
+        return None
+    return {key: found[key] for key in ("loss", "perplexity", "tokens", "datasets", "metrics") if key in found}
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
@@ -512,6 +572,12 @@ def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
         if record["loss"] is not None:
             found.setdefault(record["step"], record["loss"])
     return found
+
+
+def _order(config: dict[str, Any], key: str) -> Any:
+    """Return what ``key`` of a config says of the samples' order; of datasets, their weights do."""
+    value = config.get(key)
+    return {spec["name"]: spec.get("weight") for spec in value} if isinstance(value, list) else value
 
 
 def _amount(samples: int) -> str:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.checkpoint import state
+from zerobook.checkpoint import state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.files import modes_by_umask
 from zerobook.resolve import Hardware
 from zerobook.strategy import Strategy
 
@@ -29,33 +30,51 @@ def locate(name: str, strategy: Strategy) -> str:
     """A name that ``from_pretrained`` takes; converts an embedded model once a node. Collective."""
     if not name.startswith(embedded.PREFIX):
         return name
-    if name != f"{embedded.PREFIX}smollm2":
-        raise ConfigError(f"model_name_or_path: {name}: the only embedded model is {embedded.PREFIX}smollm2.")
-    return str(strategy.once_per_node(embedded.smollm2))
+    return strategy.once_per_node(lambda: embedded.located(name))
 
 
 def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
-    """The tokenizer, with a pad token, and with ``config.chat_template`` where that is given.
-
-    Where it has none, the end-of-text token pads: padding is masked from attention and loss by
-    position, not by id, so this teaches the model nothing.
-    """
-    from transformers import AutoTokenizer
-
+    """Return the tokenizer that the config names, see `open_tokenizer`. Collective."""
     name = config.tokenizer_name or config.model_name_or_path
     if name is None:
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
-    options = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-    tokenizer = _from_pretrained(AutoTokenizer, locate(name, strategy), "tokenizer_name", options)
-    if config.chat_template:
-        tokenizer.chat_template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise ConfigError(f"tokenizer_name: {name} has neither a pad nor an end-of-text token. Add one to it.")
-        tokenizer.pad_token = tokenizer.eos_token
-        if strategy.is_main:
-            print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
+    tokenizer, padded = open_tokenizer(
+        locate(name, strategy), template=config.chat_template_text,
+        revision=config.model_revision, trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+    if padded and strategy.is_main:
+        print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
     return tokenizer
+
+
+def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remote_code: bool) -> tuple[Any, bool]:
+    """Load a tokenizer as training uses it.
+
+    Where it has no pad token, the end-of-text token pads: padding is masked from attention and loss by position, not by
+    id, so this teaches the model nothing.
+
+    Args:
+        name: a hub name or a folder.
+        template: the chat template's text, in place of the tokenizer's own.
+
+    Returns:
+        (the tokenizer, whether it was given a pad token).
+
+    Raises:
+        ConfigError: it cannot be loaded, or has neither a pad token nor an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = _from_pretrained(AutoTokenizer, name, "tokenizer_name", options)
+    if template is not None:
+        tokenizer.chat_template = template
+    if tokenizer.pad_token_id is not None:
+        return tokenizer, False
+    if tokenizer.eos_token is None:
+        raise ConfigError(f"tokenizer_name: {name} has neither a pad nor an end-of-text token. Add one to it.")
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer, True
 
 
 def choose_attention(
@@ -128,6 +147,7 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     if config.device_map:
         options["device_map"] = config.device_map
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
+    keep_4bit_layout(model)
     model.config.use_cache = False
     dropped = keep_all_layers(model)
     if strategy.is_main and dropped:
@@ -137,6 +157,17 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
     return model
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes' 4-bit weights in the layout in which they were loaded.
+
+    On CPUs with AVX512-BF16, bitsandbytes repacks them in place at the first forward pass in evaluation mode, and rounds
+    their scales to bf16. FSDP2 and ZeRO-3 then gather the repacked bytes as plain ones, and every loss after that is wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def keep_all_layers(model: nn.Module) -> float:
@@ -208,34 +239,53 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
+    """Make the initial model, unless it is there, and return its folder. Collective.
+
+    This process locks the run's folder first, so that it does not replace another run's initial model while that run loads it.
+    """
     from accelerate.utils import set_seed
     from transformers import AutoConfig
 
     folder = Path(config.output_dir) / "initial_model"
-    error: Exception | None = None
     state.check_shared(strategy, config.output_dir)
     source = locate(config_name, strategy)
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
-    note = folder / MADE_OF
-    if strategy.is_main and not (note.exists() and json.loads(note.read_text()) == made_of):
-        try:
-            options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
-            model_config = _from_pretrained(AutoConfig, source, "config_name", options)
-            set_seed(config.seed)
-            with strategy.initialising_whole():
-                model = auto_class.from_config(model_config, dtype=torch.float32)
-            staging = folder.with_name("initial_model.partial")
-            shutil.rmtree(staging, ignore_errors=True)
-            model.save_pretrained(staging)
-            (staging / MADE_OF).write_text(json.dumps(made_of))
-            shutil.rmtree(folder, ignore_errors=True)
-            staging.rename(folder)
-        except Exception as caught:
-            error = caught
-    error = strategy.from_main(error)
-    if error is not None:
-        raise error
+
+    def make() -> None:
+        store.hold(store.folder_of(config.output_dir))
+        before = _made_of(folder)
+        if before == made_of:
+            return
+        if before is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            raise ConfigError(
+                f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
+                "its own initial model. Move that folder away, or give another --output_dir."
+            )
+        options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
+        model_config = _from_pretrained(AutoConfig, source, "config_name", options)
+        set_seed(config.seed)
+        with strategy.initialising_whole():
+            model = auto_class.from_config(model_config, dtype=torch.float32)
+        staging = folder.with_name("initial_model.partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(staging)
+        modes_by_umask(staging)
+        (staging / MADE_OF).write_text(json.dumps(made_of))
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+
+    strategy.on_main(make)
     return str(folder)
+
+
+def _made_of(folder: Path) -> dict[str, Any] | None:
+    """Return what an initial model was made of; None where there is no note of it, ``{}`` where it cannot be read."""
+    try:
+        return json.loads((folder / MADE_OF).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return {}
 
 
 def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -54,7 +55,14 @@ class Progress:
     following: dict[str, Any] = field(default_factory=dict)
     """what the next step will use (learning rate, sample ids, random numbers), for a run that goes on to compare with"""
     eval_loss: float | None = None
-    """held-out loss at this very step; None where it was not evaluated here"""
+    """held-out loss at this very step; None where it was not evaluated here, or is not finite"""
+
+    def evaluated(self, loss: float) -> None:
+        """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best."""
+        if math.isfinite(loss):
+            self.eval_loss = loss
+            best = self.best_eval_loss
+            self.best_eval_loss = loss if best is None or not best <= loss else best  # earlier records may hold a NaN
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -16,8 +16,10 @@ import torch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Layout
 from zerobook.errors import ZerobookError
+from zerobook.files import modes_by_umask
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import Strategy
+from zerobook.terminal import console, say
 
 
 def run_recipe(main: Callable[[], Any]) -> None:
@@ -31,7 +33,7 @@ def run_recipe(main: Callable[[], Any]) -> None:
             # first; who is still alive after that met an error of its own.
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
-        print(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr, flush=True)
+        say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
         os._exit(2)  # without destructors, which would wait for other ranks
     leave()
 
@@ -61,19 +63,18 @@ def leave(code: int = 0) -> None:
 def announce(plan: LaunchPlan) -> None:
     """The one line about the strategy, and what was decided on the way. Rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(plan.line, flush=True)
+        say(plan.line)
         for note in plan.notes:
-            print(f"  note: {note}", flush=True)
+            say(f"  note: {note}")
 
 
 def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> None:
     """The resolved config, where each value came from, the batch arithmetic and the strategy. Rank 0 only."""
     if int(os.environ.get("RANK", 0)) != 0:
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    out = console()
     table = Table(title="resolved config", title_justify="left")
     for column in ("key", "value", "from"):
         table.add_column(column, overflow="fold")
@@ -81,30 +82,32 @@ def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> 
     for key in sorted(values, key=lambda k: not sources.given(k)):
         style = "" if sources.given(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
-    console.print(table)
+    out.print(table)
     layout = Layout(
         world_size=plan.world_size,
         rank=0,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
     )
-    console.print(plan.line, highlight=False)
+    out.print(plan.line)
     for note in plan.notes:
-        console.print(f"  note: {note}", highlight=False)
-    console.print(f"batch: {layout.arithmetic}", highlight=False)
+        out.print(f"  note: {note}")
+    out.print(f"batch: {layout.arithmetic}")
     steps = f"{config.max_train_steps}" if config.max_train_steps else (
         f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read")  # fmt: skip
-    console.print(f"steps: {steps}", highlight=False)
+    out.print(f"steps: {steps}")
 
 
 def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: str = "model") -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
     Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
-    ``config.dtype``, whatever precision it was trained in; an adapter in fp32.
+    ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
+    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in.
     """
     from transformers import PreTrainedModel
 
+    from zerobook.evaluation.generation import save_generation_config
     from zerobook.modeling import DTYPES
 
     model = strategy.unwrapped
@@ -115,23 +118,20 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: s
     for key, parameter in strategy.trainable():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
-            weights[key] = tensor.to("cpu", dtype, copy=True)
+            kept = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
+            weights[key] = tensor.to("cpu", kept, copy=True)
         del tensor
     if strategy.is_main:
-        weights |= {key: buffer.to(dtype) for key, buffer in buffers(model).items()}
+        weights |= strategy.buffers()
         model.save_pretrained(folder, state_dict=weights)
         if whole:
             # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
             file = folder / "config.json"
             facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
             file.write_text(json.dumps(facts, indent=2) + "\n")
+        save_generation_config(model, tokenizer, folder)
         tokenizer.save_pretrained(folder)
-        print(f"saved {folder} ({str(dtype).removeprefix('torch.')})", flush=True)
+        modes_by_umask(folder)
+        say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")
     strategy.barrier()
     return folder
-
-
-def buffers(model: Any) -> dict[str, Any]:
-    """Copies of the tensors that belong to a model's weights and are not trained (as BART's final_logits_bias), by name."""
-    state = model.state_dict(keep_vars=True)
-    return {name: buffer.to("cpu", copy=True) for name, buffer in model.named_buffers() if name in state}

@@ -1,12 +1,12 @@
-"""What is done about a spike: samples left out, a lower rate, the way back to a checkpoint, or the end."""
+"""Carry out what was decided about a spike: leave samples out, go back to a checkpoint, lower the rate, or stop."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
+from zerobook.bars import tqdm
 from zerobook.checkpoint import store
 from zerobook.runlog.attempt import write_page
 from zerobook.runlog.policy import EXIT_CODE, LEAD, Measure, joined, ranges
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """Carries out, on a training loop, what its watch has decided. On every rank alike."""
+    """Carries out on a training loop what its watch decided. Every rank calls it alike."""
 
     def __init__(self, loop: TrainingLoop):
         self.loop = loop
@@ -27,6 +27,9 @@ class Recovery:
         if measure.kind == "stop":
             self._hand_over(measure)
         left_out = self._samples_of(*measure.steps) if measure.steps else []
+        skip_ranges = joined(loop.progress.skip_ranges, left_out)
+        if left_out and loop.data.train.skipping(skip_ranges).is_empty:
+            self._hand_over(replace(measure, kind="stop", rule="all samples of the data would be left out"))
         cut = [measure.to_step, measure.rate_factor, loop.config.rollback_lr_steps] if measure.rate_factor else None
         intent = None
         if log:
@@ -42,28 +45,34 @@ class Recovery:
             if cut:
                 log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
                 tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
-        skip_ranges = joined(loop.progress.skip_ranges, left_out)
         if measure.goes_back:
             self.go_back(measure, intent, skip_ranges, [*loop.progress.rate_cuts, *([cut] if cut else [])])
         else:
             loop.progress.skip_ranges = skip_ranges
             loop.feed = loop.training_feed()
+        if log and left_out and loop.end_step < loop.total_steps:
+            tqdm.write(f"  the run ends at step {loop.end_step}; its schedule stays laid out for {loop.total_steps} steps")
 
     def go_back(self, measure: Measure, intent: int | None, skip_ranges: list, rate_cuts: list) -> None:
-        """Weights, moments, schedule, sample order, random numbers, loss scale and detector, as the checkpoint has them."""
+        """Restore weights, moments, schedule, sample order, random numbers, loss scale and detector from the checkpoint."""
         assert measure.to_step is not None
         loop, log = self.loop, self.loop.log
         start, progress, strategy = time.monotonic(), loop.progress, loop.strategy
-        loop.keeper.finish(log)  # a save under way is of what is given up
-        aside = strategy.on_main(lambda: store.set_aside(loop.keeper.folder, measure.to_step))
+        keeper = loop.keeper
+        keeper.finish(log)  # a save under way is of what is given up
         del loop.feed
-        loaded, bytes_read = loop.keeper.load(measure.to_step)
+        loaded, bytes_read = keeper.load(measure.to_step)
+        # only now: where it cannot be loaded, a restart still finds what was saved later
+        aside = strategy.on_main(lambda: store.set_aside(keeper.folder, measure.to_step, keeper.passed_over))
         given_up = progress.step - loaded.step
         kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
                 "total_steps": progress.total_steps, "world_size": progress.world_size,
                 "global_batch": progress.global_batch}  # fmt: skip
         vars(progress).update(vars(loaded) | kept)
-        loop.went_back(losses=self.loop.watch.back(measure, loaded.detector, intent))
+        losses = loop.watch.back(measure, loaded.detector, intent)
+        if measure.rate_factor:  # behind the first update with the lower rate, the losses are others
+            losses = {step: loss for step, loss in losses.items() if step == measure.to_step + 1}
+        loop.went_back(losses)
         verified, differing = loop.verify(loaded.following)
         seconds = time.monotonic() - start
         if log:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+POLYNOMIAL_END = 1e-7
+"""The rate at which ``polynomial`` ends: transformers' default. transformers refuses a peak that is not above it."""
+
 
 def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:
     """transformers' schedule of that name, as step -> rate.
@@ -11,7 +14,7 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
     Args:
         name: as ``lr_scheduler_type``.
         peak: rate after the warm-up.
-        warmup: steps from 0 to the peak.
+        warmup: steps from 0 to the peak; with ``total`` or more, the run ends while it warms up.
         total: steps the schedule is laid out for; decaying ones are at their end at ``total``.
 
     Returns:
@@ -21,6 +24,12 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
     from transformers import get_scheduler
 
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    scheduler = get_scheduler(name, placeholder, num_warmup_steps=warmup, num_training_steps=total)
+    own = {}
+    if name == "polynomial":
+        # The last save asks for the rate behind the last step. There, transformers divides by the number of decay steps.
+        own, total = {"lr_end": POLYNOMIAL_END}, max(total, warmup + 1)
+    scheduler = get_scheduler(
+        name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=own
+    )
     factor = scheduler.lr_lambdas[0]
     return lambda step: peak * float(factor(step))

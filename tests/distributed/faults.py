@@ -3,7 +3,9 @@
     ZEROBOOK_FAULT=labels ZEROBOOK_FAULT_AT=31 ZEROBOOK_FAULT_STEPS=6 accelerate launch ... faults.py recipes/NAME.py [flags]
 
 labels  the rows that rank 1 takes in those steps have wrong labels, whenever they are taken
+burst   labels, and rank 1's gradient is a million times too large in those steps, until those rows are left out
 rate    the learning rate is 60 times too high in those steps, once
+sharp   a rate above 0.95 of the scheduled one acts a hundred times as strong in those steps, whatever the data: every time
 nan     a gradient on rank 1 is not a number from that step on, until the run goes back
 bit     an exponent bit of one weight flips on rank 1 at that step, once
 drift   the last bit of one weight flips on rank 1 at that step, once: no loss ever shows it
@@ -69,9 +71,32 @@ def wrong_labels(loop):
     feed._Rows.__getitem__ = poisoned
 
 
+def burst(loop):
+    wrong_labels(loop)
+
+    def hook(module, args, result):
+        if RANK == 1 and result.requires_grad and window(loop) and not loop.progress.skip_ranges:
+            result.register_hook(lambda gradient: gradient * 1e6)
+
+    loop.strategy.unwrapped.get_output_embeddings().register_forward_hook(hook)
+
+
 def high_rate(loop):
     rate = loop.rate
-    loop.rate = lambda step: rate(step) * (60 if AT <= step + 1 < AT + STEPS and not loop.progress.redone else 1)
+    loop.rate = lambda: rate() * (60 if window(loop) and not loop.progress.redone else 1)
+
+
+def sharp(loop):
+    """As where the loss is so sharp that the scheduled rate diverges and a lower one does not."""
+    from zerobook.runlog.policy import rate_share
+
+    rate = loop.rate
+
+    def acting():
+        above = rate_share(loop.progress.rate_cuts, loop.progress.step) > 0.95
+        return rate() * (100 if window(loop) and above else 1)
+
+    loop.rate = acting
 
 
 def not_a_number(loop):
@@ -143,7 +168,9 @@ def main():
         output.mkdir(parents=True, exist_ok=True)
         {
             "labels": wrong_labels,
+            "burst": burst,
             "rate": high_rate,
+            "sharp": sharp,
             "nan": not_a_number,
             "bit": flipped_bit,
             "again": sent_back,

@@ -44,7 +44,7 @@ def folder(tiny, tmp_path_factory):
 CASES = {
     "an empty dataset": ({"train_file": "empty.jsonl"}, "DataError", "the dataset is empty"),
     "no assistant": ({"train_file": "mute.jsonl"}, "DataError", "mute.jsonl, line 1: "),
-    "nothing left": ({"train_file": "mute.jsonl", "on_bad_sample": "skip"}, "DataError", "nothing is left to train on"),
+    "nothing left": ({"train_file": "mute.jsonl", "on_bad_sample": "skip"}, "DataError", "not one sample can be used"),
     "too little text": ({"train_file": "short.txt"}, "DataError", "fewer than one block of 512"),
     "unknown columns": ({"train_file": "questions.csv"}, "DataError", "columns body, headline, which fit no known format"),
     "no such dataset": ({"dataset_name": "nobody/nothing"}, "DataError", "there is no such file or folder here"),

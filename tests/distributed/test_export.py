@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -56,7 +58,10 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
     assert torch.equal(logits(kept), theirs) and not (tmp_path / "kept" / "model.safetensors").exists()
 
     begun = launch("single", 1, "lora_finetune", tmp_path / "begun", model_name_or_path=tiny / "llama", num_warmup_steps=1,
-                   train_file=tiny / "few.jsonl", max_train_steps=1, max_seq_length=64, max_train_samples=4)  # fmt: skip
+                   train_file=tiny / "few.jsonl", max_train_steps=1, max_seq_length=64, max_train_samples=4,
+                   model_revision="v1")  # fmt: skip
+    facts = json.loads((begun.output / "adapter" / "adapter_config.json").read_text())
+    assert facts["revision"] == "v1", "a folder has no revisions, so the word alone is looked at"
     (checkpoint,) = store.complete(store.folder_of(begun.output))
     with pytest.raises(CheckpointError, match="what it was before training: every lora_B is 0"):
         export([str(checkpoint), "--output", str(tmp_path / "nothing")])

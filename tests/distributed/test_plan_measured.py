@@ -9,10 +9,10 @@ import pytest
 from tests.distributed.test_parity import record
 from zerobook.cli import main
 from zerobook.config import parse
-from zerobook.doctor import _config_class
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.plan.job import job
 from zerobook.plan.measure import measure
+from zerobook.recipe_file import config_class
 
 ROOT = Path(__file__).resolve().parents[2]
 full = pytest.mark.full
@@ -81,7 +81,7 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     flags["train_file"] = tiny / flags["train_file"]
     line = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     file = ROOT / "recipes" / f"{recipe}.py"
-    config, sources, _ = parse(_config_class(str(file)), line)
+    config, sources, _ = parse(config_class(str(file)), line)
     here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
     base, *changes = CHANGES.get(strategy, (strategy,))
     shipped = ROOT / "accelerate_configs" / f"{base}.yaml"

@@ -76,6 +76,26 @@ def test_every_layer_of_the_base_is_nf4_with_double_quantisation(tiny):
         assert layer.weight.dtype == layer.compute_dtype == torch.float32, "stored as it is computed, for FSDP"
 
 
+def test_an_evaluation_leaves_4_bit_weights_as_they_are(tiny, monkeypatch):
+    """bitsandbytes believes here that the CPU has AVX512-BF16, where it would repack them."""
+    import bitsandbytes.nn.modules
+    from transformers import AutoModelForCausalLM
+
+    from zerobook.adapters import nf4
+    from zerobook.modeling import keep_4bit_layout
+
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4("no"))
+    keep_4bit_layout(model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        training = model.train()(torch.arange(40).view(2, 20)).logits
+        evaluation = model.eval()(torch.arange(40).view(2, 20)).logits
+    assert torch.equal(training, evaluation)
+    for name, weight in model.named_parameters():  # as bytes: packed weights that are read as floats may be NaN
+        assert torch.equal(weight.detach().view(torch.uint8), before[name].view(torch.uint8)), name
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "strategy", ["zero2", "fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "zero3"))]

@@ -6,9 +6,13 @@ import shutil
 from functools import cache
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.distributed.test_parity import largest_difference, pieces
 from tests.harness import launch, seen, sequence
+from tests.test_checkpoints import flip, manifest
+from zerobook.checkpoint import store
 
 STEPS = 18  # three epochs of 24 samples in steps of 4
 KILLED_IN = 10  # the middle of epoch 2; the last checkpoint is of step 8
@@ -112,6 +116,32 @@ def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
         assert largest_difference(run.norms, whole.norms[4:]) < 1e-5
 
 
+FINISHED = [
+    ("single", 1, {"num_train_epochs": 1}),
+    pytest.param("zero3", 2, {"num_train_epochs": 1}, marks=pytest.mark.full),
+    pytest.param("fsdp", 2, {"max_train_steps": 4}, marks=pytest.mark.full),
+    pytest.param("zero2", 2, {"max_train_steps": 6, "eval_steps": 3}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy, processes, length", FINISHED)
+def test_a_finished_run_that_lost_its_model_writes_it_and_does_nothing_twice(tiny, tmp_path, strategy, processes, length):
+    settings = flags(tiny) | {"validation_split_percentage": 20, "num_warmup_steps": 1, "save_total_limit": 1} | length
+    whole = launch(strategy, processes, "causal_lm", tmp_path / "run", **settings)
+    before = load_file(whole.output / "model" / "model.safetensors")
+    shutil.rmtree(whole.output / "model")
+    saved = {f: f.stat().st_mtime_ns for f in (whole.output / "checkpoints").rglob("*.*") if ".lock" not in f.name}
+    again = launch(strategy, processes, "causal_lm", whole.output, resume_from_checkpoint="auto", **settings)
+    after = load_file(again.output / "model" / "model.safetensors")
+    assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)
+    done = [e["type"] for e in again.events if e["attempt"] == 2]
+    assert "run_end" in done and not {"eval", "checkpoint", "metrics"} & set(done)
+    ends = [e for e in again.events if e["type"] == "run_end"]
+    assert ends[0]["eval"] == ends[1]["eval"] and ends[0]["eval"]["loss"] > 0 and ends[0]["progress"] == ends[1]["progress"]
+    assert {f: f.stat().st_mtime_ns for f in saved} == saved, "the checkpoint is not written again"
+
+
 @pytest.mark.launch
 def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     output = tmp_path / "run"
@@ -126,6 +156,26 @@ def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     changed = flags(tiny) | {"model_name_or_path": tiny / "gpt2"}
     run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
     assert "CheckpointError" in run.text and "made by another model" in run.text and "transformer.wte.weight" in run.text
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_no_rank_starts_over_checkpoints_that_cannot_be_read(tiny, tmp_path, killed):
+    output = tmp_path / "run"
+    shutil.copytree(killed.output, output)
+    checkpoints = store.candidates(store.folder_of(output))
+    assert [c.name for c in checkpoints] == ["step-000004", "step-000008"]
+
+    def harmed(harm, words):
+        for checkpoint in checkpoints:
+            harm(checkpoint)
+        before = {f: f.read_bytes() for c in checkpoints for f in c.iterdir()}
+        run = launch("ddp", 2, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **flags(tiny))
+        assert "none of them can be read" in run.text and run.text.count(words) == 2 and "(rank 1)" not in run.text
+        assert {f: f.read_bytes() for c in store.candidates(store.folder_of(output)) for f in c.iterdir()} == before
+
+    harmed(flip, "its content is damaged")  # seen by rank 0, once the ranks know each other
+    harmed(lambda c: manifest(c, format_version=99), "format 99 is newer")  # seen by each rank, before
 
 
 @pytest.mark.launch

@@ -8,11 +8,18 @@ import pytest
 
 from tests.harness import ROOT, launch
 from zerobook.runlog.check import problems
+from zerobook.runlog.command import in_words
 from zerobook.runlog.history import History
+from zerobook.runlog.policy import rate_share
 
 AT, STEPS = 71, 100
-WINDOW = {"labels": 8, "rate": 6, "nan": 1, "bit": 1, "drift": 1, "again": 20}
+WINDOW = {"labels": 8, "burst": 2, "rate": 6, "sharp": 5, "nan": 1, "bit": 1, "drift": 1, "again": 20}
 """steps that a fault lasts, where it is not for good"""
+BEGINS = {"again": 75, "sharp": 86}
+"""steps at which a fault begins, where it is not `AT`"""
+PUBLISHED = ROOT / "ds_configs" / "published" / "zero2_config_accelerate.json"
+LAUNCHERS = {"published": ["--use_deepspeed", "--deepspeed_config_file", str(PUBLISHED), "--mixed_precision", "no"]}
+"""launcher flags, where a strategy is no file in accelerate_configs/"""
 FAULTS = ("labels", "rate", "nan", "bit")
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 SAMPLE = {("ddp", "bit"), ("fsdp", "labels")}
@@ -25,32 +32,29 @@ def trained(tiny, tmp_path_factory):
     """(strategy, fault, on_spike, flags) -> a finished run; each is launched once."""
     done = {}
 
-    def train(strategy, fault=None, on_spike="rollback", expect=0, processes=2, **flags):
-        key = (strategy, fault, on_spike, processes, str(flags))
+    def settings(folder, **flags):
+        return dict(
+            model_name_or_path=tiny / "gpt2", dataset_name="embedded:chatterbot", cache_dir=folder.parent / "data",
+            block_size=64, max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5,
+            save_steps=10, save_total_limit=2, max_eval_samples=100,
+        ) | flags  # fmt: skip
+
+    def train(strategy, fault=None, on_spike="rollback", expect=0, processes=2, at=None, **flags):
+        key = (strategy, fault, on_spike, processes, at, str(flags))
         if key not in done:
             folder = tmp_path_factory.mktemp("rollback")
-            settings = dict(
-                model_name_or_path=tiny / "gpt2", dataset_name="embedded:chatterbot", cache_dir=folder.parent / "data",
-                block_size=64, max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5,
-                save_steps=10, save_total_limit=2, max_eval_samples=100, on_spike=on_spike,
+            wrapper, faults = None, {}
+            if fault:
+                wrapper = ROOT / "tests" / "distributed" / "faults.py"
+                begin = at or BEGINS.get(fault, AT)
+                faults = {"ZEROBOOK_FAULT": fault, "ZEROBOOK_FAULT_AT": begin, "ZEROBOOK_FAULT_STEPS": WINDOW[fault]}
+            done[key] = launch(
+                LAUNCHERS.get(strategy, strategy), processes, "causal_lm", folder / "run", through=wrapper, environment=faults,
+                expect=expect, **settings(folder, on_spike=on_spike, **flags),
             )  # fmt: skip
-            faults = (
-                {
-                    "ZEROBOOK_FAULT": fault,
-                    "ZEROBOOK_FAULT_AT": AT + 4 * (fault == "again"),
-                    "ZEROBOOK_FAULT_STEPS": WINDOW[fault],
-                }
-                if fault
-                else {}
-            )
-            wrapper = ROOT / "tests" / "distributed" / "faults.py"
-            run = launch(
-                strategy, processes, "causal_lm", folder / "run", through=wrapper if fault else None, environment=faults,
-                expect=expect, **settings | flags,
-            )  # fmt: skip
-            done[key] = run
         return done[key]
 
+    train.settings = settings
     return train
 
 
@@ -105,7 +109,49 @@ def test_the_run_goes_back_by_itself_and_ends_as_if_nothing_had_happened(trained
         assert "rank 1's copy of transformer.wpe.weight is not the others'" in run.event("decision")["hardware"]
 
 
-@pytest.mark.parametrize("fault", ["labels", *[pytest.param(f, marks=pytest.mark.full) for f in FAULTS[1:]]])
+LOWER = {"save_steps": 5, "rollback_lr_factor": 0.75, "rollback_lr_steps": 40}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_spike"),
+    [pytest.param(s, p, marks=[] if (s, p) == ("ddp", "lower_rate") else pytest.mark.full)
+     for s in ("ddp", "published", "zero3", "fsdp") for p in ("lower_rate", "rollback")],
+)  # fmt: skip
+def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on_spike):
+    """``published`` brings a schedule of its own, which is lowered as any other."""
+    clean, run = trained("published" if strategy == "published" else "ddp"), trained(strategy, "sharp", on_spike, **LOWER)
+    assert abs(held_out(run) / held_out(clean) - 1) < 0.01
+    decided = ["lower_rate"] if on_spike == "lower_rate" else ["replay", "skip", "lower_rate"]
+    assert [e["measure"] for e in run.events if e["type"] == "decision"] == decided
+    assert len([e for e in run.events if e["type"] == "skip"]) == 2 * (on_spike == "rollback")
+    # the cut lowers what the schedule gives, and the schedule itself stays
+    (cut,) = [e["cut"] for e in run.events if e["type"] == "lr_change"]
+    outcome = run.event("rollback")
+    back = outcome["step"]  # the last checkpoint that was proven good before the rate was too high
+    assert cut == [back, 0.75, 40] and 60 <= back < BEGINS["sharp"] and back % 5 == 0
+    living = list(History.read(run.output).steps(living=True))
+    lowered = [s["learning_rate"] * rate_share([cut], s["step"] - 1) for s in clean.steps]
+    assert [s["learning_rate"] for s in living] == pytest.approx(lowered, rel=1e-9)
+    assert outcome["differing"].keys() == {"learning rate"} and outcome["verified"] == ["random numbers", "samples"]
+    # only the first loss is independent of the rate
+    again = [e for e in run.events if e["type"] == "verify" and e["after"] != "replay"][-1]
+    assert again["steps"] == [back + 1, back + 1] and again["largest_relative_difference"] <= 1e-6
+    # the log, the status and the page name the rung
+    assert problems(run.output / "runlog")[0] == []
+    assert "Last decision: lower_rate" in in_words(run.output / "runlog")
+    page = (run.output / "runlog" / "report.md").read_text()
+    assert f"to the checkpoint of step {back} (lower_rate)" in page
+    assert f"From step {back} on, the learning rate is 0.75 of its schedule" in page
+    if (strategy, on_spike) == ("published", "lower_rate"):
+        whole = {s["step"]: s for s in living}
+        flags = LOWER | {"on_spike": on_spike, "resume_from_checkpoint": run.output / "checkpoints" / "step-000095"}
+        output = run.output.with_name("resumed")
+        resumed = launch(LAUNCHERS[strategy], 2, "causal_lm", output, **trained.settings(output.parent, **flags))
+        for key in ("learning_rate", "loss"):
+            assert [s[key] for s in resumed.steps] == pytest.approx([whole[n][key] for n in range(96, 101)], rel=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["labels", *[pytest.param(f, marks=pytest.mark.full) for f in (*FAULTS[1:], "sharp")]])
 def test_the_same_fault_without_a_rollback_does_harm(trained, fault):
     """Or it would have been too weak to prove anything."""
     clean = trained("ddp")
@@ -117,6 +163,37 @@ def test_the_same_fault_without_a_rollback_does_harm(trained, fault):
     assert held_out(run) > 1.05 * held_out(clean)
     assert {e["measure"] for e in run.events if e["type"] == "decision"} == {"none"}
     assert not [e for e in run.events if e["type"] in ("rollback", "skip", "lr_change")]
+
+
+def test_a_run_that_a_high_rate_has_spoilt_says_so_at_its_end(trained, capsys):
+    """The rate is 60 times too high in the last steps, and nothing is done about it."""
+    from zerobook.cli import main
+
+    run = trained("single", "rate", on_spike="log", processes=1, at=40, max_train_steps=50, per_device_train_batch_size=8)
+    value, best = run.event("run_end")["far_above_best"]["loss"]
+    assert value > 1.1 * best
+    assert run.text.rstrip().splitlines()[-1].startswith("WARNING: The run ended far above its best: loss ")
+    assert main(["runlog", "status", str(run.output)]) == 0
+    assert "Finished: step 50 of 50" in (said := capsys.readouterr().out) and "far above its best" in said
+
+
+@pytest.mark.full
+def test_damage_right_behind_the_descent_of_a_short_run_is_healed(trained, tiny, tmp_path):
+    """In two steps one rank's labels are wrong and its gradient is a million times too large; the loss rises behind them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "gpt2")
+    model.get_input_embeddings().weight.data *= 40  # the loss begins far above 6: a steep descent
+    model.save_pretrained(tmp_path / "steep")
+    AutoTokenizer.from_pretrained(tiny / "gpt2").save_pretrained(tmp_path / "steep")
+    short = {"model_name_or_path": tmp_path / "steep", "max_train_steps": 80, "learning_rate": 5e-3, "max_grad_norm": 0}
+    clean, run = trained("zero3", **short), trained("zero3", "burst", at=40, **short)
+    spoilt = trained("zero3", "burst", at=40, on_spike="log", **short)
+    assert story(run)[-3:] == [("rollback", "skip"), ("skip", None), ("rollback", "outcome")] or story(run) == MENDED
+    last = [sum(r.losses[-8:]) / 8 for r in (run, clean)]
+    assert abs(held_out(run) / held_out(clean) - 1) < 0.03 and abs(last[0] / last[1] - 1) < 0.05
+    assert run.event("run_end")["far_above_best"] == clean.event("run_end")["far_above_best"] == {}
+    assert held_out(spoilt) > 1.2 * held_out(clean) and "loss" in spoilt.event("run_end")["far_above_best"]
 
 
 def test_a_clean_run_does_nothing(trained):

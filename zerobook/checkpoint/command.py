@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.errors import CheckpointError
+from zerobook.terminal import console, plain, say
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -29,7 +30,7 @@ def checkpoint(arguments: list[str]) -> int:
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--keep", type=int, help="prune: how many of the newest stay, besides pinned ones and the best")
     known = parser.parse_args(arguments)
-    path = Path(known.path).expanduser()
+    path = Path(os.path.abspath(Path(known.path).expanduser()))  # ``.`` has no name to find the pin by
     if known.action == "list":
         _list(_run(path))
         return 0
@@ -38,29 +39,42 @@ def checkpoint(arguments: list[str]) -> int:
     if known.action == "prune":
         if known.keep is None or known.keep < 1:
             raise CheckpointError(f"prune: --keep is {known.keep}. Say how many of the newest checkpoints stay, at least 1.")
-        gone = store.prune(_run(path), known.keep)
-        print("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
+        checkpoints = _run(path)
+        with store.owned(checkpoints, wait=0):
+            gone = store.prune(checkpoints, known.keep)
+        say("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
         return 0
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is no checkpoint's folder. They stand in OUTPUT_DIR/checkpoints.")
     if known.action == "inspect":
         _inspect(path)
     else:
-        store.pin(path, known.action == "pin")
-        print(f"{path} is {'kept whatever is pruned' if known.action == 'pin' else 'pruned like any other'}")
+        _pin(path, known.action == "pin")
+        say(f"{path} is {'kept whatever is pruned' if known.action == 'pin' else 'pruned like any other'}")
     return 0
+
+
+def _pin(one: Path, wanted: bool) -> None:
+    """Pin a checkpoint, or unpin it. A run may train meanwhile: pruning looks for the pin just before it deletes."""
+    store.pin(one, wanted)
+    if not (one / store.MANIFEST).exists():
+        store.pin(one, False)
+        raise CheckpointError(f"{one}: the run has deleted it, or set it aside, in this moment. `list` shows what is there.")
 
 
 def _run(path: Path) -> Path:
     """The folder of a run's checkpoints."""
     for folder in (store.folder_of(path), path):
-        if store.candidates(folder):
+        if store.candidates(folder) or store.unreadable(folder):
             return folder
     raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
 
 
 def _one_or_all(path: Path) -> list[Path]:
-    return [path] if (path / store.MANIFEST).exists() or store.step_of(path) >= 0 else store.candidates(_run(path))
+    if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
+        return [path]
+    checkpoints = _run(path)
+    return [*store.candidates(checkpoints), *store.list_aside(checkpoints, "unreadable")]
 
 
 def _table(title: str, *columns: str) -> Any:
@@ -73,35 +87,38 @@ def _table(title: str, *columns: str) -> Any:
     return table
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-
-
 def _list(checkpoints: Path) -> None:
+    from rich.text import Text
+
     table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
     favourite = store.best(checkpoints)
-    for one in store.candidates(checkpoints):
-        reason = store.damage(one)
+    bad = store.unreadable(checkpoints)
+    for one in sorted({*store.candidates(checkpoints), *store.list_aside(checkpoints, "abandoned"), *bad}):
+        reason = bad.get(one) or store.damage(one)
         if reason is not None:
-            table.add_row(str(store.step_of(one)), "", "", "", "", "", f"[red]damaged[/red]: {reason}")
+            table.add_row(_step(one), "", "", "", "", "", Text.assemble(("damaged", "red"), f": {plain(reason)}"))
             continue
         progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
-        loss = progress["eval_loss"]
+        loss = store.eval_loss(one)
         by = index["written_by"]
         marks = [word for word, true in (("best", one == favourite), ("pinned", store.is_pinned(one))) if true]
         written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         table.add_row(
-            str(progress["step"]), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
+            _step(one), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
             size_words(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
         )  # fmt: skip
-    _console().print(table)
+    console().print(table)
+
+
+def _step(one: Path) -> str:
+    """Return ``12``, or ``12 abandoned`` for ``step-000012.abandoned``."""
+    step, _, kind = one.name.removeprefix("step-").partition(".")
+    return f"{int(step)} {kind}".strip()
 
 
 def _verify(checkpoints: list[Path]) -> int:
     """Read every byte; one line a checkpoint."""
-    from tqdm import tqdm
+    from zerobook.bars import tqdm
 
     found = {}
     total = sum(f.stat().st_size for c in checkpoints if c.is_dir() for f in c.iterdir() if f.is_file())
@@ -109,7 +126,7 @@ def _verify(checkpoints: list[Path]) -> int:
         for one in checkpoints:
             found[one] = store.damage(one, thorough=True, tell=bar.update)
     for one, reason in found.items():
-        print(f"{one}: whole" if reason is None else f"damaged: {reason}")
+        say(f"{one}: whole" if reason is None else f"damaged: {reason}")
     return int(any(found.values()))
 
 
@@ -118,23 +135,22 @@ def _inspect(one: Path) -> None:
     if reason is not None:
         raise CheckpointError(reason)
     progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
-    console = _console()
     table = _table(str(one), "progress", "value")
     for key, value in progress.items():
         table.add_row(key, str(value))
-    console.print(table)
+    console().print(table)
     sizes = {name: math.prod(shape) for name, shape in index["shapes"].items()}
     table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
     for kind in sorted({name.partition("/")[0] for name in index["pieces"]}):
         pieces = [p for name, found in index["pieces"].items() if name.startswith(f"{kind}/") for p in found]
         numbers = sum(sizes.values())
         table.add_row(kind, str(len(sizes)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
-    console.print(table)
+    console().print(table)
     table = _table("largest weights", "name", "shape")
     for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
         table.add_row(name, " x ".join(map(str, index["shapes"][name])))
-    console.print(table)
-    console.print(f"written by {index['written_by']}, Adam has taken {index['adam_steps']} steps")
+    console().print(table)
+    console().print(f"written by {index['written_by']}, Adam has taken {index['adam_steps']} steps")
 
 
 def size_words(count: int) -> str:

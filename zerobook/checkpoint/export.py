@@ -16,8 +16,13 @@ import torch
 from torch import nn
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.state import Reader
+from zerobook.checkpoint.state import Reader, read_buffers
+from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.files import modes_by_umask
+from zerobook.modeling import open_tokenizer
+from zerobook.strategy.base import persistent_buffers
+from zerobook.terminal import say
 
 _TOKENS = 24
 _ALLOWED = 1e-5
@@ -34,14 +39,18 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--keep_adapter", action="store_true", help="LoRA: write the adapter alone, do not merge it")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true",
+        help="run the code that comes with the checkpoint's model; the run's own setting does not count",
+    )  # fmt: skip
     known = parser.parse_args(arguments)
     facts = export_checkpoint(
-        _find(Path(known.path).expanduser(), known.checkpoint), Path(known.output).expanduser(),
-        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter,
+        _find(Path(known.path).expanduser().absolute(), known.checkpoint), Path(known.output).expanduser(),
+        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter, trust_remote_code=known.trust_remote_code,
     )  # fmt: skip
     for line in facts["notes"]:
-        print(f"  note: {line}")
-    print(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
+        say(f"  note: {line}")
+    say(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
     return 0
 
 
@@ -51,33 +60,43 @@ def _find(path: Path, which: str) -> Path:
         if reason is not None:
             raise CheckpointError(reason)
         return path
-    passed_over: list[str] = []
+    passed_over: dict[Path, str] = {}
     found = store.find(path, which, passed_over=passed_over)
-    for reason in passed_over:
-        print(f"  passed over: {reason}")
+    for reason in passed_over.values():
+        say(f"  passed over: {reason}")
     if found is None:
         raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
     return found
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, merge: bool) -> dict[str, Any]:
+def export_checkpoint(
+    checkpoint: Path, folder: Path, *, dtype: torch.dtype, merge: bool, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Write ``checkpoint``'s model to ``folder``, reload it, and compare the logits of a fixed batch.
 
     Args:
         dtype: of the written weights.
         merge: fold LoRA's matrices into the model's; without it the adapter alone is written.
+        trust_remote_code: run code that comes with the model. What the checkpoint says about it does not count.
 
     Returns:
         ``folder``, ``difference`` (of logits, as a share of the largest), and ``notes`` for people.
 
     Raises:
         CheckpointError: an adapter that has not been trained, or a folder that does not reload to the same model.
+        ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
-    config = store.read_json(checkpoint / "config.json")["config"]
+    kept = store.read_json(checkpoint / "config.json")
+    config = kept["config"]
     notes: list[str] = []
-    model, base = _base_model(config, checkpoint)
+    model, base = _base_model(config, checkpoint, trust_remote_code)
+    tokenizer = _tokenizer(config, kept.get("chat_template"), base, trust_remote_code)
+    if config["chat_template"] and "chat_template" not in kept:
+        notes.append(
+            f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
+        )
     adapted = "lora_r" in config
     if adapted:
         model = _adapted(model, config)
@@ -92,9 +111,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, mer
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
-        _write(model, config, base, staging)
+        _write(model, tokenizer, config, staging)
         (staging / "README.md").write_text(_card(config, checkpoint, base, adapted and not merge, notes))
-        difference = _difference(model, _reload(staging, model, base, dtype, config["trust_remote_code"]))
+        difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
         if difference > _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
@@ -109,25 +128,32 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, dtype: torch.dtype, mer
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
-def _base_model(config: dict[str, Any], checkpoint: Path) -> tuple[nn.Module, str]:
-    """The model that the run began with, in fp32, and where it is found."""
+def _base_model(config: dict[str, Any], checkpoint: Path, trust_remote_code: bool) -> tuple[nn.Module, str]:
+    """Return the model that the run began with, in fp32, and where it is found."""
     import transformers
 
-    from zerobook.evaluation.load import locate_result
-
     name = config["model_name_or_path"]
-    source = str(checkpoint.parents[1] / "initial_model") if name is None else locate_result(name)
-    options = {"trust_remote_code": config["trust_remote_code"]}
-    if not Path(source).exists():
-        options["revision"] = config["model_revision"]
+    source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
+    options = {"trust_remote_code": trust_remote_code, "revision": config["model_revision"]}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
         kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
         return getattr(transformers, kind).from_pretrained(source, dtype=torch.float32, **options), source
     except (OSError, ValueError) as error:
+        code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
         raise CheckpointError(
-            f"{checkpoint}: the model that it was trained from, {name or source}, does not load: {str(error).splitlines()[0]}"
+            f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
+            f"{str(error).splitlines()[0]}{code}"
         ) from error
+
+
+def _tokenizer(config: dict[str, Any], template: str | None, base: str, trust_remote_code: bool) -> Any:
+    """Return the run's tokenizer, with the chat template from the checkpoint."""
+    name = embedded.located(config["tokenizer_name"]) if config["tokenizer_name"] else base
+    tokenizer, _ = open_tokenizer(
+        name, template=template, revision=config["model_revision"], trust_remote_code=trust_remote_code
+    )
+    return tokenizer
 
 
 def _adapted(model: nn.Module, config: dict[str, Any]) -> nn.Module:
@@ -135,7 +161,7 @@ def _adapted(model: nn.Module, config: dict[str, Any]) -> nn.Module:
 
     return add_lora(
         model, rank=config["lora_r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"],
-        targets=config["lora_target_modules"], seed=config["seed"],
+        targets=config["lora_target_modules"], seed=config["seed"], revision=config["model_revision"],
     )  # fmt: skip
 
 
@@ -151,44 +177,60 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
         trained = trained or "lora_" not in name or ("lora_B" in name and bool(value.any()))
         with torch.no_grad():
             parameters[name].copy_(value)
+    there = dict(persistent_buffers(model))
+    for name, value in (read_buffers(checkpoint, there) or {}).items():
+        there[name].copy_(value)
     if not trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights and saved buffers to ``dtype``, as ``from_pretrained`` has them; tables of rotary frequencies stay fp32."""
-    saved = model.state_dict(keep_vars=True)
-    for tensor in {id(t): t for t in saved.values() if t.is_floating_point()}.values():
-        tensor.data = tensor.data.to(dtype)
+    """Cast the weights to ``dtype``. Buffers keep theirs: in half precision, a router's bias would choose other experts."""
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 
 
-def _write(model: nn.Module, config: dict[str, Any], base: str, folder: Path) -> None:
-    from transformers import AutoTokenizer
+def _write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path) -> None:
+    """Write weights, configs and tokenizer, as a run saves them when it ends."""
+    from zerobook.evaluation.generation import answer_as_measured, save_generation_config
 
     model.config.use_cache = True
+    if "num_beams" in config:
+        answer_as_measured(
+            model, tokenizer, source_prefix=config["source_prefix"], num_beams=config["num_beams"],
+            max_tokens=config["val_max_target_length"] or config["max_target_length"],
+            min_tokens=config["val_min_target_length"],
+        )  # fmt: skip
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(config["tokenizer_name"] or base, trust_remote_code=config["trust_remote_code"])
-    if config["chat_template"] and Path(config["chat_template"]).expanduser().exists():
-        tokenizer.chat_template = Path(config["chat_template"]).expanduser().read_text(encoding="utf-8")
+    save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)
+    modes_by_umask(folder)
 
 
-def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype, remote: bool) -> nn.Module:
+def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """Load the written folder as its users will, and return the model."""
     import transformers
 
     if (folder / "adapter_config.json").exists():
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
 
         kind = type(model.get_base_model())
-        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), folder).eval()
+        whole = kind.from_pretrained(base, dtype=torch.float32, revision=PeftConfig.from_pretrained(folder).revision or "main")
+        return PeftModel.from_pretrained(whole, folder).eval()
     kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
-    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 @torch.no_grad()
 def _difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest difference of two models' logits on fixed random tokens, as a share of the largest logit."""
+    """Return the largest difference of two models' logits on fixed random tokens, as a share of the largest logit.
+
+    The buffers of ``one`` are cast to the dtypes of ``other``'s: transformers casts some when it loads in half precision.
+    """
+    theirs = dict(persistent_buffers(other))
+    for name, buffer in persistent_buffers(one):
+        buffer.data = buffer.data.to(theirs[name].dtype)
     ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
     mine, theirs = (model(**batch).logits.float() for model in (one, other))
@@ -199,7 +241,7 @@ def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, no
     progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
     name = config["model_name_or_path"] or config.get("config_name")
     data = config["dataset_name"] or config["train_file"] or ", ".join(spec["path"] for spec in config["datasets"] or [])
-    loss = progress["eval_loss"]
+    loss = store.eval_loss(checkpoint)
     head = ["---", "library_name: peft" if adapter else "library_name: transformers"]
     if (
         config["model_name_or_path"]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from pathlib import Path
 
-from tqdm import tqdm
-
+from zerobook.bars import tqdm
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.command import size_words
 from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
@@ -18,6 +16,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
+from zerobook.terminal import plain
 
 
 class Keeper:
@@ -25,7 +24,7 @@ class Keeper:
 
     Attributes:
         checkpoint: what the run goes on from, or None.
-        passed_over: why newer ones were not taken; rank 0 alone knows.
+        passed_over: checkpoints that were not taken because they are damaged, each with the reason; rank 0 alone knows.
         proven: steps of checkpoints that training went on well from; rank 0 alone knows.
 
     Raises:
@@ -37,13 +36,18 @@ class Keeper:
         self.strategy, self.config = strategy, config
         self.folder = store.folder_of(config.output_dir)
         self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
-        self.passed_over: list[str] = []
+        self.passed_over: dict[Path, str] = {}
         self.proven: set[int] = set()
         state.check_shared(strategy, config.output_dir)
-        self._ownership = ExitStack()  # until the process ends
-        strategy.on_main(lambda: self._ownership.enter_context(store.owned(self.folder)))
+        strategy.on_main(lambda: store.hold(self.folder))
         asked = config.resume_from_checkpoint
         self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
+
+    @property
+    def goes_on_in_place(self) -> bool:
+        """True where the run resumes from a checkpoint in its own folder: that step is saved already."""
+        found = self.checkpoint
+        return found is not None and found.resolve() == self._of(store.step_of(found)).resolve()
 
     def check_space(self, steps: int) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk."""
@@ -76,6 +80,12 @@ class Keeper:
         progress, mine = state.load(self.strategy, checkpoint)
         return progress, self.strategy.gather(mine)
 
+    def take_back(self) -> None:
+        """Give the checkpoint that the run resumes from its name back, where it stands aside in the run's folder. Rank 0."""
+        found = self.checkpoint
+        if found is not None and found.parent.resolve() == self.folder.resolve() and store.step_of(found) < 0:
+            store.take_back(found, store.read_json(found / store.MANIFEST)["step"])
+
     # --- what there is to go back to; rank 0
     def steps(self) -> tuple[list[int], list[int]]:
         """Steps of the whole checkpoints: those proven good, and the others."""
@@ -90,6 +100,18 @@ class Keeper:
             self.proven.add(step)
             log.event("checkpoint", state="proven_good", step=step)
         self.protect()
+
+    def is_whole(self, step: int) -> bool:
+        """Read every byte of the checkpoint of ``step``, before the run goes back to it; say where it is damaged."""
+
+        def look() -> bool:
+            reason = store.damage(self._of(step), thorough=True)
+            if reason is not None:
+                self.passed_over[self._of(step)] = reason
+                tqdm.write(plain(f"  passed over: {reason}"))
+            return reason is None
+
+        return self.strategy.on_main(look)
 
     def protect(self, *steps: int) -> None:
         """From now on, the newest proven checkpoint and those of ``steps`` are not pruned."""
@@ -118,7 +140,14 @@ class Keeper:
 
     def save(self, progress: Progress, log: RunLog | None) -> None:
         """Save the state after a whole step; in the background, only begin to."""
-        self.saver.save(progress, {"asked": self.strategy.plan.asked, "config": self.config.model_dump()})
+        self.saver.save(
+            progress,
+            {
+                "asked": self.strategy.plan.asked,
+                "config": self.config.model_dump(),
+                "chat_template": self.config.chat_template_text,
+            },
+        )
         if not self.config.async_save:
             self.strategy.on_main(lambda: self.report(log))
 
@@ -139,6 +168,7 @@ class Keeper:
             assert log is not None
             if problem is None:
                 self.proven.discard(step)  # after a rollback, a step is saved anew
+                self.passed_over.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 continue

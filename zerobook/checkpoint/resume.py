@@ -7,13 +7,20 @@ from zerobook.config import RecipeConfig, Resolved
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
-    """The sentence that refuses a new run in the folder of another, or None where the folder is free.
+    """Return the sentence that refuses a new run in the folder of another, or None where the folder is free.
 
     Two runs in one folder would leave checkpoints of both, and ``auto`` would take whichever has more steps.
     """
-    found = store.complete(store.folder_of(config.output_dir))
-    if config.resume_from_checkpoint is not None or not found:
+    if config.resume_from_checkpoint is not None:
         return None
+    checkpoints = store.folder_of(config.output_dir)
+    found = store.complete(checkpoints)
+    if not found:
+        reasons = store.unreadable(checkpoints)
+        if reasons:
+            return f"output_dir: {store.none_readable(config.output_dir, reasons)}"
+        given_up = store.list_aside(checkpoints, "abandoned")
+        return f"output_dir: {store.only_abandoned(config.output_dir, given_up)}" if given_up else None
     return (
         f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
         "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."

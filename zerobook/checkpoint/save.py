@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 
 from zerobook.checkpoint import store
@@ -27,6 +28,8 @@ FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
 """Kept for a file's header: some 400 tensors; with more, another file begins."""
 INDEX = "tensors.json"
+BUFFERS = "buffers.safetensors"
+"""Persistent buffers by name, in their own dtypes; rank 0 writes them."""
 BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
 _POLL_S = 0.02
 
@@ -58,6 +61,8 @@ class Saver:
         self._host: dict[tuple[str, str | None], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
+        self._no_folder: str | None = None
+        """why rank 0 could not make the folder of the current save; None where it could"""
 
     def save(self, progress: Progress, config: dict[str, Any]) -> None:
         """Save the state after a whole step. Collective.
@@ -68,27 +73,32 @@ class Saver:
         self.wait()
         strategy, staging = self.strategy, store.staging_of(self.checkpoints, progress.step)
         start = time.monotonic()
+        self._no_folder = None
         if strategy.is_main:
-            shutil.rmtree(staging, ignore_errors=True)
-            with suppress(OSError):  # which the ranks meet again, and say, when they write there
-                staging.mkdir(parents=True)
+            try:
+                store.make_staging(staging)
+            except OSError as error:
+                self._no_folder = f"the folder {staging} cannot be made: {error.strerror or error}"
         strategy.barrier()
         strategy.materialise_optimizer()
         facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
         facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
         if self.background:
             pieces = self._copies()
-            work = (staging, progress.step, pieces, json.loads(json.dumps(texts)), start)
+            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), start)
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(staging, progress.step, strategy.pieces(), texts, start)
+            self._write(staging, progress.step, strategy.pieces(), buffers, texts, start)
             strategy.barrier()
 
     def results(self) -> list[Saved]:
         """What became of the saves that ended since the last call; on rank 0 alone."""
-        done, self._results = self._results, []
+        done = []
+        while self._results:  # one at a time: the writing thread may append meanwhile
+            done.append(self._results.pop(0))
         return done
 
     def wait(self) -> None:
@@ -110,11 +120,20 @@ class Saver:
             torch.cuda.synchronize(self.strategy.device)
         return copies
 
-    def _write(self, staging: Path, step: int, pieces: Iterable[Piece], texts: dict[str, Any], start: float) -> None:
+    def _write(
+        self,
+        staging: Path,
+        step: int,
+        pieces: Iterable[Piece],
+        buffers: dict[str, torch.Tensor],
+        texts: dict[str, Any],
+        start: float,
+    ) -> None:
         rank = self.strategy.rank
-        if not staging.is_dir():  # rank 0 could not make it
-            if self.strategy.is_main:
-                self._results.append(Saved(self._final(step), 0.0, f"the folder {staging} cannot be made"))
+        if self._no_folder is not None:
+            self._results.append(Saved(self._final(step), 0.0, self._no_folder))
+            return
+        if not staging.is_dir():  # rank 0 could not make it, and reports that
             return
         try:
             index = write_pieces(staging, rank, pieces)
@@ -127,7 +146,7 @@ class Saver:
             return
         problem: str | None = None
         try:
-            problem = self._publish(staging, step, texts)
+            problem = self._publish(staging, step, buffers, texts)
         except OSError as error:
             problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
         except CheckpointError as error:
@@ -139,7 +158,7 @@ class Saver:
     def _final(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def _publish(self, staging: Path, step: int, texts: dict[str, Any]) -> str | None:
+    def _publish(self, staging: Path, step: int, buffers: dict[str, torch.Tensor], texts: dict[str, Any]) -> str | None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
         indices = []
         for rank in range(self.strategy.world_size):
@@ -154,6 +173,7 @@ class Saver:
         texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], texts[INDEX]["shapes"])
         for name, content in texts.items():
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
+        (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
         store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
@@ -260,7 +280,11 @@ def _publish_file(file: Path, text: str) -> None:
 
 
 def _leave_word(file: Path, reason: str) -> None:
-    """Say that this rank failed: an empty file needs no room, the reason is written where there is some."""
-    file.touch()
-    with suppress(OSError):
-        file.write_text(reason)
+    """Say that this rank failed: an empty file needs no room, the reason is written where there is some.
+
+    Where the folder is gone, rank 0 has given the save up already, and says why.
+    """
+    with suppress(FileNotFoundError):
+        file.touch()
+        with suppress(OSError):
+            file.write_text(reason)

@@ -1,4 +1,4 @@
-"""The training state by parameter name: fp32 weights, Adam's moments and step count, and `Progress`.
+"""The training state by parameter name: fp32 weights, Adam's moments and step count, buffers, and `Progress`.
 
 Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is flattened and cut as
 the strategy that wrote it spread it; any stretch can be read, so any other cut can continue from it.
@@ -15,10 +15,11 @@ from uuid import uuid4
 import torch
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.save import INDEX
+from zerobook.checkpoint.save import BUFFERS, INDEX
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 from zerobook.strategy import MOMENTS, Strategy
+from zerobook.strategy.base import persistent_buffers
 
 _KEYS = (None, *MOMENTS)
 
@@ -73,17 +74,44 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check(strategy, checkpoint, parameters, index["shapes"])
+    buffers = read_buffers(checkpoint, dict(persistent_buffers(strategy.unwrapped)))
     strategy.materialise_optimizer()
     reader = Reader(checkpoint, index)
     for name, parameter in parameters:
         for key in _KEYS:
             strategy.restore(parameter, key, partial(reader.borrow, f"{key or 'weight'}/{name}"))
+    if buffers is not None:
+        strategy.restore_buffers(buffers)
     strategy.set_adam_steps(index["adam_steps"])
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
     # fp16 skips steps that overflow: Adam and the schedule have seen fewer than the loop
     strategy.set_schedule_step(index["adam_steps"])
     return progress, reader.bytes_read
+
+
+def read_buffers(checkpoint: Path, there: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Return a checkpoint's persistent buffers by name; None for format 3, which has none.
+
+    Args:
+        there: the model's buffers, by name.
+
+    Raises:
+        CheckpointError: the model has other buffers.
+    """
+    import safetensors.torch
+
+    if store.read_json(checkpoint / store.MANIFEST)["format_version"] == 3:
+        return None
+    found = safetensors.torch.load_file(checkpoint / BUFFERS)
+    for name in sorted({*found, *there}):
+        shapes = [tuple(buffers[name].shape) if name in buffers else "missing" for buffers in (found, there)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{checkpoint}: made by another model: the buffer {name} is {shapes[0]} in it and {shapes[1]} in this model. "
+                "Resume with the model in its config.json."
+            )
+    return found
 
 
 class Reader:
@@ -136,6 +164,8 @@ class Reader:
         from safetensors import safe_open
 
         if name not in self._open:
+            if Path(name).name != name:
+                raise CheckpointError(f"{self.folder / INDEX}: the file {name} leads out of the checkpoint's folder.")
             self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]
 

@@ -2,31 +2,42 @@
 
 checkpoints/step-000012             complete: every file is in its manifest, with size and digest
 checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
-checkpoints/step-000018.abandoned   complete, but of a branch that was given up
-checkpoints/.step-...               being written or deleted; whoever writes next clears it away
+checkpoints/step-000018.abandoned   complete, but of a branch that was given up; may be pinned too
+checkpoints/step-000024.unreadable  could not be read, and its place was needed; never removed
+checkpoints/.step-...               being written, replaced or deleted; `sweep` deletes it
+
+Where a name is taken, a number follows: ``step-000018.abandoned-2``.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import math
 import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from zerobook import locks
 from zerobook.errors import CheckpointError
+from zerobook.terminal import say
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
+_LISTED = {3: ("config.json", "tensors.json", PROGRESS), 4: ("config.json", "tensors.json", PROGRESS, "buffers.safetensors")}
+"""Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
-_ABANDONED = re.compile(r"step-(\d+)\.abandoned$")
-_LEFTOVER = re.compile(r"\.step-\d+(\.abandoned)?\.(partial|replaced|deleted)$")
+_ASIDE = re.compile(r"(step-\d+)\.(abandoned|unreadable)(-\d+)?$")
+_LEFTOVER = re.compile(r"\.(step-\d+).*\.(partial|replaced|deleted)(-\d+)?$")
+_PIN = ".pinned"
 _BLOCK = 1 << 22
 _GRACE_S = 15
 """Loaders' processes hold a killed run's lock until they notice that it is gone."""
@@ -42,59 +53,80 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
+_HELD: dict[Path, ExitStack] = {}
+
+
+def hold(checkpoints: Path) -> None:
+    """Lock ``checkpoints`` until this process ends, see `owned`. Nothing changes where this process has locked it already."""
+    key = checkpoints.resolve()
+    if key not in _HELD:
+        stack = ExitStack()
+        stack.enter_context(owned(checkpoints))
+        atexit.register(stack.close)
+        _HELD[key] = stack
+
+
 @contextmanager
-def owned(checkpoints: Path) -> Iterator[None]:
-    """Hold ``checkpoints`` for one run; another process that tries to is refused.
+def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
+    """Lock ``checkpoints`` for this process, and sweep it. Another process that tries to lock it is refused.
+
+    On a file system without locks nobody is refused, and nothing is swept: another process may be writing there.
+
+    Args:
+        wait: seconds to wait for another process that holds the lock. The default is long enough for a killed run to end.
 
     Raises:
-        CheckpointError: names who holds it.
+        CheckpointError: another process holds the lock; the message names it.
     """
-    import filelock
-
     checkpoints.mkdir(parents=True, exist_ok=True)
     holder = checkpoints / f"{LOCK}.holder"
-    lock = filelock.FileLock(checkpoints / LOCK)
-    try:
-        lock.acquire(timeout=_GRACE_S)
-    except (OSError, NotImplementedError) as error:
-        if not isinstance(error, filelock.Timeout):
-            yield  # some network filesystems have no locks
+    with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as locked:
+        if locked is False:
+            who = ""
+            with suppress(OSError):
+                who = holder.read_text()
+            raise CheckpointError(
+                f"{checkpoints}: {who or 'another process'} uses this folder. Two processes there would delete each other's "
+                "checkpoints. Wait for that process or stop it, or give a new run another --output_dir."
+            )
+        if locked is None:
+            words = f"WARNING: {checkpoints}: its file system has no locks, so a second run that writes there is not refused."
+            say(words, file=sys.stderr)
+            yield
             return
-        who = holder.read_text() if holder.exists() else "another process"
-        raise CheckpointError(
-            f"{checkpoints}: {who} is training into this folder. Two runs there would overwrite each other: wait for it, stop "
-            "it, or give this run another --output_dir."
-        ) from None
-    try:
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
-        sweep(checkpoints)
-        yield
-    finally:
-        holder.unlink(missing_ok=True)
-        lock.release()
-
-
-@contextmanager
-def staged(checkpoints: Path, step: int) -> Iterator[Path]:
-    """A folder to write into, which appears as ``step-N`` once the block ends without an error.
-
-    Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
-    process killed at any moment leaves either a whole checkpoint or a hidden folder that no reader takes.
-    """
-    staging = staging_of(checkpoints, step)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    yield staging
-    publish(staging, step)
+        try:
+            with suppress(OSError):  # only a message needs it, and the disk may be full
+                holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            sweep(checkpoints)
+            yield
+        finally:
+            with suppress(OSError):
+                holder.unlink()
 
 
 def staging_of(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Return where a checkpoint is written before it is complete."""
     return checkpoints / f".step-{step:06d}.partial"
 
 
+def make_staging(staging: Path) -> None:
+    """Make an empty folder. Files that a killed save left there must not become part of this save."""
+    if os.path.lexists(staging):
+        _delete(_hide(staging))
+    staging.mkdir(parents=True)
+
+
 def publish(staging: Path, step: int, digests: dict[str, str] | None = None) -> None:
-    """Make a complete checkpoint of the files in ``staging``; those in ``digests`` are durable already, and not read again."""
+    """Make a complete checkpoint of the files in ``staging``.
+
+    Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
+    process killed at any moment leaves either a whole checkpoint or a hidden folder that no reader takes. Where there is a
+    checkpoint of that step, it is deleted after the new one is durable; if it is pinned or cannot be read, it is set aside
+    instead.
+
+    Args:
+        digests: of files that are durable already; they are not read again.
+    """
     checkpoints, digests = staging.parent, digests or {}
     others = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: digest(file) for file in others}
@@ -104,20 +136,86 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None) -> 
     for file in (*others, manifest, staging):
         fsync(file)
     final = checkpoints / f"step-{step:06d}"
-    replaced = checkpoints / f".{final.name}.replaced"
-    if final.exists():  # the same step, saved again by a run that was continued from before it
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
+    replaced = None
+    if os.path.lexists(final):
+        if damage(final, thorough=True) is not None:
+            _put_aside(final, "unreadable")
+        elif is_pinned(final):
+            _put_aside(final, "abandoned")
+        else:
+            replaced = _free(checkpoints / f".{final.name}.replaced")
+            final.rename(replaced)
     staging.rename(final)
     fsync(checkpoints)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        with _warned(replaced):
+            _delete(_hide(replaced))  # `sweep` takes what is called replaced for whole
 
 
 def sweep(checkpoints: Path) -> None:
-    """Delete what a killed writer left half written or half deleted."""
-    for folder in checkpoints.iterdir():
-        if _LEFTOVER.match(folder.name):
+    """Delete what a killed writer left half written or half deleted, and pins without a checkpoint.
+
+    What cannot be deleted stays, with a warning, until the next time.
+    """
+    for folder in sorted(checkpoints.iterdir()):
+        leftover = _LEFTOVER.match(folder.name)
+        if leftover is None:
+            continue
+        final = checkpoints / leftover.group(1)
+        if leftover.group(2) == "replaced" and not os.path.lexists(final):
+            with _warned(folder):  # the writer was killed before the new checkpoint had its name
+                folder.rename(final)
+        else:
+            _delete(folder)
+    for marker in checkpoints.glob(f"step-*{_PIN}"):
+        if not os.path.lexists(marker.with_name(marker.name.removesuffix(_PIN))):
+            with _warned(marker):
+                marker.unlink()
+
+
+def _hide(folder: Path) -> Path:
+    """Rename a folder to a hidden name, and return that. No reader takes it, even if its deletion is interrupted."""
+    doomed = _free(folder.with_name(f".{folder.name.lstrip('.')}.deleted"))
+    folder.rename(doomed)
+    return doomed
+
+
+def _delete(folder: Path) -> None:
+    with _warned(folder):
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        else:
             shutil.rmtree(folder)
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Turn an error while ``path`` is cleaned up into a warning: nothing that is kept depends on it."""
+    try:
+        yield
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        words = f"WARNING: {path}: it cannot be cleaned up ({where}{error.strerror or error}); the next start tries again."
+        say(words, file=sys.stderr)
+
+
+def _free(path: Path) -> Path:
+    """Return ``path``, with a number behind it where that name is taken."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def _put_aside(checkpoint: Path, kind: str) -> Path:
+    """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Returns the new path."""
+    aside = _free(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
+    pinned = is_pinned(checkpoint)
+    pin(aside, pinned)  # before the rename: a kill between the two must not leave the checkpoint without its pin
+    checkpoint.rename(aside)
+    pin(checkpoint, False)
+    return aside
 
 
 def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
@@ -133,53 +231,73 @@ def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Checkpoints whose files are all there, oldest step first. Only sizes are looked at."""
-    if not checkpoints.is_dir():
-        return []
-    found = [c for c in checkpoints.iterdir() if _NAME.match(c.name) and damage(c) is None]
-    return sorted(found, key=step_of)
+    """Return the checkpoints whose files are all there, oldest step first. Only sizes are looked at."""
+    return [c for c in candidates(checkpoints) if damage(c) is None]
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """All that is called a checkpoint, damaged or not, oldest step first."""
+    """Return all that is called a checkpoint, damaged or not, oldest step first."""
     if not checkpoints.is_dir():
         return []
     return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
 
 
+def list_aside(checkpoints: Path, kind: str) -> list[Path]:
+    """Return the folders that were set aside as ``kind``: ``abandoned`` or ``unreadable``."""
+    if not checkpoints.is_dir():
+        return []
+    named = [(c, _ASIDE.match(c.name)) for c in sorted(checkpoints.iterdir())]
+    return [c for c, match in named if match is not None and match.group(2) == kind]
+
+
 def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
-    """Why a folder is not a complete checkpoint, or None where it is one.
+    """Return why a folder is not a complete checkpoint, or None where it is one.
 
     Args:
         thorough: read every byte and compare digests, not sizes alone.
         tell: called with the bytes of every block read.
     """
+    try:
+        return _damage(checkpoint, thorough, tell)
+    except OSError as error:
+        return f"{error.filename or checkpoint}: it cannot be read: {error.strerror or error}"
+
+
+def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
     if checkpoint.is_symlink():
         return f"{checkpoint}: it is a link, and what it leads to may change or be another run's"
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        version, step, files = manifest["format_version"], manifest["step"], dict(manifest["files"])
-    except OSError:
+        version, step = manifest["format_version"], manifest["step"]
+        files = {name: (facts["bytes"], facts["xxh3_128"]) for name, facts in manifest["files"].items()}
+        newer = version > FORMAT_VERSION
+    except (FileNotFoundError, NotADirectoryError):
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is no checkpoint"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{checkpoint / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
-    if version != FORMAT_VERSION:
-        age = "newer than this version reads" if version > FORMAT_VERSION else "older than this version reads"
-        return f"{checkpoint}: format {version} is {age} ({FORMAT_VERSION}); use the version of Zerobook that wrote it"
-    named = _NAME.match(checkpoint.name.removesuffix(".abandoned"))
+    if version not in _LISTED:
+        reads = " and ".join(map(str, _LISTED))
+        return (
+            f"{checkpoint}: format {version} is {'newer' if newer else 'older'} than this version reads ({reads}); use the "
+            "version of Zerobook that wrote it"
+        )
+    named = _NAME.match(checkpoint.name.partition(".")[0])
     if named and int(named.group(1)) != step:
         return f"{checkpoint / MANIFEST}: it is the manifest of step {step}"
-    for name, facts in files.items():
+    for name, (wanted, _) in files.items():
         file = checkpoint / name
         if Path(name).name != name or file.is_symlink():
             return f"{file}: it leads out of the checkpoint's folder"
         size = file.stat().st_size if file.is_file() else None
-        if size != facts["bytes"]:
-            return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {facts['bytes']} bytes"
-    for name, facts in files.items() if thorough else ():
+        if size is None or size != wanted:
+            return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {wanted} bytes"
+    unlisted = [name for name in _LISTED[version] if name not in files]
+    if unlisted:
+        return f"{checkpoint / MANIFEST}: it does not list {', '.join(unlisted)}; these may belong to another checkpoint"
+    for name, (_, wanted) in files.items() if thorough else ():
         found = digest(checkpoint / name, tell)
-        if found != facts["xxh3_128"]:
-            return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {facts['xxh3_128']}"
+        if found != wanted:
+            return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {wanted}"
     return None
 
 
@@ -188,38 +306,44 @@ def bytes_of(checkpoint: Path) -> int:
     return sum(facts["bytes"] for facts in read_json(checkpoint / MANIFEST)["files"].values())
 
 
-def find(output_dir: str | Path, asked: str | None, *, passed_over: list[str] | None = None) -> Path | None:
-    """The checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder.
+def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, str] | None = None) -> Path | None:
+    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder.
 
     ``auto`` is the newest one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
     held-out loss.
 
     Args:
-        passed_over: given, every byte is read and compared with its digest, and why newer checkpoints were not taken is
-            appended here. Without it sizes alone are compared, which every process of a launch can afford.
+        passed_over: given, every byte is read and compared with its digest, and the checkpoints that were not taken are
+            added here, each with the reason. Without it sizes alone are compared, which is cheap enough for every process.
 
     Raises:
-        CheckpointError: a named folder that is not complete, or that is of another run than those in ``output_dir``;
-            ``best`` where none was evaluated.
+        CheckpointError: there are checkpoints and none can be read, or all were given up; a named folder that is not
+            complete, or that is of another run than those in ``output_dir``; ``best`` where none was evaluated.
     """
     if asked is None:
         return None
     thorough = passed_over is not None
     if asked in ("auto", "best"):
-        order = candidates(folder_of(output_dir))
-        if asked == "best":
-            order = sorted((c for c in order if eval_loss(c) is not None), key=eval_loss, reverse=True)  # type: ignore[arg-type,type-var]
+        checkpoints = folder_of(output_dir)
+        order = candidates(checkpoints) if asked == "auto" else _by_loss(candidates(checkpoints))
+        reasons: dict[Path, str] = {} if passed_over is None else passed_over
         for checkpoint in reversed(order):
             reason = damage(checkpoint, thorough=thorough)
             if reason is None:
                 return checkpoint
-            if passed_over is not None:
-                passed_over.append(reason)
-        if asked == "best":
+            reasons[checkpoint] = reason
+        if asked == "best" and not reasons:
             raise CheckpointError(
                 f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
                 "--save_steps be a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
             )
+        if asked == "auto":
+            reasons |= _reasons_aside(checkpoints)
+        if reasons:
+            raise CheckpointError(none_readable(output_dir, reasons))
+        given_up = list_aside(checkpoints, "abandoned")
+        if given_up:
+            raise CheckpointError(only_abandoned(output_dir, given_up))
         return None
     checkpoint = Path(asked).expanduser()
     if not (checkpoint / MANIFEST).exists() and complete(folder_of(checkpoint)):
@@ -237,32 +361,84 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: list[str] | 
     return checkpoint
 
 
+def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
+    """Return the sentence that refuses to start beside checkpoints of which none can be read."""
+    listed = "\n".join(f"  {reason}" for reason in reasons.values())
+    return (
+        f"{output_dir}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}\n"
+        "A run that starts anew there would replace them. Make one of them readable, or give another --output_dir."
+    )
+
+
+def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
+    """Return the sentence that refuses to start beside checkpoints that were all given up."""
+    return (
+        f"{output_dir}: all {len(given_up)} checkpoint(s) there are of branches that were given up: "
+        f"{', '.join(c.name for c in given_up)}. A run that starts anew there would prune them. Go on from one with "
+        f"--resume_from_checkpoint {given_up[-1]}, or give another --output_dir."
+    )
+
+
+def unreadable(checkpoints: Path) -> dict[Path, str]:
+    """Return the checkpoints that cannot be read, also those set aside, each with the reason. Only sizes are compared."""
+    there = {c: reason for c in candidates(checkpoints) if (reason := damage(c)) is not None}
+    return there | _reasons_aside(checkpoints)
+
+
+def _reasons_aside(checkpoints: Path) -> dict[Path, str]:
+    words = "it was set aside because it could not be read; --resume_from_checkpoint with its path tries it again"
+    return {c: damage(c) or f"{c}: {words}" for c in list_aside(checkpoints, "unreadable")}
+
+
 def eval_loss(checkpoint: Path) -> float | None:
-    """The held-out loss at a checkpoint's step; None where it was not evaluated there."""
+    """Return the held-out loss at a checkpoint's step; None where it was not evaluated there, or is not finite."""
     try:
-        return json.loads((checkpoint / PROGRESS).read_text())["eval_loss"]
-    except (OSError, ValueError, KeyError):
+        loss = json.loads((checkpoint / PROGRESS).read_text())["eval_loss"]
+        return loss if math.isfinite(loss) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+def _by_loss(checkpoints: list[Path]) -> list[Path]:
+    evaluated = [c for c in checkpoints if eval_loss(c) is not None]
+    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]
+
+
 def best(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the lowest held-out loss; None where none was evaluated."""
-    evaluated = [c for c in complete(checkpoints) if eval_loss(c) is not None]
-    return min(evaluated, key=eval_loss, default=None)  # type: ignore[arg-type]
+    """Return the complete checkpoint with the lowest held-out loss; None where none was evaluated."""
+    return next(reversed(_by_loss(complete(checkpoints))), None)
 
 
-def set_aside(checkpoints: Path, step: int) -> list[Path]:
-    """Rename complete checkpoints later than ``step``, where the run goes on from, to ``step-N.abandoned``.
+def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -> list[Path]:
+    """Rename the checkpoints later than ``step``, from which the run resumes. Returns the new paths.
 
     They belong to a branch that was given up: ``auto`` must not take them, and `prune` must not keep them instead of new
-    ones. Named in full, one of them can still be resumed. Returns the new names.
+    ones. Whole ones become ``step-N.abandoned``; named in full, one of them can still be resumed. Those that cannot be
+    read become ``step-N.unreadable``.
+
+    Args:
+        unreadable: checkpoints that were found damaged when every byte was read. Here only sizes are compared.
     """
-    later = [checkpoint for checkpoint in complete(checkpoints) if step_of(checkpoint) > step]
-    renamed = [checkpoint.with_name(f"{checkpoint.name}.abandoned") for checkpoint in later]
-    for checkpoint, name in zip(later, renamed, strict=True):
-        shutil.rmtree(name, ignore_errors=True)
-        checkpoint.rename(name)
-    return renamed
+    later = [checkpoint for checkpoint in candidates(checkpoints) if step_of(checkpoint) > step]
+    whole = {c for c in later if c not in unreadable and damage(c) is None}
+    # newest first: after a kill between two, `auto` takes the one that is nearest to ``step``
+    aside = [_put_aside(c, "abandoned" if c in whole else "unreadable") for c in reversed(later)]
+    return aside[::-1]
+
+
+def take_back(checkpoint: Path, step: int) -> Path:
+    """Give a checkpoint that stands aside its name back, with its pin, for a run that goes on from it. Returns its path.
+
+    Another one of that step is set aside. Without it, a restart before the next save would go on from the other branch.
+    """
+    own = checkpoint.with_name(f"step-{step:06d}")
+    if os.path.lexists(own):
+        _put_aside(own, "abandoned" if damage(own) is None else "unreadable")
+    pinned = is_pinned(checkpoint)
+    pin(own, pinned)
+    checkpoint.rename(own)
+    pin(checkpoint, False)
+    return own
 
 
 def pin(checkpoint: Path, wanted: bool = True) -> None:
@@ -276,23 +452,28 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def _marker(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}.pinned")
+    return checkpoint.with_name(f"{checkpoint.name}{_PIN}")
 
 
 def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
 
-    Those that are pinned, those of the steps ``protected``, and the one with the lowest held-out loss, stay besides.
+    Also kept: pinned ones, those of the steps ``protected``, the one with the lowest held-out loss, and all that cannot be
+    read. If one cannot be deleted, that is a warning.
     """
-    abandoned = sorted(c for c in checkpoints.iterdir() if _ABANDONED.match(c.name))
-    there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
-    favourite = best(checkpoints)
-    old = [c for c in (there[:-keep] if keep else []) if c != favourite and step_of(c) not in protected]
-    for checkpoint in old:
-        doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
-        checkpoint.rename(doomed)  # at once no checkpoint any more, however far the deletion comes
-        shutil.rmtree(doomed)
-    return old
+    gone: list[Path] = []
+    with _warned(checkpoints):
+        abandoned = [c for c in list_aside(checkpoints, "abandoned") if damage(c) is None]
+        there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
+        favourite = best(checkpoints)
+        for checkpoint in there[:-keep] if keep else []:
+            if checkpoint == favourite or step_of(checkpoint) in protected or is_pinned(checkpoint):
+                continue  # a person may pin while the run prunes
+            with _warned(checkpoint):
+                hidden = _hide(checkpoint)
+                gone.append(checkpoint)
+                _delete(hidden)
+    return gone
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import argparse
 import os
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ import numpy as np
 from zerobook.data.feed import IGNORE
 from zerobook.data.prepare import OnlyPrepared, PreparedData, only_preparing
 from zerobook.errors import ConfigError
+from zerobook.recipe_file import RUNS, check_recipe
+from zerobook.terminal import console, say, visible
 
 _BINS = 12
 
@@ -28,7 +29,7 @@ def data(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
     parser = argparse.ArgumentParser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
-    parser.add_argument("recipe", help="the recipe's file")
+    parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: all cores)")
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     parser.add_argument("--png", help="inspect: write a picture of the lengths to this file")
@@ -40,17 +41,16 @@ def data(arguments: list[str]) -> int:
         _rows(prepared.data, prepared.tokenizer, known.samples)
         if known.png:
             draw_lengths(prepared.data, known.png)
-            print(f"wrote {known.png}")
+            say(f"wrote {known.png}")
     return 0
 
 
 def _prepare(recipe: str, flags: list[str], workers: int) -> OnlyPrepared:
-    if not Path(recipe).is_file():
-        raise ConfigError(f"{recipe}: there is no such recipe file. Recipes stand in recipes/.")
-    argv, sys.argv = sys.argv, [recipe, *flags]
+    file = str(check_recipe(recipe))
+    argv, sys.argv = sys.argv, [file, *flags]
     try:
         with only_preparing(workers):
-            runpy.run_path(recipe, run_name="__main__")
+            runpy.run_path(file, run_name="__main__")
     except OnlyPrepared as prepared:
         return prepared
     finally:
@@ -75,47 +75,47 @@ def _table(data: PreparedData) -> None:
         done = ", ".join(f"{n:,} {what}" for what, n in data.report[name].items() if what not in counted)
         sizes = (len(view), lengths.sum(), view.supervised.sum(), lengths.min(), int(np.median(lengths)), lengths.max())
         table.add_row(name, *(f"{int(n):,}" for n in sizes), done)
-    _console().print(table)
+    console().print(table)
     folders = dict.fromkeys(str(view.store.folder) for _, view in _parts(data))
     for folder in folders:
-        print(folder)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 140)
+        say(folder)
 
 
 def _lengths(data: PreparedData) -> None:
     """Histograms of tokens per row."""
-    console = _console()
+    out = console()
     for name, view in _parts(data):
         counts, edges = np.histogram(view.lengths, bins=min(_BINS, max(1, len(np.unique(view.lengths)))))
-        console.print(f"\n[bold]{name}[/bold]: tokens per row", highlight=False)
+        out.print(f"\n{name}: tokens per row", style="bold")
         for count, low, high in zip(counts, edges, edges[1:], strict=False):
             bar = "█" * max(int(count > 0), round(60 * count / counts.max()))
-            console.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", highlight=False, style="cyan")
+            out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
 
 
 def _rows(data: PreparedData, tokenizer: Any, samples: int) -> None:
-    """Rows as text: supervised tokens green on a terminal, and between guillemets elsewhere."""
+    """Rows as the model gets them, as text: supervised tokens green on a terminal, and between guillemets elsewhere.
+
+    What would steer a terminal is shown as its escape, and so are a row's own guillemets where they are marks. Rows are
+    indented, so that no row looks like the next one's heading.
+    """
+    from rich.padding import Padding
     from rich.text import Text
 
-    console = _console()
+    out = console()
+    marks = "" if out.is_terminal else "«»"
     for name, view in _parts(data):
         for number in range(min(samples, len(view))):
             row = view[number]
-            console.print(f"\n[bold]{name}[/bold], row {number}: {len(row['input_ids'])} tokens", highlight=False)
+            out.print(f"\n{name}, row {number}: {len(row['input_ids'])} tokens", style="bold")
             text = Text()
             for ids, supervised, first in _stretches(row):
                 text.append("\n" if first and len(text) else "")
-                piece = tokenizer.decode(ids)
-                if supervised and not console.is_terminal:
+                piece = visible(tokenizer.decode(ids, clean_up_tokenization_spaces=False), marks)
+                if supervised and not out.is_terminal:
                     piece = f"«{piece}»"
                 text.append(piece, style="green" if supervised else "dim")
-            console.print(text)
-    console.print("\nsupervised in " + ("green" if console.is_terminal else "«guillemets»"), highlight=False)
+            out.print(Padding(text, (0, 0, 0, 2), expand=False))
+    out.print("\nsupervised in " + ("green" if out.is_terminal else "«guillemets»; a row's own are shown as \\xab and \\xbb"))
 
 
 def _stretches(row: dict[str, np.ndarray]) -> list[tuple[np.ndarray, bool, bool]]:

@@ -11,12 +11,13 @@ import importlib.util
 import os
 import shutil
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from zerobook.errors import DataError
+from zerobook.errors import ConfigError, DataError
+from zerobook.files import modes_by_umask
 
 PREFIX = "embedded:"
 
@@ -75,6 +76,19 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobook"
 
 
+def located(name: str) -> str:
+    """Return a name that ``from_pretrained`` takes: an embedded model's folder, made at the first call, or ``name`` itself.
+
+    Raises:
+        ConfigError: an embedded model that does not exist.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    if name != f"{PREFIX}smollm2":
+        raise ConfigError(f"{name}: the only embedded model is {PREFIX}smollm2.")
+    return str(smollm2())
+
+
 def smollm2() -> Path:
     """A plain transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
 
@@ -99,10 +113,11 @@ def smollm2() -> Path:
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    staging = target.with_name(f".converting-{uuid4().hex}")
+    staging.mkdir(parents=True)
     fresh.save_pretrained(staging)
     tokenizer.save_pretrained(staging)
+    modes_by_umask(staging)
     try:
         staging.rename(target)
     except OSError:  # another process was faster

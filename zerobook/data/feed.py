@@ -114,8 +114,10 @@ class Feed:
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
 
     def padding(self, rows: int = 2_000) -> float:
-        """Share of the tokens in micro-batches that are padding, over the next ``rows`` rows at most."""
+        """Return the share of padding in micro-batches' tokens over the next ``rows`` rows at most; 0 where none is left."""
         ids = self.order.preview(self.cursor, min(rows, self.end - self.cursor))
+        if not len(ids):
+            return 0.0
         micro = min(self.layout.micro, len(ids))
         ids = ids[: len(ids) // micro * micro]
         lengths = self.part.lengths_of(ids).reshape(-1, micro)

@@ -26,9 +26,15 @@ from zerobook.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document; every token of it is learnt."""
+    """A document, or a part of a long one; every token of it is learnt.
+
+    ``begins`` and ``ends`` say whether the document begins and ends here. Only its beginning gets a BOS, and only its end an
+    end-of-text token.
+    """
 
     text: str
+    begins: bool = True
+    ends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,14 @@ class Tokens:
 
 
 Sample = Text | Chat | Pair | Tokens
+
+
+class Stretch(dict[str, str]):
+    """A row ``{"text": ...}`` that may be a part of a longer text. ``begins``, ``ends``: whether it begins and ends here."""
+
+    def __init__(self, text: str = "", begins: bool = True, ends: bool = True):
+        super().__init__(text=text)
+        self.begins, self.ends = begins, ends
 
 
 class BadSample(Exception):
@@ -183,9 +197,10 @@ def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
 
 def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     text = row[columns[0]]
-    if text is None or (isinstance(text, str) and not text.strip()):
+    begins, ends = (row.begins, row.ends) if isinstance(row, Stretch) else (True, True)
+    if text is None or (isinstance(text, str) and not text.strip() and begins and ends):
         raise EmptyText(f"{columns[0]} is empty")
-    return Text(_string(text, columns[0]))
+    return Text(_string(text, columns[0], blank=not (begins and ends)), begins, ends)
 
 
 PAIR_COLUMNS = (
@@ -231,6 +246,8 @@ _ROLES = {
     "observation": "tool",
     "function": "tool",
 }
+_UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold a part of what the model says, beside its content."""
 _MAY_FOLLOW = {  # role -> what may stand before it; None is the start of the chat
     "system": (None,),
     "user": (None, "system", "assistant"),
@@ -258,8 +275,15 @@ def _turn(turn: Any, where: str) -> dict[str, str]:
     if not isinstance(name, str) or name not in _ROLES:
         shown = repr(name) if isinstance(name, str) else _kind(name)
         raise BadSample(f"{where} has the {role} {shown}, expected one of {', '.join(_ROLES)}")
-    if turn.get("tool_calls"):
-        raise BadSample(f"{where} has tool_calls, which would be lost; write the call into its content")
+    for key in _UNREAD:
+        if turn.get(key):
+            raise BadSample(f"{where} has {key}, which would be lost; write it into its content")
+    left_out = turn.get("weight") not in (None, 1) or False in (turn.get("train"), turn.get("training"))
+    if left_out and _ROLES[name] == "assistant":
+        raise BadSample(
+            f"{where} is marked as not to be learnt (weight, train or training), and every turn of the assistant is learnt; "
+            "give input_ids and labels instead, or let the chat end before it"
+        )
     value = turn[content]
     if isinstance(value, list):
         value = "".join(_part(part, where) for part in value)
@@ -291,10 +315,10 @@ def _chat(messages: list[dict[str, str]]) -> Chat:
     return Chat(messages)
 
 
-def _string(value: Any, name: str) -> str:
+def _string(value: Any, name: str, *, blank: bool = False) -> str:
     if not isinstance(value, str):
         raise BadSample(f"{name} is {_kind(value)}, expected a string")
-    if not value.strip():
+    if not value.strip() and not blank:
         raise BadSample(f"{name} is empty")
     if "\0" in value:
         raise BadSample(f"{name} has a NUL character at position {value.index(chr(0))}; is the file text?")
@@ -324,7 +348,8 @@ def _kind(value: Any) -> str:
 
 
 def _list(columns: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, columns))) or "nothing"
+    names = sorted(map(str, columns))
+    return ", ".join(name if name.isprintable() else repr(name) for name in names) or "nothing"
 
 
 def _either(columns: tuple[tuple[str, ...], ...]) -> str:

@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
-from tqdm import tqdm
 
+from zerobook import locks
+from zerobook.bars import tqdm
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, sources
-from zerobook.data.sources import Source, Splits, open_source
+from zerobook.data.sources import Item, Source, Splits, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all
@@ -33,10 +35,16 @@ from zerobook.errors import DataError
 from zerobook.loss import Objective
 from zerobook.strategy import Strategy
 
-VERSION = 1
+VERSION = 2
 """Of what is written; another one is prepared again."""
 LISTED = 50
 """Bad samples that are named; the others are counted."""
+_WRITTEN = {
+    "settings", "source_name", "format", "lone_text", "report", "bad_samples", "documents", "tokens", "supervised", "digest",
+    "bytes",
+}  # fmt: skip
+REASONS = 5
+"""Reasons that are named with their counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +138,12 @@ class Library:
         if self.config.validation_file:
             spec = self.config.validation_spec()
             source = open_source(spec.path).train
-            shelves.append(_Shelf(spec, None, self._folder(spec, source, self.config.max_eval_samples, workers)))
+            held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
+            trained = [_meta(shelf.train) for shelf in shelves if shelf.train]
+            content = (_meta(held_out) or {}).get("settings", {}).get("source")
+            if any(meta and meta["settings"]["source"] == content for meta in trained):
+                tqdm.write(f"WARNING: {source.name} is trained on as well: the held-out loss says nothing about other data")
+            shelves.append(_Shelf(spec, None, held_out))
         return shelves
 
     def _splits(self, spec: DatasetSpec) -> Splits:
@@ -207,19 +220,21 @@ class Library:
         spec, source = self.config.dataset_specs()[dataset], self._shards(dataset)[index]
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):  # held until the files are mapped, since another process may be about to delete them
-            if not (folder / META).exists():
-                self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1)
+        with locks.locked(_lock(folder)) as alone:  # until the files are mapped: another process may be about to delete them
+            if _meta(folder) is None:
+                self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
             store = TokenStore(folder).mapped()
         return Part((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
     def forget(self, dataset: int, index: int) -> None:
-        """Delete a shard's folder, if it is there. Who has mapped its files can still read them."""
-        import filelock
+        """Delete a shard's folder, if it is there. Processes that have mapped its files can still read them.
 
+        It stays where another process is about to map its files, and on a file system without locks, where nobody can tell.
+        """
         folder = self._shard_folder(dataset, index)
-        with suppress(filelock.Timeout, FileNotFoundError), _lock(folder).acquire(timeout=0):
-            shutil.rmtree(folder)
+        with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as alone:
+            if alone:
+                shutil.rmtree(folder)
 
     def _shards(self, dataset: int) -> list[Source]:
         if dataset not in self._cut_sources:
@@ -304,40 +319,44 @@ class Library:
         self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
     ) -> None:
         """Make ``folder`` where it is missing, or wait until another process has."""
-        if (folder / META).exists():
+        if _meta(folder) is not None:
             return
-        import filelock
-
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            tqdm.write(f"{source.name}: another process is preparing it; waiting for {folder}")
-            lock.acquire()
-        with lock:
-            if not (folder / META).exists():
+        words = f"{source.name}: another process is preparing it; waiting for {folder}"
+        with locks.locked(_lock(folder), held=lambda: tqdm.write(words)) as alone:
+            if _meta(folder) is None:
                 self._say_if_changed(source, folder)
-                self._make(folder, spec, source, settings, rows, workers)
+                self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
         """A source that was prepared before with other content or settings is prepared again; people wonder why."""
         for other in self.root.glob(f"*/{META}"):
-            meta = json.loads(other.read_text())
-            if meta["source_name"] == source.name and meta["settings"]["source"] != source.digest():
+            meta = _meta(other.parent)  # None for a broken one, which is prepared again when it is needed
+            if meta and meta["source_name"] == source.name and meta["settings"].get("source") != source.digest():
                 tqdm.write(f"{source.name}: changed since it was prepared into {other.parent.name}; prepared again")
                 return
 
     def _make(
-        self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
+        self,
+        folder: Path,
+        spec: DatasetSpec,
+        source: Source,
+        settings: dict[str, Any],
+        rows: int | None,
+        workers: int,
+        *,
+        alone: bool,
     ) -> None:
-        staging = folder.with_name(f".{folder.name}.partial")
+        """Prepare a source into ``folder``. Where this process may not be ``alone`` in it, it writes beside the others."""
+        staging = folder.with_name(f".{folder.name}{'' if alone else f'.{uuid4().hex}'}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             writer = TokenWriter(staging, shifted=self.objective.shifted)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            staging.rename(folder)
+            if _meta(folder) is None:  # where it is whole, another process that was not alone has been faster
+                shutil.rmtree(folder, ignore_errors=True)
+                staging.rename(folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -352,11 +371,12 @@ class Library:
     def _write(self, writer: TokenWriter, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> dict[str, Any]:
         counts: Counter = Counter()
         listed: list[str] = []
+        reasons: Counter = Counter()
         streaming = self.config.streaming
         bar = tqdm(
             total=source.total, desc=f"preparing {spec.name}", unit=source.unit, unit_scale=True, leave=False, disable=streaming
         )
-        parts = chunks(islice(source.read(), spec.limit), bar)
+        parts = chunks(_first_samples(source.read(), spec.limit), bar)
         first = next(parts, [])
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         try:
@@ -371,15 +391,25 @@ class Library:
                     raise DataError(f"{source.name}, {where}: {reason}. Mend it, or pass --on_bad_sample skip.")
                 if len(listed) < LISTED:
                     listed.append(f"{where}: {reason}")
+                reasons[reason] += 1
             counts += encoded.counts
             counts["bad samples skipped"] += len(encoded.bad)
-            writer.append(encoded.ids, encoded.labels)
+            writer.append(encoded.ids, encoded.labels, encoded.begins)
             if rows is not None and (writer.tokens >= rows * self.length if in_tokens else writer.documents >= rows):
                 break
         bar.close()
-        if listed and not streaming:
-            tqdm.write(f"{source.name}: {counts['bad samples skipped']} bad samples skipped, the first {listed[0]}")
         done = {what: number for what, number in counts.items() if number}
+        if listed and not streaming:
+            why = "; ".join(f"{number} x {reason}" for reason, number in reasons.most_common(REASONS))
+            why += f"; and {len(reasons) - REASONS} more reasons" * (len(reasons) > REASONS)
+            if not writer.documents:
+                facts = ", ".join(f"{number} {what}" for what, number in done.items())
+                raise DataError(
+                    f"{source.name}: not one sample can be used ({facts}). The first is {listed[0]}. All reasons: {why}. "
+                    "Mend them, or name other data."
+                )
+            skipped = f"{done['bad samples skipped']} bad samples skipped, the first {listed[0]}. All reasons: {why}"
+            tqdm.write(f"{source.name}: {skipped}")
         return {"format": reading.format, "lone_text": source.lone_text, "report": done, "bad_samples": listed}
 
 
@@ -387,13 +417,35 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     """Of all that decides which ids a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)])
+    # without a backend, the tokenizer's code decides what stands around a text
+    return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), tokenizer("a")["input_ids"]])
 
 
-def _lock(folder: Path) -> Any:
-    import filelock
+def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
+    """Yield the items of the first ``limit`` samples, and read nothing after them. The parts of a long text are one sample."""
+    count = 0
+    for item in items:
+        yield item
+        count += getattr(item[1], "ends", True)
+        if count == limit:
+            return
 
-    return filelock.FileLock(f"{folder}.lock")
+
+def _meta(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a prepared folder's meta.json; None where the file is broken, or a file that it lists is not whole.
+
+    A file that was cut off (loss of power, full disk) would give shorter or empty rows without an error.
+    """
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        whole = isinstance(meta, dict) and meta.keys() >= _WRITTEN and isinstance(meta["settings"], dict)
+        return meta if whole and all((folder / name).stat().st_size == size for name, size in meta["bytes"].items()) else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def _fingerprint(value: Any) -> str:
@@ -403,14 +455,17 @@ def _fingerprint(value: Any) -> str:
 
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[Any, Any]:
-    """(chosen for training, held out): a seeded share of the documents, or the end of a lone text."""
+    """Return what is chosen for training, and what is held out: a seeded share of the samples, or the end of a lone text."""
     if store.meta["lone_text"]:
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
-    held = min(max(1, round(len(store) * share)), len(store) - 1) if share else 0
-    order = np.random.default_rng(seed).permutation(len(store))
-    return np.sort(order[held:]), np.sort(order[:held])
+    samples = np.asarray(store.samples)  # the documents of a sample stay together
+    count = int(samples[-1]) + 1 if len(samples) else 0
+    held = min(max(1, round(count * share)), count - 1) if share else 0
+    marked = np.zeros(count, bool)
+    marked[np.random.default_rng(seed).permutation(count)[: max(0, held)]] = True
+    return np.flatnonzero(~marked[samples]), np.flatnonzero(marked[samples])
 
 
 def _first(view: View, rows: int | None) -> View:

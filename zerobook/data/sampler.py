@@ -7,12 +7,25 @@ and a run continued on another number of processes takes the same samples in the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 _ROUNDS = 6
+
+
+def rows_of(epochs: float, rows: int) -> int:
+    """Return how many rows ``epochs`` passes over ``rows`` take, rounded up.
+
+    ``epochs`` is the decimal number that was written: 0.07 is 7 / 100 and not the binary fraction above it.
+
+    >>> rows_of(0.07, 100), rows_of(1.1, 100), rows_of(0.071, 100), rows_of(3.0, 7)
+    (7, 110, 8, 21)
+    """
+    return math.ceil(Fraction(str(epochs)) * rows)
 
 
 class Permutation:

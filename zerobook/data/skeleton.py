@@ -66,7 +66,8 @@ def only_writes_contents(tree: nodes.Template) -> bool:
     True only where every use of a content can be followed to where it is written, joined to other text and trimmed at
     both ends at most. What cannot be followed, such as a macro or a message passed on whole, gives False.
     """
-    unfollowed = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Include, nodes.Import)
+    unfollowed = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Include, nodes.Import,
+                  nodes.EvalContextModifier)  # fmt: skip
     if any(tree.find_all(unfollowed)):
         return False
     parents = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}

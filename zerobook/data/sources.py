@@ -5,9 +5,12 @@ A `Source` is read from the front, one sample at a time, so that memory does not
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,14 +18,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerobook.data import embedded
+from zerobook.data.formats import Stretch
 from zerobook.errors import DataError
 
 LINE_LIMIT = 256 << 20
 """Bytes. A longer line is a file that lacks its line ends, not a sample."""
+TEXT_PART = 16 << 20
+"""Bytes. Longer texts are read in parts, cut at line ends where they have any."""
+JSON_PART = 1 << 20
+"""Characters of a JSON array that are read at a time."""
 SHARD_BYTES = 64 << 20
 SHARD_ROWS = 50_000
 """Of a stream's shards, where a source can be cut that fine."""
 _EDGE = 1 << 16
+_SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+           "test": "test"}  # fmt: skip
+_NUMBERED = re.compile(r"[-_]\d+(-of-\d+(-\w+)?)?$")
 
 _JSON_LINES, _TEXT, _TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".csv", ".tsv")
 _KNOWN = (*_JSON_LINES, ".json", *_TABLE, ".parquet", *_TEXT)
@@ -83,15 +94,22 @@ def open_source(path: str, *, config_name: str | None = None, split: str | None 
     if path.startswith(embedded.PREFIX):
         name = path.removeprefix(embedded.PREFIX)
         rows = embedded.rows(name)
+        _only_train(path, split)
         return Splits(train=_from_rows(path, rows, lambda: embedded.digest(name, rows)))
     local = Path(path).expanduser()
     if local.is_file():
+        _only_train(path, split)
         return Splits(train=_file(local))
     if local.is_dir():
         return _folder(local, split)
     if path.startswith((".", "/", "~")) or local.suffix in _KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
     return _hub_stream(path, config_name, split) if streaming else _hub(path, config_name, split)
+
+
+def _only_train(path: str, split: str | None) -> None:
+    if split not in (None, "train"):
+        raise DataError(f"{path}: it has no splits, and split is {split!r}. Name the file of that split, or drop split.")
 
 
 def _from_rows(name: str, rows: Any, digest: Callable[[], str]) -> Source:
@@ -180,24 +198,53 @@ def _folder(path: Path, split: str | None) -> Splits:
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.DatasetDict):
             return _of_dataset(str(path), saved, split)
+        _only_train(str(path), split)
         return Splits(train=_of_split(str(path), saved))
-    named = {s: _named(path, s) for s in (split or "train", "validation", "test")}
-    if named[split or "train"]:
-        held_out = None if split else named["validation"] or named["test"]
-        return Splits(train=_file(named[split or "train"]), held_out=_file(held_out) if held_out else None)
-    files = [f for f in sorted(path.rglob("*")) if f.is_file()]
+    files = [f for f in sorted(path.rglob("*")) if f.is_file() and _suffix(f) in _KNOWN and not _hidden(f, path)]
+    wanted = split or "train"
+    named: dict[str, list[Path]] = {}
+    for file in files:
+        named.setdefault(_split_of(file, path, wanted), []).append(file)
+    held_out = None if split else named.get("validation") or named.get("test")
+    if wanted in named:
+        return Splits(train=_all_of(path, wanted, named[wanted]), held_out=held_out and _all_of(path, "held out", held_out))
+    if split:
+        there = ", ".join(name for name in named if name) or "none"
+        raise DataError(f"{path}: there is no split {split!r}; its files are named after {there}. Name one with split.")
+    # nothing is named train: files beside the others may be held out all the same, folders such as test/ are text like any
+    apart = [f for f in held_out or [] if f.parent == path]
+    rest = [f for f in files if f not in apart]
     for kinds in (_JSON_LINES, (".parquet",), _TEXT):
-        chosen = [f for f in files if _suffix(f) in kinds]
+        chosen = [f for f in rest if _suffix(f) in kinds]
         if chosen:
-            return Splits(train=_joined(path, [replace(_file(f), lone_text=False) for f in chosen]))
+            train = _joined(path, [replace(_file(f), lone_text=False) for f in chosen])
+            return Splits(train=train, held_out=_all_of(path, "held out", apart) if apart else None)
     raise DataError(
-        f"{path}: found neither a saved dataset, nor {split or 'train'}.jsonl (or {', '.join(_KNOWN)}), "
-        "nor JSON lines, Parquet or text files."
+        f"{path}: found neither a saved dataset, nor train.jsonl (or {', '.join(_KNOWN)}), "
+        "nor JSON lines, Parquet or text files to train on."
     )
 
 
-def _named(folder: Path, split: str) -> Path | None:
-    return next((f for f in sorted(folder.glob(f"{split}.*")) if _suffix(f) in _KNOWN), None)
+def _hidden(file: Path, folder: Path) -> bool:
+    """Return whether a file is hidden or lies in a hidden folder: a notebook's copies, a download's notes."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _split_of(file: Path, folder: Path, wanted: str) -> str:
+    """Return the split that a file is of: ``train.jsonl``, ``train-0-of-2.parquet``, ``train/any.txt``; "" if of none."""
+    first, *inside = file.relative_to(folder).parts
+    name = first if inside else _NUMBERED.sub("", first.partition(".")[0])
+    return wanted if name == wanted else _SPLITS.get(name, "")
+
+
+def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
+    """One split's files as one source."""
+    kinds = sorted({_suffix(file) for file in files})
+    if len(kinds) > 1:
+        raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
+    if len(files) == 1:
+        return _file(files[0])
+    return _joined(folder, [replace(_file(f), lone_text=False) for f in files])
 
 
 def _joined(folder: Path, parts: list[Source]) -> Source:
@@ -236,11 +283,11 @@ def _file(file: Path) -> Source:
     return Source(
         name=str(file),
         read=lambda: readers[kind](file),
-        digest=lambda: _hash_file(file),
+        digest=lambda: f"{kind} {_hash_file(file)}",  # the same bytes are other samples where they are read in another way
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in _TEXT,
-        sketch=lambda: _sketch(file),
+        sketch=lambda: f"{kind} {_sketch(file)}",
         cut=_cutter(file, kind),
     )
 
@@ -297,18 +344,19 @@ def _parquet_shards(file: Path) -> list[Source]:
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     """(the content, the file itself, whose position says how far reading has come)."""
     raw = file.open("rb")
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw  # type: ignore[arg-type]
-    if file.suffix == ".zst":
-        import zstandard
+    if file.suffix.lower() == ".zst":
+        import pyarrow
 
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw)), raw  # type: ignore[arg-type]
+        # zstandard's own reader takes a file that was cut off for a whole one
+        unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+        return io.BufferedReader(unpacked), raw  # type: ignore[arg-type]
     return raw, raw
 
 
-def _costs(raw: BinaryIO) -> Callable[[], int]:
-    """How far ``raw`` was read since the last call, in bytes."""
-    done = 0
+def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
+    """Return a function that says how far ``raw`` was read since its last call, in bytes; ``done`` were read before."""
 
     def cost() -> int:
         nonlocal done
@@ -330,7 +378,8 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
             where = f"the line at byte {at}" if start else f"line {number}"
             if len(line) > LINE_LIMIT:
                 raise DataError(f"{file}, {where}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
-            at += len(line)
+            begin, at = at, at + len(line)
+            line = line if begin else line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield where, line, cost()
 
@@ -351,17 +400,92 @@ def _is_array(file: Path) -> bool:
 
 
 def _read_array(file: Path) -> Iterator[Item]:
-    import orjson
+    """Yield the samples of a JSON array. Memory holds one sample and `JSON_PART` characters."""
+    content, raw = _open(file)
+    cost = _costs(raw)
+    with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+        for index, row in enumerate(_Array(text, file).values()):
+            yield f"sample {index}", row, cost()
 
-    content, _ = _open(file)
-    with content, _readable(file):
-        try:
-            rows = orjson.loads(content.read())
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{file}, line {error.lineno}: not valid JSON: {error.msg}.") from None
-    cost = file.stat().st_size // max(1, len(rows))
-    for index, row in enumerate(rows):
-        yield f"sample {index}", row, cost
+
+class _Array:
+    """Reads the values of a JSON array from ``text``, one after another."""
+
+    def __init__(self, text: io.TextIOBase, file: Path):
+        self.text, self.file = text, file
+        self.buffer, self.at, self.line = "", 0, 1  # the rest begins at ``at``, in this line of the file
+        self.whole = False  # the file's end is in the buffer
+        self.decoder = json.JSONDecoder(parse_constant=_no_json)
+
+    def values(self) -> Iterator[Any]:
+        self._expect("[")
+        more, index = self._next() != "]", 0
+        if not more:
+            self._expect("]")
+        while more:
+            yield self._value(index)
+            index += 1
+            more = self._expect(",]") == ","
+        if self._next():
+            self._refuse(self.at, "something follows the array")
+
+    def _expect(self, characters: str) -> str:
+        """Take the next character that is no white space, one of ``characters``."""
+        found = self._next()
+        if not found or found not in characters:
+            self._refuse(self.at, f"expected {' or '.join(characters)}, found {found or 'the end'}")
+        self._take(self.at + 1)
+        return found
+
+    def _value(self, index: int) -> Any:
+        self._next()
+        while True:
+            try:
+                found, end = self.decoder.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                # a value is not read to its end where a string has none, or where the error is at the buffer's end
+                if self.whole or not (error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD):
+                    self._refuse(error.pos, error.msg)
+            else:
+                number = isinstance(found, int | float) and not self.whole
+                if not number or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):  # a number may continue
+                    self._take(end)
+                    return found
+            if len(self.buffer) - self.at > LINE_LIMIT:
+                most = f"{LINE_LIMIT >> 20} MiB, the most that a sample may have"
+                raise DataError(f"{self.file}, sample {index}: longer than {most}. Is a bracket or a quotation mark missing?")
+            self._read(len(self.buffer) - self.at)
+
+    def _next(self) -> str:
+        """Return the next character that is no white space, and move there; nothing at the file's end."""
+        while True:
+            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]
+            if self.at < len(self.buffer) or self.whole:
+                return self.buffer[self.at : self.at + 1]
+            self._read()
+
+    def _take(self, end: int) -> None:
+        self.line += self.buffer.count("\n", self.at, end)
+        self.at = end
+
+    def _read(self, least: int = 0) -> None:
+        """Read more, at least ``least`` characters: as many as a value has so far, or repeated tries take quadratic time."""
+        more = self.text.read(max(JSON_PART, least))
+        self.whole = not more
+        self.buffer, self.at = self.buffer[self.at :] + more, 0
+
+    def _refuse(self, position: int, reason: str) -> None:
+        line = self.line + self.buffer.count("\n", self.at, position)
+        raise DataError(f"{self.file}, line {line}: not valid JSON: {reason}.")
+
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LONGEST_WORD = 16
+"""Characters, more than in any token whose beginning alone is no JSON: ``-Infinity``, or an escaped surrogate pair."""
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"not valid JSON: {constant} is no number of JSON")
 
 
 def _read_table(file: Path) -> Iterator[Item]:
@@ -369,12 +493,32 @@ def _read_table(file: Path) -> Iterator[Item]:
     cost = _costs(raw)
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text, delimiter="\t" if _suffix(file) == ".tsv" else ",")
-        for row in reader:
+        # strict: a quote that nothing closes would take all rows behind it into its field
+        reader = csv.DictReader(text, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
+        for row in _table_rows(reader, file):
             if None in row or None in row.values():
                 found = sum(v is not None for k, v in row.items() if k is not None) + len(row.get(None) or [])
                 row = Malformed(f"{found} fields where the header has {len(reader.fieldnames or [])}")
             yield f"line {reader.line_num}", row, cost()
+
+
+def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
+    """Yield the rows of a table. Raises `DataError` where they cannot be told apart, or two columns have one name."""
+    ends = 0  # the line that the last row ends on
+    try:
+        names = [name for name in reader.fieldnames or [] if name]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError(f"{file}: its header has the column {twice[0]!r} twice. Rename one.")
+        ends = reader.line_num
+        for row in reader:
+            yield row
+            ends = reader.line_num
+    except csv.Error as error:
+        raise DataError(
+            f"{file}, the row that begins on line {ends + 1}: its quotes are not closed as they should be ({error}). A field "
+            'that begins with a quote ends with one, and a quote inside it is written twice ("").'
+        ) from None
 
 
 def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
@@ -391,19 +535,43 @@ def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -
 
 
 def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
-    """``start`` and ``stop``: only lines that begin between these bytes."""
+    """Yield a text in parts of about `TEXT_PART`. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, _readable(file):
         at = _to_a_line(content, start)
-        text = content.read() if stop is None else content.read(max(0, stop - at))
-        if stop is not None and text and not text.endswith(b"\n"):
-            text += content.readline()
-        if start and not text:
-            return
-        try:
-            yield "the text", {"text": text.decode("utf-8-sig")}, raw.tell() - start
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 text (byte {error.start}: {error.reason}). Convert it first.") from None
+        cost = _costs(raw, start)
+        decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
+        begins, parts = not start, _parts(content, at, stop)
+        part = next(parts, b"")
+        while part or begins:
+            at += len(part)
+            following = next(parts, b"")
+            ends = not following and not content.read(1)
+            try:
+                text = decoder.decode(part, not following)
+            except UnicodeDecodeError as error:
+                place = at - len(error.object) + error.start
+                raise DataError(f"{file}: not UTF-8 text (byte {place}: {error.reason}). Convert it first.") from None
+            yield "the text", Stretch(text, begins, ends), cost()
+            begins, part = False, following
+
+
+def _parts(content: BinaryIO, at: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_PART`; longer ones in pieces.
+
+    ``content`` is at byte ``at``, where a line begins.
+    """
+    lines: list[bytes] = []
+    size, goes_on = 0, False
+    while (goes_on or stop is None or at < stop) and (line := content.readline(TEXT_PART)):
+        goes_on = not line.endswith(b"\n")
+        lines.append(line)
+        at, size = at + len(line), size + len(line)
+        if size >= TEXT_PART:
+            yield b"".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield b"".join(lines)
 
 
 @contextmanager

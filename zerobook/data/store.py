@@ -3,6 +3,7 @@
 ``input_ids.bin``, ``labels.bin``        int32, all documents joined; no labels file where labels equal the ids
 ``*.offsets.npy``                        int64 [documents + 1], where each begins; one for both where they are of one length
 ``supervised.npy``                       int32 [documents], labels that the loss counts
+``samples.npy``                          int64 [documents], the sample of each; no file where each is a sample of its own
 ``meta.json``                            counts and settings, written last
 """
 
@@ -54,6 +55,7 @@ class TokenWriter:
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in ("input_ids", "labels")}
         self._lengths: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
         self._supervised: list[np.ndarray] = []
+        self._begins: list[np.ndarray] = []
         self._alike = True  # labels have equalled the ids so far
 
     @property
@@ -64,8 +66,12 @@ class TokenWriter:
     def documents(self) -> int:
         return sum(map(len, self._supervised))
 
-    def append(self, ids: Ragged, labels: Ragged | None = None) -> None:
-        """Add documents; without ``labels`` they equal the ids."""
+    def append(self, ids: Ragged, labels: Ragged | None = None, begins: np.ndarray | None = None) -> None:
+        """Add documents; without ``labels`` they equal the ids.
+
+        ``begins``, bool [documents]: whether each is the first of its sample; without it, all are.
+        """
+        self._begins.append(np.ones(len(ids.lengths), bool) if begins is None else begins)
         self._alike = self._alike and labels is None
         labels = labels or ids
         for name, ragged in (("input_ids", ids), ("labels", labels)):
@@ -86,8 +92,12 @@ class TokenWriter:
         np.save(self.folder / "input_ids.offsets.npy", offsets["input_ids"])
         supervised = np.concatenate([np.zeros(0, np.int32), *self._supervised])
         np.save(self.folder / "supervised.npy", supervised)
+        begins = np.concatenate([np.zeros(0, bool), *self._begins])
+        if not begins[1:].all():
+            np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
         counts = {"documents": len(supervised), "tokens": int(offsets["input_ids"][-1]), "supervised": int(supervised.sum())}
-        text = json.dumps(meta | counts | {"digest": self._digest()}, indent=1)
+        sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
+        text = json.dumps(meta | counts | {"digest": self._digest(), "bytes": sizes}, indent=1)
         (self.folder / META).write_text(text)
 
     def _digest(self) -> str:
@@ -146,6 +156,12 @@ class TokenStore:
     def supervised(self) -> np.ndarray:
         """int32 [documents], labels that the loss counts"""
         return np.load(self.folder / "supervised.npy", mmap_mode="r")
+
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """int64 [documents], the number of the sample that each document belongs to"""
+        own = self.folder / "samples.npy"
+        return np.load(own, mmap_mode="r") if own.exists() else np.arange(len(self))
 
     def _map(self, name: str) -> np.ndarray:
         file = self.folder / f"{name}.bin"

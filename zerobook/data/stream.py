@@ -63,6 +63,9 @@ class Stream:
     filler = -1
     """No row: a stream has no end to be filled up."""
 
+    is_empty = False
+    """Nobody has counted what is left; `StreamOrder.take` finds out."""
+
     def __len__(self) -> int:
         return 0  # rows of an epoch, which nobody has counted
 
@@ -201,11 +204,15 @@ class StreamOrder:
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
         """The next ``count`` row numbers from ``cursor`` on that are not dropped, and the cursor behind them."""
         taken: list[np.ndarray] = []
-        missing = count
+        missing, last = count, cursor
         while missing and cursor < end:
             stop = min(cursor + missing, end)
             ids = self.ids(cursor, stop)
             kept = ids[~self.stream.is_dropped(ids)]
+            if len(kept):
+                last = stop
+            elif self.epoch(stop) - self.epoch(last) > 3:  # a row comes early in one pass and late in the next
+                raise DataError("streaming: all samples are left out; none is there to train on.")
             taken.append(kept)
             missing -= len(kept)
             cursor = stop

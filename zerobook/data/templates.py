@@ -1,8 +1,9 @@
 """Canonical samples to token ids, and labels on what the model must say.
 
-The loss of a chat is on the assistant's turns: from a turn's first token to its end-of-turn token,
-inclusive. Where the template marks them by ``{% generation %}``, the marks count. Otherwise a turn is
-what lies between the chat rendered up to it with the generation prompt, and the chat rendered with it.
+The loss of a chat is on the assistant's turns: on what the model would be asked to say there, and on the one token
+that ends the turn. Where the template marks turns by ``{% generation %}``, the marks count. Otherwise a turn is the text
+behind the generation prompt when the chat is rendered up to that turn. Where the template renders a turn differently
+once more turns follow, that turn gets a row of its own.
 Labels are made by position, never by comparing ids, so a pad token that equals the end of turn does no harm.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateSyntaxError
@@ -20,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from zerobook.data.feed import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
-from zerobook.data.turns import Rendered, Span, TurnTokenizer, any_of, token_ids
+from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError
 
 
@@ -29,13 +30,18 @@ class Encoded:
     """``input_ids`` and ``labels``: int32 [tokens], as many of one as of the other but for seq2seq.
 
     ``cut``: something was longer than allowed. ``added_eos``: turns that got an end-of-text token
-    because the chat template ends them with no special token.
+    because the chat template ends them with no special token. ``shortened``: turns of which the template leaves out a
+    part. ``plain``: the text names a special token, which was read as characters. ``others``: further rows of the same
+    chat, each with turns that the rows before it do not supervise.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     cut: bool = False
     added_eos: int = 0
+    shortened: int = 0
+    plain: bool = False
+    others: tuple[Encoded, ...] = ()
 
 
 class CausalEncoder:
@@ -43,7 +49,9 @@ class CausalEncoder:
 
     Text becomes its ids and an end-of-text token, and is never cut: the caller makes blocks of it.
     Chats go through the chat template. Pairs do not: source, target and end of text, the loss on the
-    last two. Tokens are taken as they are.
+    last two. Texts and pairs begin with a BOS where the tokenizer adds one; a template writes its own.
+    Tokens are taken as they are. No control token is read out of a sample: a chat or a pair that names one is a bad
+    sample, and in running text its name is characters.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -60,9 +68,9 @@ class CausalEncoder:
         self.length = length
         self.template = _template(tokenizer, chat_template)
         self._turns = TurnTokenizer(tokenizer)
-        eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-        self._eos = [] if eos is None else [eos]
-        self._bos = [bos] if tokenizer("a")["input_ids"][:1] == [bos] else []
+        self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._control = ControlTokens(tokenizer)
+        self._bos = self._control.leading
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """One result for each sample, in order; a `BadSample` says why there are no tokens.
@@ -74,19 +82,26 @@ class CausalEncoder:
         return _by_kind(samples, kinds)
 
     def _texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
-        closed = [self._close(ids) for ids in token_ids(self.tokenizer, [sample.text for sample in samples])]
-        return [Encoded(ids, ids.copy()) for ids in closed]
+        texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
+        results: list[Encoded | BadSample] = []
+        for sample, text, row in zip(samples, texts, token_ids(self.tokenizer, texts, plain=True), strict=True):
+            around = self._bos if sample.begins else [], self._eos if sample.ends else []
+            ids = np.concatenate([around[0], row, around[1]]).astype(np.int32)
+            results.append(Encoded(ids, ids.copy(), plain=self._control.named(text)))
+        return results
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
-        ids = token_ids(self.tokenizer, [sample.source for sample in samples] + [sample.target for sample in samples])
-        return [self._pair(*pair) for pair in zip(ids[: len(samples)], ids[len(samples) :], strict=True)]
+        return _each_pair(samples, self._control, self._encode_pairs)
+
+    def _encode_pairs(self, pairs: list[Pair]) -> list[Encoded]:
+        ids = token_ids(self.tokenizer, [pair.source for pair in pairs] + [pair.target for pair in pairs])
+        return [self._pair(*pair) for pair in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True)]
 
     def _pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
-        target = self._close(target)
-        bos = [] if source[:1].tolist() == self._bos else self._bos
-        room = len(source) if self.length is None else max(0, self.length - len(bos) - len(target))
+        target = np.array([*target, *self._eos], np.int32)
+        room = len(source) if self.length is None else max(0, self.length - len(self._bos) - len(target))
         kept = source[max(0, len(source) - room) :]
-        ids = np.concatenate([np.array(bos, np.int32), kept, target])
+        ids = np.concatenate([np.array(self._bos, np.int32), kept, target])
         labels = ids.copy()
         labels[: len(ids) - len(target)] = IGNORE
         return self._cut(ids, labels, cut=len(kept) < len(source))
@@ -115,25 +130,27 @@ class CausalEncoder:
             except BadSample as error:
                 results.append(error)
         good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
-        for i, found in zip(good, self._turns.encode([results[i] for i in good]), strict=True):
-            bad = isinstance(found, BadSample)
-            results[i] = found if bad else self._chat(found.ids, found.turns, results[i].added_eos)
+        tokenized = iter(self._turns.encode([row for i in good for row in results[i]]))
+        for i in good:
+            rows = [(row, next(tokenized)) for row in results[i]]
+            bad = next((found for _, found in rows if isinstance(found, BadSample)), None)
+            if bad is None:
+                first, *others = (self._chat(row, found) for row, found in rows)
+                results[i] = replace(first, others=tuple(others)) if others else first
+            else:
+                results[i] = bad
         return results
 
-    def _chat(self, ids: np.ndarray, turns: list[Span], added_eos: int) -> Encoded:
-        labels = np.full(len(ids), IGNORE, np.int32)
-        for first, end in turns:
-            labels[first:end] = ids[first:end]
-        return self._cut(ids, labels, added_eos=added_eos)
+    def _chat(self, row: Rendered, found: Tokenized) -> Encoded:
+        labels = np.full(len(found.ids), IGNORE, np.int32)
+        for first, end in found.turns:
+            labels[first:end] = found.ids[first:end]
+        return replace(self._cut(found.ids, labels), added_eos=row.added_eos, shortened=row.shortened)
 
-    def _cut(self, ids: np.ndarray, labels: np.ndarray, *, cut: bool = False, added_eos: int = 0) -> Encoded:
+    def _cut(self, ids: np.ndarray, labels: np.ndarray, *, cut: bool = False) -> Encoded:
         if self.length is None or len(ids) <= self.length:
-            return Encoded(ids, labels, cut, added_eos)
-        return Encoded(ids[: self.length], labels[: self.length], True, added_eos)
-
-    def _close(self, ids: np.ndarray) -> np.ndarray:
-        """With the end-of-text token, once: some published texts carry it already."""
-        return ids if ids[-1:].tolist() == self._eos else np.array([*ids, *self._eos], np.int32)
+            return Encoded(ids, labels, cut)
+        return Encoded(ids[: self.length], labels[: self.length], True)
 
 
 class Seq2SeqEncoder:
@@ -149,6 +166,7 @@ class Seq2SeqEncoder:
 
     def __init__(self, tokenizer: Any, *, max_source_length: int, max_target_length: int, prefix: str = ""):
         self.tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer)
         self.max_source_length = max_source_length
         self.max_target_length = max_target_length
         self.prefix = prefix
@@ -168,6 +186,9 @@ class Seq2SeqEncoder:
         return _by_kind(samples, kinds | {Pair: self._pairs, Chat: lambda chats: self._pairs([_last_turn(c) for c in chats])})
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
+        return _each_pair(samples, self._control, self._encode_pairs)
+
+    def _encode_pairs(self, samples: list[Pair]) -> list[Encoded]:
         sources = self._ids("text", [self.prefix + sample.source for sample in samples], self.max_source_length)
         targets = self._ids("text_target", [sample.target for sample in samples], self.max_target_length)
         results = []
@@ -188,6 +209,33 @@ class Seq2SeqEncoder:
         return results
 
 
+class Around(NamedTuple):
+    """The text that a template writes around the last turn of a chat with certain roles.
+
+    ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
+    text behind the turn's content; None where it cannot be told.
+    """
+
+    opened: str = ""
+    closing: str | None = None
+
+
+class Asked(NamedTuple):
+    """A turn as the model is asked for it: ``text`` is the chat up to the turn's end, and the turn begins at ``start``.
+
+    ``ends``: the last characters are an end-of-turn token. ``shortened``: the template left out a part of the content.
+    """
+
+    text: str
+    start: int
+    ends: bool
+    shortened: bool
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.start, len(self.text), self.ends)
+
+
 class ChatTemplate:
     """Chats to text, and where in it the assistant speaks."""
 
@@ -197,14 +245,19 @@ class ChatTemplate:
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self._special = any_of(token.content for token in added if token.special)
+        self._control = ControlTokens(tokenizer)
         # some models end turns with a token that is added, but not marked as special
         self._end = any_of(token.content for token in added)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        self._around: dict[tuple[str, ...], Around] = {}
+        self._turn_tokens = any_of(self._written_around_turns({token.content for token in added if not token.special}))
         self._writes_only = only_writes_contents(_compile_jinja_template(source).environment.parse(source))
 
-    def render(self, messages: list[dict[str, str]]) -> Rendered:
-        """The whole chat, each assistant turn closed by an end-of-turn token.
+    def render(self, messages: list[dict[str, str]]) -> list[Rendered]:
+        """Return the chat as rows of text that supervise each assistant turn once, closed by its end-of-turn token.
+
+        Most templates need one row, the whole chat. Where one rewrites a turn once the chat goes on, a further row
+        holds the chat up to that turn, as it is rendered when the model is asked for it.
 
         Raises:
             BadSample: the template refuses the chat, its turns cannot be told apart, or a turn has a
@@ -212,17 +265,26 @@ class ChatTemplate:
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
         for number, message in enumerate(messages, 1):
-            found = self._special.search(message["content"])
+            refusal = self._control.refusal(f"turn {number}", message["content"])
+            if refusal:
+                raise BadSample(refusal)
+            found = self._turn_tokens.search(message["content"])
             if found:
-                raise BadSample(f"turn {number} has the text {found[0]!r}, which the tokenizer reads as a special token")
+                raise BadSample(f"turn {number} has the text {found[0]!r}, which the chat template begins or ends turns with")
         if self.marked:
-            text, spans = self._by_marks(messages)
-            turns = self._ends(messages, text, spans)
-        else:
-            text, turns = self._by_skeleton(messages)
-        if all(turn.ends for turn in turns):
-            return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0)
-        return self._with_eos(text, turns)
+            return [self._closed(*self._by_marks(messages))]
+        skeleton = self._skeleton(messages)
+        if skeleton and skeleton.whole:
+            return [self._closed(*skeleton.fill(messages))]
+        text = self._text(messages)
+        turns = skeleton.place(messages, text) if skeleton else None
+        if turns:
+            return [self._closed(text, turns)]
+        rows = _rows(text, [self._asked(messages, i) for i in _assistant_turns(messages)])
+        return [
+            self._closed(whole, [asked.turn for asked in found], sum(asked.shortened for asked in found))
+            for whole, found in rows
+        ]
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
         # the compiled template is cached there; it cannot be pickled, so it is not kept here
@@ -234,51 +296,115 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             raise BadSample(f"the chat template refuses it: {error}") from None
 
-    def _by_marks(self, messages: list[dict[str, str]]) -> tuple[str, list[Span]]:
+    def _written_around_turns(self, added: set[str]) -> set[str]:
+        """Return which ``added`` tokens the template writes around turns: those steer as special tokens do.
+
+        What stands in pairs beside the assistant's content, such as ``<think>`` and ``</think>``, may stand in one as well.
+        """
+        texts = []
+        for roles in (("user",), ("user", "assistant", "user"), ("user", "assistant")):
+            try:
+                texts.append(self._text(_stand_ins(roles)[0]))
+            except BadSample:
+                texts.append("")
+        asked, *chats = ({token for token in added if token in text} for text in texts)
+        found = chats[0] or chats[1]
+        return asked | {token for token in found if _twin(token) not in found}
+
+    def _by_marks(self, messages: list[dict[str, str]]) -> tuple[str, list[Turn], int]:
         try:
-            (text,), (turns,) = render_jinja_template(
+            (text,), (spans,) = render_jinja_template(
                 [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
             )
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
         spoken = _assistant_turns(messages)
-        if len(turns) != len(spoken):
-            raise BadSample(f"the chat template marks {len(turns)} turns as generated, the assistant has {len(spoken)}")
-        after = len(self.eos or "")
-        return text, [(a, b + after if self.eos and text.startswith(self.eos, b) else b) for a, b in turns]
+        if len(spans) != len(spoken):
+            raise BadSample(f"the chat template marks {len(spans)} turns as generated, the assistant has {len(spoken)}")
+        roles = tuple(message["role"] for message in messages)
+        turns, shortened = [], 0
+        for span, i in zip(spans, spoken, strict=True):
+            shortened += _squeezed(messages[i]["content"]) not in _squeezed(text[slice(*span)])
+            closing = self._around_last(roles[: i + 1]).closing
+            turns.append(self._marked(text, *span, messages[i]["content"], closing or self.eos or ""))
+        return text, turns, shortened
 
-    def _by_prefixes(self, messages: list[dict[str, str]], text: str) -> list[Span]:
-        turns = []
-        for i in _assistant_turns(messages):
-            before, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1])
-            if not text.startswith(after):
-                raise BadSample(f"the chat template renders turn {i + 1} differently once the chat goes on")
-            if not after.startswith(before):
-                raise BadSample(f"the chat template renders turn {i + 1} differently from its own generation prompt")
-            turns.append((len(before), len(after)))
-        return turns
+    def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> Turn:
+        """Return a marked turn, up to and with the token that ends it. The marks may leave that token out."""
+        end = self._end.search(closing)
+        if end:
+            for marked in range(len(closing), -1, -1):  # the marks may include any part of ``closing``, from its beginning
+                behind = stop - marked
+                if text[start:stop].endswith(closing[:marked]) and text.startswith(closing[: end.end()], behind):
+                    return Turn(start, behind + end.end(), True)
+            beside = self._end.match(text, stop)  # turns that are not the last end in another way
+            if beside:
+                return Turn(start, beside.end(), True)
+        length, ends = self._end_of(text[start:stop], content, None)
+        return Turn(start, start + length, ends)
 
-    def _by_skeleton(self, messages: list[dict[str, str]]) -> tuple[str, list[Turn]]:
-        """The chat and its turns, as told by other chats of the same roles where that is certain."""
+    def _asked(self, messages: list[dict[str, str]], i: int) -> Asked:
+        """Return turn ``i`` as the model would be asked for it, also where the template rewrites it later."""
+        content = messages[i]["content"].strip()
+        prompt, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1])
+        opened, closing = self._around_last(tuple(message["role"] for message in messages[: i + 1]))
+        lead = prompt
+        if opened and prompt.endswith(opened) and not after.startswith(prompt):
+            lead = prompt.removesuffix(opened)
+        if not after.startswith(lead):
+            raise BadSample(f"the chat template renders turn {i + 1} differently from its own generation prompt")
+        spoken = after[len(lead) :]
+        if lead != prompt and closing is not None and spoken.endswith(closing):
+            kept = spoken.removesuffix(closing).strip()
+            if content.startswith(opened.strip()) or (kept != content and content.endswith(kept)):
+                # the prompt holds the answer's beginning, which the template leaves out: the content continues the prompt
+                lead, spoken = prompt, content.removeprefix(opened.strip()).lstrip() + closing
+        end, ends = self._end_of(spoken, messages[i]["content"], closing)
+        said = spoken[: [*self._end.finditer(spoken, 0, end)][-1].start()] if ends else spoken[:end]
+        if not said.strip():
+            raise BadSample(f"the chat template leaves turn {i + 1} out")
+        shortened = _squeezed(content) not in _squeezed(lead[len(lead) - len(opened) :] + spoken)
+        return Asked(lead + spoken[:end], len(lead), ends, shortened)
+
+    def _around_last(self, roles: tuple[str, ...]) -> Around:
+        if roles not in self._around:
+            self._around[roles] = self._learn_around(roles)
+        return self._around[roles]
+
+    def _learn_around(self, roles: tuple[str, ...]) -> Around:
+        messages, contents = _stand_ins(roles)
+        try:
+            prompt, without = self._text(messages[:-1], prompt=True), self._text(messages[:-1])
+            after = self._text(messages)
+        except BadSample:
+            return Around()
+        if after.count(contents[-1]) != 1:
+            return Around()
+        lead, closing = after.split(contents[-1])
+        lead, closing = lead.removesuffix("\t"), closing.removeprefix("\t")
+        shared = _shared(lead, prompt)
+        if shared < _shared(without, prompt):  # they differ before the generation prompt begins
+            return Around("", closing)
+        return Around(prompt[shared:], closing)
+
+    def _skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
+        """Return what was learnt from a stand-in chat with the same roles; None where nothing could be."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._skeletons:
             self._skeletons[roles] = self._learn(roles)
-        skeleton = self._skeletons[roles]
-        if skeleton and skeleton.whole:
-            return skeleton.fill(messages)
-        text = self._text(messages)
-        turns = skeleton.place(messages, text) if skeleton else None
-        return text, turns or self._ends(messages, text, self._by_prefixes(messages, text))
+        return self._skeletons[roles]
 
     def _learn(self, roles: tuple[str, ...]) -> Skeleton | None:
-        # tabs tell whether the template trims, and no template writes such characters of its own
-        contents = [f"\x02{i}\x02" for i in range(len(roles))]
-        messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
+        messages, contents = _stand_ins(roles)
+        spoken = _assistant_turns(messages)
         try:
             text = self._text(messages)
-            turns = iter(self._ends(messages, text, self._by_prefixes(messages, text)))
+            rows = _rows(text, [self._asked(messages, i) for i in spoken])
         except BadSample:
             return None
+        if len(rows) > 1 or rows[0][0] != text or any(self._around_last(roles[: i + 1]).opened for i in spoken):
+            return None
+        turns = iter([asked.turn for asked in rows[0][1]])
         parts, at = [], 0
         for role, content in zip(roles, contents, strict=True):
             if text.count(content) != 1:
@@ -295,17 +421,25 @@ class ChatTemplate:
             at = stop
         return Skeleton(parts, text[at:], self._writes_only)
 
-    def _ends(self, messages: list[dict[str, str]], text: str, spans: list[Span]) -> list[Turn]:
-        """Turns up to the last added token behind their content, or else to their last character."""
-        turns = []
-        for (start, stop), i in zip(spans, _assistant_turns(messages), strict=True):
-            content, spoken = messages[i]["content"], text[start:stop]
-            ends = list(self._end.finditer(spoken, _behind(spoken, content.strip())))
-            end = ends[-1].end() if ends else max(len(spoken.rstrip()), _behind(spoken, content))
-            turns.append(Turn(start, start + end, bool(ends)))
-        return turns
+    def _end_of(self, spoken: str, content: str, closing: str | None) -> tuple[int, bool]:
+        """Return the place in ``spoken`` where the turn ends, and whether a token stands there that ends it.
 
-    def _with_eos(self, text: str, turns: list[Turn]) -> Rendered:
+        The end is the first added token behind the content, or the content's last character where there is no such token.
+        """
+        if closing is not None and spoken.endswith(closing):
+            behind = len(spoken) - len(closing)
+            end = self._end.search(spoken, behind)
+        else:
+            behind = _behind(spoken, content.strip())
+            ends = list(self._end.finditer(spoken, behind))
+            end = ends[0 if behind else -1] if ends else None
+            behind = _behind(spoken, content)
+        return (end.end(), True) if end else (max(len(spoken.rstrip()), behind), False)
+
+    def _closed(self, text: str, turns: list[Turn], shortened: int = 0) -> Rendered:
+        """Return the row with an end-of-text token behind each turn that has no end."""
+        if all(turn.ends for turn in turns):
+            return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0, shortened)
         if self.eos is None:
             raise ConfigError(
                 "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
@@ -317,7 +451,62 @@ class ChatTemplate:
             pieces += [text[at:stop], "" if ends else self.eos]
             spans.append((size + start - at, size := size + len(pieces[-2]) + len(pieces[-1])))
             at = stop
-        return Rendered("".join([*pieces, text[at:]]), spans, sum(not turn.ends for turn in turns))
+        return Rendered("".join([*pieces, text[at:]]), spans, sum(not turn.ends for turn in turns), shortened)
+
+
+def _rows(text: str, asked: list[Asked]) -> list[tuple[str, list[Asked]]]:
+    """Return as few rows as hold every turn as it was asked for: (text, turns) each, the whole chat first.
+
+    A row holds a turn where the row begins with exactly the text that the model would have seen and said.
+    """
+    rows = []
+    for whole in (text, *(turn.text for turn in reversed(asked))):
+        found = [turn for turn in asked if whole.startswith(turn.text)]
+        if found:
+            rows.append((whole, found))
+        asked = [turn for turn in asked if turn not in found]
+    return rows
+
+
+def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return a chat of these roles to look at a template with, and the contents of its turns.
+
+    Tabs around the contents tell whether the template trims, and no template writes such characters of its own.
+    """
+    contents = [f"\x02{i}\x02" for i in range(len(roles))]
+    return [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)], contents
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters the two begin with in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _twin(token: str) -> str:
+    """``</a>`` of ``<a>``, and the other way round."""
+    return f"<{token[2:]}" if token.startswith("</") else f"</{token[1:]}"
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def end_tokens(tokenizer: Any, *, chats: bool = True) -> set[int]:
+    """Return the tokens that end a supervised answer: the tokenizer's end of text, and the chat template's end of turn.
+
+    Args:
+        chats: the template counts; an encoder-decoder's answers are no turns of a template.
+    """
+    ends = {tokenizer.eos_token_id} - {None}
+    if chats and getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zerobook"}]
+        try:
+            (encoded,) = CausalEncoder(tokenizer, length=None).encode([Chat(turns)])
+        except ConfigError:  # nothing ends a turn, or the template cannot be read: no chat was trained on
+            return ends
+        if isinstance(encoded, Encoded):
+            ends.add(int(encoded.labels[encoded.labels != IGNORE][-1]))
+    return ends
 
 
 def _template(tokenizer: Any, given: str | None) -> ChatTemplate | None:
@@ -342,6 +531,17 @@ def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], li
             for i, result in zip(chosen, encode([samples[i] for i in chosen]), strict=True):
                 results[i] = result
     return results
+
+
+def _each_pair(
+    samples: list[Pair], control: ControlTokens, encode: Callable[[list[Pair]], list[Encoded]]
+) -> list[Encoded | BadSample]:
+    """Return what ``encode`` makes of the pairs that name no special token; the others are bad."""
+    pairs = [Pair(control.bare(pair.source, ends=False), control.bare(pair.target, begins=False)) for pair in samples]
+    refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
+    good = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
+    encoded = iter(encode(good) if good else [])
+    return [BadSample(refusal) if refusal else next(encoded) for refusal in refusals]
 
 
 def _last_turn(chat: Chat) -> Pair:

@@ -19,6 +19,7 @@ from zerobook.data.sources import Item, Malformed
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded
 from zerobook.errors import DataError
+from zerobook.terminal import plain
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
@@ -42,10 +43,14 @@ class Reading:
 
 @dataclass
 class EncodedChunk:
-    """``ids`` and ``labels`` (None: equal) of the documents; ``bad`` are (where, reason); ``counts`` say what was done."""
+    """``ids`` and ``labels`` (None: equal) of the documents; ``begins``, bool [documents], are the first of their sample.
+
+    ``bad`` are (where, reason); ``counts`` say what was done.
+    """
 
     ids: Ragged
     labels: Ragged | None
+    begins: np.ndarray
     bad: list[tuple[str, str]]
     counts: Counter
 
@@ -154,28 +159,42 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             counts["empty texts left out"] += 1
             continue
         except formats.BadSample as error:
-            bad.append((where, str(error)))
+            bad.append(_in_a_line(where, error))
             continue
         samples.append(sample)
         places.append(where)
     pieces = [_pieces(sample) for sample in samples]
     documents: list[Encoded] = []
+    begins: list[bool] = []
     encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
     for where, parts in zip(places, pieces, strict=True):
         found = [next(encoded) for _ in parts]
         refused = next((f for f in found if isinstance(f, formats.BadSample)), None)
         if refused is not None:
-            bad.append((where, str(refused)))
+            bad.append(_in_a_line(where, refused))
             continue
-        document = found[0] if len(found) == 1 else _join(found)
-        counts["cut to the maximum length"] += document.cut
-        counts["turns given an end-of-text token"] += document.added_eos
-        if reading.format == "text" or np.any(document.labels[reading.shifted :] != IGNORE):
-            documents.append(document)
-        else:
-            counts["dropped, nothing supervised"] += 1
+        first = found[0] if len(found) == 1 else _join(found)
+        counts["texts with the name of a special token, read as characters"] += first.plain
+        begin = getattr(parts[0], "begins", True)
+        counts["rows added for turns that the chat template rewrites later on"] += len(first.others)
+        for document in (first, *first.others):
+            counts["cut to the maximum length"] += document.cut
+            counts["turns given an end-of-text token"] += document.added_eos
+            counts["turns of which the chat template leaves out a part"] += document.shortened
+            if reading.format == "text" or np.any(document.labels[reading.shifted :] != IGNORE):
+                documents.append(document)
+                begins.append(begin)
+                begin = False
+            else:
+                counts["dropped, nothing supervised"] += 1
     ids = Ragged.join([d.input_ids for d in documents])
-    return EncodedChunk(ids, None if reading.format == "text" else Ragged.join([d.labels for d in documents]), bad, counts)
+    labels = None if reading.format == "text" else Ragged.join([d.labels for d in documents])
+    return EncodedChunk(ids, labels, np.array(begins, bool), bad, counts)
+
+
+def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:
+    """Return a bad sample's place and reason, each in one line: a template's reason may quote the sample."""
+    return plain(where, lines=False), plain(str(reason), lines=False)
 
 
 def _pieces(sample: Any) -> list[Any]:
@@ -188,14 +207,13 @@ def _pieces(sample: Any) -> list[Any]:
         line_end = sample.text.rfind("\n", start, stop) + 1
         if stop < len(sample.text) and line_end > start:
             stop = line_end
-        pieces.append(formats.Text(sample.text[start:stop]))
+        begins, ends = sample.begins and not start, sample.ends and stop == len(sample.text)
+        pieces.append(formats.Text(sample.text[start:stop], begins, ends))
         start = stop
     return pieces
 
 
 def _join(pieces: list[Encoded]) -> Encoded:
-    """One document: an end-of-text token stands behind the last piece only."""
-    ends = pieces[-1].input_ids[-1]
-    ids = [p.input_ids[:-1] if p.input_ids[-1] == ends else p.input_ids for p in pieces[:-1]]
-    joined = np.concatenate([*ids, pieces[-1].input_ids])
-    return Encoded(input_ids=joined, labels=joined, cut=False)
+    """Return the pieces of a text as one document."""
+    joined = np.concatenate([piece.input_ids for piece in pieces])
+    return Encoded(joined, joined, plain=any(piece.plain for piece in pieces))

@@ -15,11 +15,15 @@ Span = tuple[int, int]
 
 
 class Rendered(NamedTuple):
-    """A chat as text. ``turns``: the characters of each assistant turn, up to its end-of-turn token."""
+    """A chat as text. ``turns``: the characters of each supervised turn, up to its end-of-turn token.
+
+    ``added_eos``: turns that were given an end-of-text token. ``shortened``: turns of which the template leaves out a part.
+    """
 
     text: str
     turns: list[Span]
     added_eos: int
+    shortened: int
 
 
 class Tokenized(NamedTuple):
@@ -110,13 +114,52 @@ class TurnTokenizer:
         return results
 
 
-def token_ids(tokenizer: Any, texts: list[str]) -> list[np.ndarray]:
-    """int32 ids of each text, nothing put around it."""
+class ControlTokens:
+    """The tokens that a tokenizer puts around a text, and the check that the text of a sample names no control token."""
+
+    def __init__(self, tokenizer: Any):
+        self.leading = leading_ids(tokenizer)
+        self._begin = "".join(tokenizer.convert_ids_to_tokens(self.leading))
+        self._end = tokenizer.eos_token or ""
+        names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names += tokenizer.all_special_tokens  # not every tokenizer marks its own as special
+        self._named = any_of(name for name in names if name.strip())
+
+    def bare(self, text: str, *, begins: bool = True, ends: bool = True) -> str:
+        """Return ``text`` without the BOS before it and the end-of-text token behind it, which some published data has."""
+        if begins and self._begin:
+            text = text.removeprefix(self._begin)
+        if ends and self._end and text.rstrip().endswith(self._end):
+            text = text.rstrip().removesuffix(self._end)
+        return text
+
+    def named(self, text: str) -> bool:
+        """Return whether the tokenizer would read a control token out of ``text``."""
+        return self._named.search(text) is not None
+
+    def refusal(self, what: str, text: str) -> str | None:
+        """Return why ``text`` cannot be used; None where it names no special token."""
+        found = self._named.search(text)
+        return f"{what} has the text {found[0]!r}, which the tokenizer reads as a special token" if found else None
+
+
+def token_ids(tokenizer: Any, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
+    """Return int32 ids of each text, nothing put around it. ``plain``: names of special tokens are characters."""
     if tokenizer.is_fast:
-        rows = [e.ids for e in plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)]
+        backend = plain_backend(tokenizer)
+        backend.encode_special_tokens = plain
+        rows = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        backend.encode_special_tokens = False
     else:
-        rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
+        rows = [tokenizer(text, **options)["input_ids"] for text in texts]
     return [np.array(row, np.int32) for row in rows]
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """Return the ids that the tokenizer itself puts before a text: a BOS in most, nothing in many."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
 
 
 def plain_backend(tokenizer: Any) -> Any:

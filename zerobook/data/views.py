@@ -190,6 +190,11 @@ class Part:
         return [len(view) for view in self.views]
 
     @property
+    def is_empty(self) -> bool:
+        """Every row is skipped."""
+        return self.dropped is not None and bool(self.dropped.all())
+
+    @property
     def isolated(self) -> bool:
         """Rows hold several samples that must not see each other."""
         return any(view.isolated for view in self.views)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from zerobook.bars import tqdm
 from zerobook.data.collate import Seq2SeqCollator
 from zerobook.data.feed import IGNORE
+from zerobook.data.templates import end_tokens
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.strategy import Strategy
 
@@ -37,6 +39,45 @@ def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_toke
     if num_beams == 1:
         config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
     return config
+
+
+def stop_tokens(own: GenerationConfig, tokenizer: Any, *, encoder_decoder: bool) -> list[int]:
+    """Return every token that ends an answer: those of the model's own generation config, and those that training ends with.
+
+    A base model's config often names the end of a document only, while its chat template ends turns with another token.
+    """
+    ends = own.eos_token_id
+    named = set(ends if isinstance(ends, list) else [ends]) - {None}
+    return sorted(named | end_tokens(tokenizer, chats=not encoder_decoder))
+
+
+def _one_or_all(tokens: list[int]) -> int | list[int] | None:
+    """Return stop tokens as a config holds them: a single one as a number, since some readers accept no list."""
+    return tokens[0] if len(tokens) == 1 else tokens or None
+
+
+def save_generation_config(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write ``generation_config.json`` into ``folder``, with every token at which the model stops.
+
+    ``save_pretrained`` does not write it, because its checks refuse many published configs once they are changed.
+    """
+    config = copy.deepcopy(model.generation_config)
+    config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
+    config._from_model_config = False  # otherwise the file says that it was derived from config.json, which names fewer tokens
+    config.to_json_file(folder / "generation_config.json", use_diff=True)
+
+
+def answer_as_measured(
+    model: Any, tokenizer: Any, *, source_prefix: str, num_beams: int, max_tokens: int, min_tokens: int
+) -> None:
+    """Write to an encoder-decoder's configs how it generates, and its prefix. Both are saved with the model, so that it
+    answers later as it did when it was measured.
+    """
+    own = model.generation_config
+    model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens)
+    model.generation_config.eos_token_id = _one_or_all(stop_tokens(own, tokenizer, encoder_decoder=True))
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}
 
 
 class GenerationScorer:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from zerobook.bars import tqdm
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import SampleOrder
 from zerobook.strategy import Strategy

@@ -69,11 +69,12 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
-        model, base = _load_adapter(name, options)
+        model, base, of_base = _load_adapter(name, options)
     else:
-        model, base = _load_model(name, options, str(path)), name
+        model, base, of_base = _load_model(name, options, str(path)), name, options
     # an adapter that was saved without its tokenizer speaks its base's
-    tokenizer = _load_tokenizer(name if (Path(name) / "tokenizer_config.json").exists() else base, options, str(path))
+    own = (Path(name) / "tokenizer_config.json").exists()
+    tokenizer = _load_tokenizer(*((name, options) if own else (base, of_base)), str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
     # training switches the cache off and saves that; without it every answer takes quadratic time
     model.config.use_cache = True
@@ -95,9 +96,7 @@ def _hush() -> None:
 def locate_result(name: str) -> str:
     """The folder that really holds the files, or ``name`` itself where only the hub can know it."""
     if name.startswith(embedded.PREFIX):
-        if name != f"{embedded.PREFIX}smollm2":
-            raise ConfigError(f"{name}: the only embedded model is {embedded.PREFIX}smollm2.")
-        return _embedded()
+        return _embedded(name)
     folder = Path(name).expanduser()
     if not folder.exists():
         beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
@@ -125,25 +124,27 @@ def _holds_result(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
 
 
-def _embedded() -> str:
+def _embedded(name: str) -> str:
     with redirect_stdout(sys.stderr):  # it tells of its conversion, and stdout is for answers
-        return str(embedded.smollm2())
+        return embedded.located(name)
 
 
-def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str]:
-    """The adapted model, and where its base was found."""
+def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str, dict[str, Any]]:
+    """Return the adapted model, where its base was found, and the options that the base was loaded with."""
     from peft import PeftModel
+    from transformers import GenerationConfig
 
     file = Path(folder) / "adapter_config.json"
     try:
-        asked = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        asked, revision = facts.get("base_model_name_or_path"), facts.get("revision")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
     if not asked:
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
-    base = asked
+    base, options = asked, options | {"revision": revision or "main"}
     if not Path(asked).exists() and Path(asked).parts[-2:] == (embedded.cache_dir() / "SmolLM2-135M-Instruct").parts[-2:]:
-        base = _embedded()  # trained on another machine, or under another home
+        base = _embedded(f"{embedded.PREFIX}smollm2")  # trained on another machine, or under another home
     try:
         base = locate_result(base)
         model = _load_model(base, options, asked)
@@ -153,7 +154,9 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str]
             f"Bring the base there, or write its place into {file} as base_model_name_or_path."
         ) from error
     try:
-        return PeftModel.from_pretrained(model, folder), base
+        if (Path(folder) / "generation_config.json").exists():  # the run's own: it names the tokens that end its chats
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return PeftModel.from_pretrained(model, folder), base, options
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(f"{folder}: the adapter does not load onto {asked}: {_first_line(error)}") from error
 

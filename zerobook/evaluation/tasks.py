@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from zerobook.bars import tqdm
+from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
+from zerobook.terminal import console
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
@@ -174,11 +176,13 @@ class Encoder:
         self.prefix = prefix
         self.cut = 0
         """Sequences that lost the beginning of their prompt."""
-        bos = tokenizer.bos_token_id
-        adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-        self.lead = [bos] if adds_bos and not self.chat else []  # templates write their own
+        self.control = ControlTokens(tokenizer)
+        self.lead = [] if self.chat else self.control.leading  # as in training; templates write their own
 
     def __call__(self, question: str, choice: str) -> Scored:
+        refusal = self.control.refusal("its text", question) or self.control.refusal("its choice", choice)
+        if refusal:
+            raise DataError(f"the question {question[:60]!r} cannot be asked: {refusal}. Leave it out.")
         prompt = f"{question}\nAnswer:"
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
@@ -450,13 +454,9 @@ def _as_json(asked: argparse.Namespace, cut: int, table: list[dict[str, Any]]) -
 
 
 def _print(path: str, table: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(
-        title=escape(path), title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left"
-    )
+    shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
     shown.add_column("task", overflow="fold")
     shown.add_column("subject", overflow="fold")
     for name in ("questions", "acc", "acc_norm", "chance"):
@@ -465,7 +465,7 @@ def _print(path: str, table: list[dict[str, Any]]) -> None:
         total = row["subject"] is None
         cells = [f"{row[name]:.3f} ± {row[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm")]
         shown.add_row(
-            escape(row["task"]) if total else "", "all" if total else escape(row["subject"]), str(row["questions"]),
+            row["task"] if total else "", "all" if total else row["subject"], str(row["questions"]),
             *cells, f"{row['chance']:.3f}", style="bold" if total else "",
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 140).print(shown)
+    console().print(shown)

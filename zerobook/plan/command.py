@@ -13,6 +13,8 @@ from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.plan.hardware import DEVICES, Cluster, cluster, known
 from zerobook.plan.units import parse_count, size
+from zerobook.recipe_file import RUNS
+from zerobook.terminal import console, say
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig, Resolved
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
     from zerobook.plan.rows import Row, Subject, Traced
 
 ROOT = Path(__file__).resolve().parents[2]
-USAGE = """zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
+USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
 
 MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
 recipes/seq2seq_chatbot.py for an encoder-decoder; name a recipe to plan another, and give its flags behind.
+To read its flags, {RUNS}; nothing is trained.
 
 examples:
   zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16
@@ -84,7 +87,7 @@ def plan(argv: list[str]) -> int:
     subject, rows, traced = _plan(config, sources, where, asked.strategies)
     advice = _advice(recipe, config, sources, where, asked.strategies, rows, traced) if asked.recommend else None
     # what is printed as JSON is alone
-    say = partial(print, file=sys.stderr if asked.json == "-" else sys.stdout)
+    tell = partial(say, file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json:
         told = {} if advice is None else {"advice": advice.record()}
         table.write_json(asked.json, table.record(subject, rows, where) | told)
@@ -95,11 +98,11 @@ def plan(argv: list[str]) -> int:
 
         title = f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}"
         draw(rows, where, title, Path(asked.png))
-        say(f"wrote {asked.png}")
+        tell(f"wrote {asked.png}")
     if advice is not None:
-        say(advice.words())
+        tell(advice.words())
     elif asked.recommend:
-        say("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
+        tell("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
     return 0 if any(row.fits for row in rows) else 1
 
 
@@ -195,8 +198,8 @@ def here(processes: str | None) -> Cluster:
 def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], RecipeConfig, Resolved]:
     """The recipe, its flags, and what they come to."""
     from zerobook.config import parse
-    from zerobook.doctor import _config_class
     from zerobook.plan.job import NoClass, read_config
+    from zerobook.recipe_file import config_class
 
     recipe = Path(first)
     if recipe.suffix != ".py":
@@ -206,7 +209,7 @@ def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str],
             both = error.facts.get("is_encoder_decoder", False)
         kind = "seq2seq_chatbot" if both else "causal_lm"
         recipe, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
-    config, sources, _ = parse(_config_class(str(recipe)), flags, data=data)
+    config, sources, _ = parse(config_class(str(recipe)), flags, data=data)
     return recipe, flags, config, sources
 
 
@@ -222,8 +225,7 @@ def _files(chosen: str | None) -> list[Path]:
 
 
 def _rows(config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
-    from tqdm import tqdm
-
+    from zerobook.bars import tqdm
     from zerobook.plan.job import job
     from zerobook.plan.rows import Traced, rank, row
 
@@ -260,14 +262,14 @@ def _advice(
 ) -> Advice | None:  # fmt: skip
     """What to take; None where there are but formulas, on which no rule can be tried."""
     from zerobook.config import changed
-    from zerobook.doctor import _config_class
     from zerobook.plan.recommend import recommend
+    from zerobook.recipe_file import config_class
 
     if traced is None:
         return None
 
     def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
-        kind = type(config) if other is None else _config_class(str(recipe.with_name(f"{other}.py")))
+        kind = type(config) if other is None else config_class(str(recipe.with_name(f"{other}.py")))
         return _rows(*changed(config, sources, kind, changes), where, chosen)
 
     return recommend(traced, rows, where, replan)
@@ -275,10 +277,9 @@ def _advice(
 
 def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
     """Print planned beside measured. Returns 0 where every run came through."""
-    from rich.console import Console
     from rich.table import Table
-    from tqdm import tqdm
 
+    from zerobook.bars import tqdm
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
 
@@ -302,18 +303,17 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
     for made in found:
         cells = [_beside(made.figures[name]) if name in made.figures else "-" for name in names]
         compared.add_row(made.file, str(made.ranks), *cells)
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-    console.print(compared)
+    out = console(table.WIDTH)
+    out.print(compared)
     for made in found:
         if made.died:
-            console.print(f"[bold]{made.file}[/]: {made.died}")
+            out.print(f"{made.file}: {made.died}")
     return 0 if alright else 1
 
 
 def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
     """Print what was tried. Returns 0 where something came through."""
-    from tqdm import tqdm
-
+    from zerobook.bars import tqdm
     from zerobook.plan.autotune import autotune, write
     from zerobook.plan.job import job
 
@@ -334,20 +334,20 @@ def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Name
 
         files = _files(asked.strategies)
         tuned = autotune(job(config), recipe, flags, files, where, sources, int(asked.global_batch), progress)
-    print(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {asked.global_batch} on {where.name}")
+    say(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {asked.global_batch} on {where.name}")
     for candidate in tuned.tried:
         samples = candidate.planned.tokens_per_second / candidate.planned.tokens_per_step * int(asked.global_batch)
         end = f" ({candidate.died})" if candidate.died else ""
-        print(f"{candidate.rate:>10.4g}  {samples:>10.4g}   {candidate.words}{end}")
+        say(f"{candidate.rate:>10.4g}  {samples:>10.4g}   {candidate.words}{end}")
     if tuned.best is None:
         return 1
     if tuned.knee is not None and len(tuned.curve) > 1:
         shown = ", ".join(f"{micro}: {rate:.4g}" for micro, rate in tuned.curve)
         rising = tuned.knee == tuned.curve[-1][0]
-        print(f"samples/s by micro-batch: {shown}; {'still rising' if rising else f'from {tuned.knee} on it hardly rises'}")
+        say(f"samples/s by micro-batch: {shown}; {'still rising' if rising else f'from {tuned.knee} on it hardly rises'}")
     strategy, override = write(tuned, recipe, where, Path(asked.autotune))
-    print(f"wrote {strategy} and {override}")
-    print(
+    say(f"wrote {strategy} and {override}")
+    say(
         f"the learning rate stays at {config.learning_rate:g}: the global batch is what was asked for, however it is cut. "
         "Another batch wants another rate, which grows with its square root under Adam; very large models want a lower one."
     )

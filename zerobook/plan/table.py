@@ -6,7 +6,6 @@ Imports nothing heavy, so that the formulas alone are there in a tenth of a seco
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.paper import Paper, paper
 from zerobook.plan.spread import Spread
 from zerobook.plan.units import count, duration, gb, size
+from zerobook.terminal import console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,37 +30,36 @@ Column = tuple[str, "Callable[[Row], str]"]
 
 def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
     """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    out = console(WIDTH, markup=True)
     shape = subject.shape
     lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
     room = f", host {size(where.host_memory)}" if where.host_memory else ""
-    console.print(
+    out.print(
         f"[bold]{escape(subject.name)}[/]: {count(subject.parameters)} parameters, {count(subject.trained)} trained | "
         f"micro-batch {shape.rows} x {lengths} tokens, accumulation {subject.accumulation} | {where.name}, "
         f"{gb(where.device.memory)} GB each{room}"
     )
     if subject.by_formula:
-        console.print(f"[yellow]by formula[/], not counted or traced: {escape(subject.by_formula)}")
+        out.print(f"[yellow]by formula[/], not counted or traced: {escape(subject.by_formula)}")
     by = "BY FORMULA: " if subject.by_formula else ""
     title = f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)"
-    console.print(_table(title, _memory(subject, rows), rows, where))
+    out.print(_table(title, _memory(subject, rows), rows, where))
     sends = any(row.sent for row in rows)
     title = f"{by}{'sent in a step, and its time' if sends else 'time of a step; nothing is sent'}"
-    console.print(_table(title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows, where))
-    _misfits(console, rows)
+    out.print(_table(title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows, where))
+    _misfits(out, rows)
     best = rows[0]
     if best.fits and best.time is not None:
-        console.print(
+        out.print(
             f"best{' by formula' if by else ''}: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of "
             f"{best.tokens_per_step:,} tokens, {duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
         )
     else:
-        console.print("[red]nothing fits.[/]")
+        out.print("[red]nothing fits.[/]")
     for line in _footer(subject, rows, where):
-        console.print(f"[dim]{line}[/]")
+        out.print(f"[dim]{escape(line)}[/]")
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cluster) -> Table:
@@ -153,13 +152,13 @@ def _paper(row: Row) -> Paper:
     return row.paper
 
 
-def _misfits(console: Any, rows: Sequence[Row]) -> None:
+def _misfits(out: Any, rows: Sequence[Row]) -> None:
     """Why rows cannot run, and what would help those that do not fit; those with one reason and remedy on one line."""
     from rich.markup import escape
 
     for row in rows:
         for problem in row.problems:
-            console.print(f"[bold]{row.file}[/] cannot {'be planned' if row.untraced else 'run'}: {escape(problem)}")
+            out.print(f"[bold]{row.file}[/] cannot {'be planned' if row.untraced else 'run'}: {escape(problem)}")
     alike: dict[tuple, list[Row]] = {}
     for row in rows:
         if row.over:
@@ -167,7 +166,7 @@ def _misfits(console: Any, rows: Sequence[Row]) -> None:
     for (reasons, remedies), some in alike.items():
         why = "; ".join(some[0].over) if len(some) == 1 else " and ".join(reasons)
         way = f" -> {' or '.join(remedies)}" if remedies else ""
-        console.print(f"does not fit ({why}): [bold]{', '.join(row.file for row in some)}[/]{way}")
+        out.print(f"does not fit ({why}): [bold]{', '.join(row.file for row in some)}[/]{way}")
 
 
 def _footer(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[str]:
@@ -221,7 +220,7 @@ def write_json(target: str, found: Any) -> None:
         print(text)
     else:
         Path(target).write_text(text + "\n")
-        print(f"wrote {target}")
+        say(f"wrote {target}")
 
 
 def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 from zerobook.errors import ConfigError
 
@@ -23,7 +24,9 @@ def parse_bytes(text: str, key: str) -> int:
     if match is None or value is None:
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
         raise ConfigError(f"{key}: {text!r} is no amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
-    amount = int(value * (_DECIMAL | _BINARY)[(match[2] or "").lower()])
+    amount = int(
+        Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()]
+    )  # exact: the float 2.01 times 10^9 is below 2010000000
     if amount <= 0:
         raise ConfigError(f"{key}: {text!r} is nothing. Give what there is, such as 80GB.")
     return amount
@@ -52,7 +55,7 @@ def parse_count(text: str, key: str) -> int:
     value = _number(match[1]) if match else None
     if match is None or not value:
         raise ConfigError(f"{key}: {text!r} is no number of parameters such as 7.5B, 350M or 7500000000.")
-    return int(value * _COUNTS[(match[2] or "").lower()])
+    return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
 
 
 def _number(text: str) -> float | None:

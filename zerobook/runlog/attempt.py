@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from tqdm import tqdm
 
+from zerobook.bars import tqdm
 from zerobook.runlog.lines import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
@@ -115,7 +115,7 @@ def _git() -> dict[str, Any] | None:
 
 
 class Decided(NamedTuple):
-    """What earlier attempts have decided and found out, as the log holds it."""
+    """Decisions, findings and actions of earlier attempts, read from the log."""
 
     skips: list[list[int]]
     """[start, end) of samples left out"""
@@ -125,13 +125,22 @@ class Decided(NamedTuple):
     """`zerobook.runlog.policy.Ladder.state`"""
     proven: list[int]
     """steps whose checkpoints, as they are now, were proven good"""
+    step: int
+    """the last step they logged"""
+    redone: int
+    """steps that they did and gave up; ``step + redone`` is what trackers saw last"""
 
 
 def decided(folder: Path) -> Decided:
     """Read what the log holds of it."""
-    found = Decided([], [], {}, [])
+    found = Decided([], [], {}, [], step=0, redone=0)
     for record in stream(folder / EVENTS):
-        if record["type"] == "skip":
+        if record["type"] == "metrics":
+            found = found._replace(step=record["steps"][1])
+        elif record["type"] == "run_start" or (record["type"] == "rollback" and record["phase"] == "outcome"):
+            # training goes on from this step: what was logged behind it is given up
+            found = found._replace(step=record["step"], redone=found.redone + max(0, found.step - record["step"]))
+        elif record["type"] == "skip":
             found.skips.extend(record["ranges"])
         elif record["type"] == "lr_change":
             found.cuts.append(record["cut"])

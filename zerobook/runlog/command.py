@@ -28,8 +28,9 @@ from typing import Any
 
 from zerobook.errors import RunLogError
 from zerobook.runlog.history import History, folder_of, is_being_written, last_of
-from zerobook.runlog.words import QUIET, duration, sentence
+from zerobook.runlog.words import QUIET, duration, far_above_best, figure, sentence
 from zerobook.runlog.writer import EVENTS, LAST_WORDS
+from zerobook.terminal import console, plain, say
 
 
 def runlog(arguments: list[str]) -> int:
@@ -56,12 +57,6 @@ def runlog(arguments: list[str]) -> int:
     return _ACTIONS[known.action](known) or 0
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
-
-
 def _table(*columns: str) -> Any:
     from rich.table import Table
 
@@ -81,7 +76,7 @@ def _step(text: str) -> int:
 
 # --- status
 def status(known: argparse.Namespace) -> None:
-    print(in_words(folder_of(known.run)))
+    say(in_words(folder_of(known.run)))
 
 
 def in_words(folder: Path) -> str:
@@ -112,17 +107,18 @@ def in_words(folder: Path) -> str:
     branch = max((event["branch"] for event in own.values()), default=start["branch"])
     words = words.replace(f"branch {start['branch']}", f"branch {branch}")
     if metrics:
-        loss = metrics["loss"]
-        words += f", loss {loss:.4f}" if loss is not None else ", loss not finite"
+        words += f", loss {figure(metrics['loss'], '.4f')}"
         words += f", {metrics['tokens_per_second']:,.0f} tokens/s"
     words += "."
     if ended is not None and ended["type"] != "run_end":
         words += f" {sentence(ended)}"
+    elif ended is not None and ended.get("far_above_best"):
+        words += f" {far_above_best(ended['far_above_best'])}"
     if "eval" in found and "loss" in found["eval"]:
-        words += f" Held-out loss {found['eval']['loss']:.4f} at step {found['eval']['step']}."
+        words += f" Held-out loss {figure(found['eval']['loss'], '.4f')} at step {found['eval']['step']}."
     if "decision" in found:
         words += f" Last decision: {found['decision']['measure']} ({found['decision']['rule']})."
-    return words
+    return plain(words, lines=False)
 
 
 # --- what happened
@@ -133,15 +129,15 @@ def why(known: argparse.Namespace) -> int | None:
         step = _step(known.rest[0])
         near = [d for d in decisions if (cause := history.causes(d)[0]).get("onset", -1) <= step <= cause.get("step", -1)]
         if not near:
-            print(f"Nothing was decided about step {step}.")
+            say(f"Nothing was decided about step {step}.")
             return 1
         decisions = near
     if not decisions:
-        print("Nothing had to be decided.")
+        say("Nothing had to be decided.")
         return None
     for decision in decisions if known.rest else decisions[-1:]:
         for event in [*history.causes(decision), *history.effects(decision)]:
-            print(f"[{event['seq']}] {sentence(event)}")
+            say(f"[{event['seq']}] {sentence(event)}")
     return None
 
 
@@ -161,8 +157,8 @@ def spikes(known: argparse.Namespace) -> None:
             done,
         )
     odd = len([e for e in history.of("anomaly") if e["kind"] == "outlier"])
-    _console().print(table if table.row_count else "No spike.")
-    print(f"{odd} times the data was odd for a step or a few; nothing is done about that.")
+    console().print(table if table.row_count else "No spike.")
+    say(f"{odd} times the data was odd for a step or a few; nothing is done about that.")
 
 
 def lost(known: argparse.Namespace) -> None:
@@ -175,8 +171,8 @@ def lost(known: argparse.Namespace) -> None:
     for name, seconds, steps in rows:
         share = f"{seconds / spent.total:.1%}" if spent.total else ""
         table.add_row(name, duration(seconds), share, "" if steps is None else str(steps))
-    _console().print(table)
-    print(f"{spent.ratio:.1%} of {duration(spent.total)} went into training that lives on.")
+    console().print(table)
+    say(f"{spent.ratio:.1%} of {duration(spent.total)} went into training that lives on.")
 
 
 def good(known: argparse.Namespace) -> None:
@@ -194,20 +190,20 @@ def good(known: argparse.Namespace) -> None:
         state = "of a branch that was given up" if given_up else "proven good" if facts["proven"] else "not proven yet"
         there = Path(facts["folder"]).exists() and not given_up
         table.add_row(str(facts["seq"]), str(step), str(facts["branch"]), state, facts["folder"] if there else "no")
-    _console().print(table if states else "No checkpoint was saved.")
+    console().print(table if states else "No checkpoint was saved.")
 
 
 def skipped(known: argparse.Namespace) -> None:
     found = History.read(known.run).of("skip")
     if not found:
-        print("Nothing is left out.")
+        say("Nothing is left out.")
         return
     table = _table("seq", "steps", "samples", "ranges", "why")
     for event in found:
         shown = ", ".join(str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in event["ranges"][:40])
         more = f" and {len(event['ranges']) - 40} more" if len(event["ranges"]) > 40 else ""
         table.add_row(str(event["seq"]), "{} to {}".format(*event["steps"]), str(event["samples"]), shown + more, event["why"])
-    _console().print(table)
+    console().print(table)
 
 
 def path(known: argparse.Namespace) -> None:
@@ -223,7 +219,7 @@ def path(known: argparse.Namespace) -> None:
             else f"step {branch.lives_to}"
         )
         table.add_row(str(branch.number), str(branch.attempt), str(branch.start), str(branch.end), lives, cause)
-    _console().print(table)
+    console().print(table)
 
 
 # --- comparing
@@ -249,15 +245,15 @@ def diff(known: argparse.Namespace) -> int | None:
         for key in sorted(set(was) | set(now)):
             if was.get(key) != now.get(key):
                 table.add_row(key, str(was.get(key)), str(now.get(key)))
-    _console().print(table if table.row_count else "The settings and versions are the same.")
+    console().print(table if table.row_count else "The settings and versions are the same.")
     if losses:
         shared = sorted(set(losses[0]) & set(losses[1]))
         apart = next((s for s in shared if losses[0][s] != losses[1][s]), None)
         if apart is None:
-            print(f"The losses of the {len(shared)} steps that both have are the same, bit for bit.")
+            say(f"The losses of the {len(shared)} steps that both have are the same, bit for bit.")
         else:
             far = max(shared, key=lambda s: abs((losses[0][s] or 0) - (losses[1][s] or 0)))
-            print(f"The losses differ from step {apart} on ({losses[0][apart]} and {losses[1][apart]}), most at step {far} "
+            say(f"The losses differ from step {apart} on ({losses[0][apart]} and {losses[1][apart]}), most at step {far} "
                   f"({losses[0][far]} and {losses[1][far]}).")  # fmt: skip
     return None
 
@@ -272,12 +268,12 @@ def note(known: argparse.Namespace) -> int | None:
     text, by = known.rest[0], getpass.getuser()
     if is_being_written(folder):
         leave_note(folder, text, by)
-        print("Noted; the run takes it into its log at its next log point.")
+        say("Noted; the run takes it into its log at its next log point.")
         return None
     log = RunLog(folder.parent, attempt=False)
     seq = log.event("note", text=text, by=by)
     log.close()
-    print(f"Noted as [{seq}].")
+    say(f"Noted as [{seq}].")
     return None
 
 
@@ -286,8 +282,8 @@ def verify(known: argparse.Namespace) -> int:
 
     found, counts = problems(folder_of(known.run))
     for problem in found:
-        print(problem)
-    print(
+        say(problem)
+    say(
         f"{counts['events']:,} events and {counts['steps']:,} steps read: "
         + (f"{len(found)} problems" if found else "all sound")
     )
@@ -313,7 +309,7 @@ def replay(known: argparse.Namespace) -> int | None:
     history = History.read(known.run)
     near = [e for e in history.of("spike") if e["onset"] - 16 <= step <= e["step"] + 16]
     if not near:
-        print(f"There is no spike at step {step}. zerobook runlog spikes {known.run} lists them.")
+        say(f"There is no spike at step {step}. zerobook runlog spikes {known.run} lists them.")
         return 1
     spike = near[0]
     detector = Detector()
@@ -321,19 +317,19 @@ def replay(known: argparse.Namespace) -> int | None:
     for point in points_of(history.steps(seen_from=spike["branch"])):
         if point.step > spike["step"] + 4:
             break
-        level = detector.loss.level() if len(detector.loss.near) else point.loss
+        level = detector.level() if len(detector.loss.near) else point.loss
         unit = detector.loss.unit() if len(detector.loss.near) else 1.0
         found = detector.update(point)
         if point.step >= spike["onset"] - 4:
             says = "; ".join(f"{f.kind}: {f.reason}" for f in found)
             table.add_row(str(point.step), f"{point.loss:.4g}", f"{level:.4g}", f"{(point.loss - level) / unit:.1f}",
                           f"{detector.evidence:.1f}", says)  # fmt: skip
-    _console().print(table)
+    console().print(table)
     before = [e for e in history.of("checkpoint") if e["state"] == "complete" and e["step"] < spike["onset"] - 1]
     there = [e["folder"] for e in before if Path(e["folder"]).exists()]
     if there:
         flags = f"--resume_from_checkpoint {there[-1]} --output_dir NEW --on_spike log --max_train_steps {spike['step'] + 4}"
-        print(f"To do these steps again from the checkpoint before them, add to the run's own launch line:\n  {flags}")
+        say(f"To do these steps again from the checkpoint before them, add to the run's own launch line:\n  {flags}")
     return None
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from zerobook.errors import DataError
 from zerobook.runlog.detector import Detector, Finding, Point, Settings
+from zerobook.runlog.history import History
+from zerobook.runlog.writer import EVENTS
 
 STEP = ("step", "global_step", "_step", "iteration", "iter")
 LOSS = ("loss", "train_loss", "train/loss", "training_loss", "lm loss", "lm_loss")
@@ -19,7 +21,7 @@ RATE = ("learning_rate", "train/learning_rate", "lr")
 
 
 def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
-    """The points of a loss curve, in the file's order.
+    """Return the points of a loss curve, in the file's order.
 
     Args:
         path: a ``trainer_state.json`` (transformers), a CSV with a header, JSON Lines, or a run's ``output_dir``.
@@ -30,13 +32,13 @@ def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
         DataError: where there is no curve in it; it names the columns that were found.
     """
     path = Path(path).expanduser()
-    if path.is_dir():
-        path = path / "runlog" / "steps.jsonl"
-    if not path.exists():
+    run = path.is_dir() and (path / "runlog" / EVENTS).exists()
+    if not run and not path.is_file():
         raise DataError(f"{path}: there is no such file. Give a trainer_state.json, a CSV, JSON Lines, or a run's output_dir.")
     norms = dict(_pairs(Path(grad_norm), NORM)) if grad_norm else {}
     points = []
-    for row in _rows(path, LOSS):
+    # a run's steps that were given up are left out: another attempt or branch did them again
+    for row in History.read(path).steps(living=True) if run else _rows(path, LOSS):
         step, loss = _number(row, STEP), _number(row, LOSS)
         if step is not None and loss is not None and math.isfinite(step):
             norm = norms.get(int(step)) if norms else _number(row, NORM)

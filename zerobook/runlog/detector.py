@@ -1,13 +1,16 @@
-"""Which losses are a spike, and of what sort: fed one logged point at a time, it says what it sees and why.
+"""Find loss spikes and say what kind they are. Fed one logged point at a time; causal; it acts on nothing.
 
-It acts on nothing. Three ideas carry it:
-
-*   A point is judged by its excess over the median of the last accepted points, in units of their usual excess (an upper
-    quantile, so heavy tails, two-mode noise and periodic data count as usual). Points judged high never enter either.
-*   One point proves nothing. Excesses, each capped, are added up less a drift (a one-sided CUSUM: Page, "Continuous
-    inspection schemes", Biometrika 1954), and an alarm also needs high points over more steps than odd data lasts.
-*   What an excursion was is judged from its shape: back at once, coming back, stepping to a new level, rising, or the
-    run's own beginning over again.
+*   Level: the median of the last ``near`` accepted points. Excess of a point: ``(loss - level) / unit``.
+*   Unit: what one standard deviation is to normal noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), least * level)``, where the
+    residuals ``r`` are distances from the trend, not from the level, which lags behind it: each accepted point is compared
+    with the median of the ``near // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis", 1977).
+    A steep descent therefore does not make the unit large, and heavy tails, two-mode noise and periodic data do.
+    Points judged high enter neither level nor unit.
+*   Evidence: excesses, each at most ``cap``, are added up less ``drift`` (one-sided CUSUM: Page, "Continuous inspection
+    schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
+*   Shape: an excursion comes back at once, comes back slowly, steps to a new level, rises, or repeats the run's beginning.
+*   Shock: a gradient norm ``shock`` times the usual is evidence against the weights. The level before it is
+    kept for eight times ``patience`` points: a slow rise behind it is not followed, and no new level is accepted.
 
 The defaults were chosen on public logs; docs/detector.md has the table, and `scripts/detector_table.py` makes it.
 """
@@ -24,14 +27,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Points are logged points; excesses are in units of the usual excess."""
+    """Points are logged points; excesses are in units of the usual residual."""
 
     near: int = 24
     """accepted points whose median is the level"""
     window: int = 128
-    """accepted points whose excesses are the usual ones"""
+    """accepted points whose residuals give the unit"""
     least: float = 0.02
-    """smallest unit of excess, as a share of the level"""
+    """smallest unit, as a share of the level"""
     young: float = 0.15
     """the same with no history, shrinking over the first ``near`` points"""
     high: float = 3.0
@@ -50,6 +53,8 @@ class Settings:
     """times the level, or the run's first loss, that no data does to sound weights"""
     precursor: float = 8.0
     """excess of a gradient norm that arms"""
+    shock: float = 1000.0
+    """times the usual gradient norm that is evidence against the weights, whatever the loss does at that step"""
     chronic: int = 3
     """spikes within 1000 points that are a pattern"""
 
@@ -132,7 +137,7 @@ class _Rolling:
 
 
 class _Series:
-    """A series' level and usual excess over it."""
+    """A series' level, and the residuals to its trend."""
 
     def __init__(self, settings: Settings, state: dict[str, Any] | None = None):
         self.settings = settings
@@ -146,8 +151,8 @@ class _Series:
         return self.near.quantile(0.5)
 
     def unit(self) -> float:
-        """The usual excess: what one standard deviation is to normal noise, from the 95th percentile above the level and
-        from the median distance to it."""
+        """Return the usual residual: what one standard deviation is to normal noise, from the 95th percentile above the trend
+        and from the median distance to it."""
         level, s = self.level(), self.settings
         assert self.first is not None
         scale = max(abs(level), 0.02 * abs(self.first - level), 1e-12)
@@ -159,17 +164,19 @@ class _Series:
     def accept(self, value: float) -> None:
         if self.first is None:
             self.first = value
-        else:
-            self.learn(value - self.level())
         self.near.add(value)
+        width = self.settings.near // 2 + 1
+        around = list(self.near.order)[-width:]
+        if len(around) == width or len(around) % 2:  # a short history has a new middle with every second point
+            self.learn(around[len(around) // 2] - median(around))
 
-    def learn(self, excess: float) -> None:
-        """Take ``excess`` for a usual one, and leave the level."""
-        self.excess.add(excess)
-        self.size.add(abs(excess))
+    def learn(self, residual: float) -> None:
+        """Add a residual. The level stays."""
+        self.excess.add(residual)
+        self.size.add(abs(residual))
 
     def move(self, values: list[float]) -> None:
-        """Take ``values`` as the new level; the usual excess stays."""
+        """Take ``values`` as the new level; the residuals stay."""
         self.near = _Rolling(self.settings.near, values)
 
     def state(self) -> dict[str, Any]:
@@ -194,6 +201,8 @@ class _Excursion:
     """``damage`` or ``divergence``, once said"""
     peak_then: float = 0.0
     """the peak when that was said"""
+    touched: bool = False
+    """a point was at the base again since that was said"""
     extended: int = 0
     """how often it was given more time, since it was coming back"""
     rate: float | None = None
@@ -230,6 +239,10 @@ class Detector:
         self.rates: list[float] = state.get("rates", [])
         self.armed: int | None = state.get("armed")
         self.armed_at: int = state.get("armed_at", 0)
+        self.shock: float | None = state.get("shock")
+        """level before a gradient norm that is evidence against the weights"""
+        self.best: float | None = state.get("best")
+        """the lowest level so far"""
         self.masked: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
@@ -247,6 +260,8 @@ class Detector:
             "rates": list(self.rates),
             "armed": self.armed,
             "armed_at": self.armed_at,
+            "shock": self.shock,
+            "best": self.best,
             "masked": list(self.masked),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
@@ -283,6 +298,7 @@ class Detector:
             self.excursion = self.excursion or self._begin(point)
             self.excursion.confirmed, self.excursion.judged = True, "divergence"
             self._extend(point)
+            self.excursion.peak_then = self.excursion.peak
             found.append(
                 self._ended("divergence", point, self.excursion, f"a loss of {loss:.4g}: no data does that to sound weights")
             )
@@ -290,7 +306,14 @@ class Detector:
             self._calm_point(point, stride, found)
         else:
             self._spike_point(point, found)
+        if len(self.loss.near) >= self.settings.patience:
+            level = self.loss.level()
+            self.best = level if self.best is None else min(self.best, level)
         return found
+
+    def far_above(self, value: float, best: float) -> bool:
+        """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
+        return len(self.loss.near) > 0 and not value - best < self.settings.high * self.loss.unit()
 
     def finish(self) -> list[Finding]:
         """The series ends here: what an excursion that has not come back looks like so far."""
@@ -323,23 +346,34 @@ class Detector:
 
     # --- the gradient norm, which often moves first
     def _watch_norm(self, point: Point, found: list[Finding]) -> None:
-        if self.armed is not None and self.excursion is None and self.seen - self.armed_at > self.settings.patience:
-            self.armed = None
+        s = self.settings
+        lasts = s.patience * (1 if self.shock is None else 8)
+        if self.armed is not None and self.excursion is None and self.seen - self.armed_at > lasts:
+            self.armed = self.shock = None
         norm = point.grad_norm
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return
         value = math.log(norm)
-        if len(self.norm.near) < self.settings.near:
+        if len(self.norm.near) < s.near:
             self.norm.accept(value)
             return
         # a log is a ratio already, whose unit is not its own size; tenfold must look tenfold in every run
         usual = max(self.norm.excess.quantile(0.95) / 1.645, 0.1)
-        excess = (value - self.norm.level()) / usual
-        if excess < self.settings.precursor:
+        above = value - self.norm.level()
+        if above < s.precursor * usual:
             self.norm.accept(value)
-        elif self.armed is None and self.excursion is None:
+            return
+        shocks = above >= math.log(s.shock) and self.shock is None and len(self.loss.near) > 0
+        if shocks or (self.armed is None and self.excursion is None):
             before = math.exp(self.norm.level())
-            self._arm(point, f"gradient norm {norm:.3g}, {norm / before:.1f} times the usual {before:.3g}", found)
+            self._arm(point, f"gradient norm {norm:.3g}, {norm / before:.3g} times the usual {before:.3g}", found)
+        if shocks:
+            self.shock = self.level()
+
+    def level(self) -> float:
+        """Return what the next loss is compared with."""
+        level = self.excursion.base if self.excursion else self.loss.level()
+        return level if self.shock is None else min(level, self.shock)
 
     def _arm(self, point: Point, reason: str, found: list[Finding]) -> None:
         self.armed, self.armed_at = point.step, self.seen
@@ -348,7 +382,7 @@ class Detector:
     # --- no alarm yet
     def _calm_point(self, point: Point, stride: int, found: list[Finding]) -> None:
         s, loss = self.settings, point.loss
-        base = self.excursion.base if self.excursion else self.loss.level()
+        base = self.level()
         unit = self.excursion.unit if self.excursion else self.loss.unit()
         excess = (loss - base) / unit
         self.evidence = max(0.0, self.evidence + min(excess, s.cap) - s.drift)
@@ -368,9 +402,10 @@ class Detector:
         self._extend(point)
         if self.evidence == 0.0:
             gone, self.excursion = self.excursion, None
-            self.armed = None
+            if self.shock is None:
+                self.armed = None
             if max(gone.losses) - gone.base >= s.cap * gone.unit:
-                found.append(self._ended("outlier", point, gone, _outlier_words(gone)))
+                found.append(self._ended("outlier", point, gone, _outlier_words(gone, self.shock is not None)))
             # They do not move the level. But where one point in twenty is like that, it is what this data does.
             for value in gone.losses:
                 if value - gone.base < s.high * gone.unit:
@@ -380,7 +415,7 @@ class Detector:
 
     def _begin(self, point: Point) -> _Excursion:
         rate = self.rates[-1] if self.rates else None
-        return _Excursion(onset=point.step, base=self.loss.level(), unit=self.loss.unit(), rate=rate)
+        return _Excursion(onset=point.step, base=self.level(), unit=self.loss.unit(), rate=rate)
 
     def _extend(self, point: Point) -> None:
         assert self.excursion is not None
@@ -419,17 +454,22 @@ class Detector:
             return
         if point.loss - now.base < max(2 * now.unit, min(0.1 * (now.peak - now.base), 0.25 * abs(now.base))):
             now.back += 1
+            now.touched = now.judged is not None
             if now.back == 2:
                 points = len(now.losses) - now.back
                 words = f"back at {point.loss:.4g} after {points} points; it peaked at {now.peak:.4g}"
-                self._close([now.base, *now.losses[-2:]])
+                self._close([now.base, *now.losses[-2:]], settled=False)
                 found.append(self._ended("spike_end", point, now, words))
             return
         now.back = 0
         if now.judged is None:
             self._judge(point, found)
-        elif now.judged == "damage" and len(now.losses) >= 2 * s.patience and median(now.losses[-3:]) > now.peak_then:
-            now.judged = "divergence"
+        elif (
+            (now.judged == "damage" or now.touched)
+            and len(now.losses) >= 2 * s.patience
+            and median(now.losses[-3:]) > now.peak_then
+        ):
+            now.judged, now.peak_then, now.touched = "divergence", now.peak, False
             words = f"from {now.base:.4g} to {point.loss:.4g} in {len(now.losses)} points: it was coming down, and rises again"
             found.append(self._ended("divergence", point, now, words))
         elif len(now.losses) >= 8 * s.patience:
@@ -452,7 +492,7 @@ class Detector:
         lost = (late - now.base) / fall if fall > 0 else math.inf
         if regained >= 2 / 3 and now.extended < 3:
             now.extended += 1
-        elif self._explained(now) and lost < 0.1 and late < now.base + abs(now.base) and regained < 0.5:
+        elif self.shock is None and self._explained(now) and lost < 0.1 and late < now.base + abs(now.base) and regained < 0.5:
             self._close(now.losses[-s.near :])
             words = f"from {now.base:.4g} to {late:.4g}, {lost:.0%} of all that was learnt, and level since"
             found.append(self._ended("level_shift", point, now, words))
@@ -461,7 +501,7 @@ class Detector:
             words = f"{len(now.losses)} points after step {now.onset} it is {late:.4g}; it was {now.base:.4g}"
             found.append(self._ended("damage", point, now, words))
         else:
-            now.judged = "divergence"
+            now.judged, now.peak_then = "divergence", now.peak
             words = f"from {now.base:.4g} to {late:.4g} in {len(now.losses)} points, and not coming down"
             found.append(self._ended("divergence", point, now, words))
 
@@ -475,9 +515,12 @@ class Detector:
         """A raised learning rate explains a step; where the rate is not known, a step gets the benefit of the doubt."""
         return now.rate is None or not self.rates or max(self.rates) > 1.2 * min(self.rates)
 
-    def _close(self, level: list[float]) -> None:
+    def _close(self, level: list[float], *, settled: bool = True) -> None:
+        """End the excursion, and set the level. ``settled``: the level is accepted for good, so a shock is over too."""
         self.loss.move(level)
-        self.excursion, self.armed, self.evidence = None, None, 0.0
+        self.excursion, self.evidence = None, 0.0
+        if settled or self.shock is None:
+            self.armed = self.shock = None
 
     # --- words
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
@@ -492,6 +535,7 @@ class Detector:
         return Finding(kind=kind, step=point.step, onset=now.onset, points=points, base=now.base, peak=now.peak, reason=reason)
 
 
-def _outlier_words(gone: _Excursion) -> str:
+def _outlier_words(gone: _Excursion, shock: bool) -> str:
     count = f"{gone.high} point" + "s" * (gone.high > 1)
-    return f"{count} up to {gone.peak:.4g} where {gone.base:.4g} is usual, and back at once: the data, not the weights"
+    cause = "the gradient norm was far too high, so the weights may be damaged" if shock else "the data, not the weights"
+    return f"{count} up to {gone.peak:.4g} where {gone.base:.4g} is usual, and back at once: {cause}"

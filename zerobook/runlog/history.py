@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from zerobook import locks
 from zerobook.errors import RunLogError
 from zerobook.runlog.lines import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
@@ -53,13 +53,9 @@ def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
 
 
 def is_being_written(folder: Path) -> bool:
-    """A process holds the log."""
+    """Return whether a process holds the log, or may hold it: on a file system without locks nobody can tell."""
     with (folder / EVENTS).open("rb") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+        return locks.lock(handle.fileno(), shared=True) is not True
 
 
 def when(event: Event) -> datetime:

@@ -1,13 +1,14 @@
-"""What is done about a spike: a ladder of measures, each stronger than the one before.
+"""Decide what is done about a spike: a ladder of measures, each stronger than the one before.
 
-    replay       back to the last proven good checkpoint, and the same steps again with nothing changed. Spikes that do not
-                 come again were the hardware's or chance's, and no data is lost. Those that do are the data's or the rate's.
-    skip         back to it once more, and the samples of those steps are left out, in all later epochs too
-    lower_rate   back further, the learning rate cut, with a slow way back up to its schedule
-    stop         hand over to people, with a report and an exit code
+    replay       Go back to the last proven good checkpoint and do the same steps again with nothing changed. A spike that
+                 does not come again was the hardware's or chance's, and no data is lost. Otherwise data or rate caused it.
+    skip         Go back to it once more and leave the samples of those steps out, in all later epochs too.
+    lower_rate   Go back further and lower the learning rate, which then rises back to its schedule.
+    stop         Stop with a report and an exit code; a person has to decide.
 
-Only findings that ask for it (`Finding.asks`) climb it; all others are written down. Pure: it is told what there is and
-says what to do, and all ranks that are told the same decide the same.
+``--on_spike rollback`` climbs this ladder. ``--on_spike lower_rate`` goes back and lowers the rate each time, and leaves no
+samples out. Only findings that ask for it (`Finding.asks`) lead to a measure; all others are only logged. The decision
+depends on the arguments alone, so ranks that get the same arguments decide the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 from zerobook.runlog.detector import Finding
 
-OnSpike = Literal["log", "skip", "rollback", "stop"]
+OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
 EXIT_CODE = 76
 """Of a run that handed over to people. Relaunching it as it was would meet the same spike."""
 LEAD = 2
@@ -57,13 +58,13 @@ class Trouble:
 
 
 class Ladder:
-    """Remembers what was tried where.
+    """Decides on measures and remembers what was tried where.
 
     Args:
-        on_spike: log writes down what would be done; skip leaves the samples out of later epochs and goes on; rollback
-            climbs the ladder; stop stops.
+        on_spike: log only logs the finding; skip leaves the samples out and goes on; rollback climbs the ladder; lower_rate
+            goes back and lowers the rate each time; stop stops.
         max_rollbacks: of the whole run; then it stops.
-        rate_factor: what the learning rate is cut to.
+        rate_factor: share of the scheduled learning rate after a cut.
     """
 
     def __init__(
@@ -72,19 +73,23 @@ class Ladder:
         *,
         max_rollbacks: int,
         rate_factor: float,
-        owns_rate: bool = True,
         state: dict[str, Any] | None = None,
     ):
         self.on_spike = on_spike
         self.max_rollbacks = max_rollbacks
         self.rate_factor = rate_factor
-        self.owns_rate = owns_rate
-        self.rollbacks: int = (state or {}).get("rollbacks", 0)
-        self.trouble: Trouble | None = Trouble(**state["trouble"]) if state and state.get("trouble") else None
+        self.rollbacks = 0
+        self.trouble: Trouble | None = None
+        self.restore(state or {})
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; all there is."""
         return {"rollbacks": self.rollbacks, "trouble": asdict(self.trouble) if self.trouble else None}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave; an empty one is a new run's."""
+        self.rollbacks = state.get("rollbacks", 0)
+        self.trouble = Trouble(**state["trouble"]) if state.get("trouble") else None
 
     def decide(self, finding: Finding, good: Sequence[int], others: Sequence[int] = (), hardware: str | None = None) -> Measure:
         """The measure against a finding that asks for one.
@@ -130,7 +135,7 @@ class Ladder:
         if kind == "stop":
             return measure("stop", f"all was tried at step {first}: {', '.join(tried)}")
         facts: dict[str, Any] = {"to_step": target}
-        if kind != "replay":
+        if kind != "replay" and self.on_spike == "rollback":
             since = min(window[0], trouble.onset - LEAD + 1) if trouble else window[0]
             facts["steps"] = (max(1, since), max(noticed, trouble.last if trouble else 0))
         if kind == "lower_rate":
@@ -142,16 +147,20 @@ class Ladder:
         return measure(kind, f"{kind}: {proven}, step {facts['to_step']}", **facts)
 
     def _rung(self, tried: list[str]) -> str:
+        if self.on_spike == "lower_rate":
+            return "lower_rate"
         if "replay" not in tried:
             return "replay"
         if "skip" not in tried:
             return "skip"
-        if self.owns_rate and tried.count("lower_rate") < 2:
+        if tried.count("lower_rate") < 2:
             return "lower_rate"
         return "stop"
 
     def _options(self, tried: list[str]) -> list[str]:
-        rungs = ["replay", "skip", "lower_rate", "stop"] if self.owns_rate else ["replay", "skip", "stop"]
+        if self.on_spike == "lower_rate":
+            return ["lower_rate", "stop"]
+        rungs = ["replay", "skip", "lower_rate", "stop"]
         return [rung for rung in rungs if rung not in tried or rung == "lower_rate"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import math
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
-from zerobook.runlog.words import QUIET, duration, sentence
+from zerobook.runlog.words import QUIET, duration, figure, sentence
 from zerobook.runlog.writer import EVENTS
+from zerobook.terminal import say
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
@@ -50,7 +52,7 @@ def report(arguments: list[str]) -> int:
     if known.watch:
         return _serve(known.run, known.port)
     page, markdown = write(known.run)
-    print(f"written: {page} and {markdown}")
+    say(f"written: {page} and {markdown}")
     return 0
 
 
@@ -109,7 +111,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
         cards.append((f"{metrics[-1]['steps'][1]:,} / {starts[-1]['total_steps']:,}", "steps"))
     losses = [e["loss"] for e in evals if "loss" in e]
     if losses:
-        cards.append((f"{losses[-1]:.4f}", "held-out loss"))
+        cards.append((figure(losses[-1], ".4f"), "held-out loss"))
     cards += [(str(len(outcomes)), "rollbacks"), (str(sum(e["samples"] for e in history.of("skip"))), "samples left out")]
     cards += [(str(len(starts)), "attempts"), (f"{sum(spent.steps_given_up.values()):,}", "steps given up")]
     return cards
@@ -313,7 +315,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
             continue
         time = when(event)
         mood = _MOODS.get(event["type"], "")
-        if event["type"] == "spike" and event["kind"] in ("damage", "divergence"):
+        if (event["type"] == "spike" and event["kind"] in ("damage", "divergence")) or event.get("far_above_best"):
             mood = "bad"
         entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "mood": mood}
         days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
@@ -341,7 +343,8 @@ def as_markdown(history: History) -> str:
 
 def _plain(text: str) -> str:
     """One line that Markdown and HTML leave as it is."""
-    return html.escape(" ".join("".join(c for c in text if c.isprintable() or c.isspace()).split()), quote=False)
+    line = html.escape(" ".join("".join(c for c in text if c.isprintable() or c.isspace()).split()), quote=False)
+    return re.sub(r"([\\`*\[])", r"\\\1", line)  # no link, picture or code
 
 
 # --- while it runs
@@ -356,6 +359,15 @@ def _serve(run: str, port: int) -> int:
     return 0
 
 
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""Host names that are answered. Another site can give its own name this address (DNS rebinding) and then read the logbook."""
+
+
+def _host(header: str) -> str:
+    """Return the name in a Host header without the port, which a tunnel may change."""
+    return header.rpartition(":")[0].lower() if re.search(r":\d*$", header) else header.lower()
+
+
 class _Handler(BaseHTTPRequestHandler):
     _made: dict[Path, tuple[int, bytes]] = {}
 
@@ -364,6 +376,9 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args, **kwargs)
 
     def do_GET(self) -> None:
+        if _host(self.headers.get("Host", "")) not in _LOCAL:
+            self.send_error(421, "Open it as http://localhost")
+            return
         if self.path not in ("/", "/index.html"):
             self.send_error(404)
             return

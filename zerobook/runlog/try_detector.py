@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from zerobook.runlog.curves import read, replay
 from zerobook.runlog.detector import Finding, Point
+from zerobook.terminal import console, say
 
 DOES = {
     "armed": "keeps the last good checkpoint",
@@ -35,7 +35,7 @@ def test_detector(arguments: list[str]) -> int:
     parser.add_argument("--plot", metavar="PNG", help="draw the curve with what was found")
     known = parser.parse_args(arguments)
     points = read(known.file, known.grad_norm)
-    from tqdm import tqdm
+    from zerobook.bars import tqdm
 
     with tqdm(total=len(points), desc="reading the curve", unit="point", leave=False, disable=len(points) < 100_000) as bar:
         found = replay(points, each=bar.update if not bar.disable else None)
@@ -48,7 +48,7 @@ def test_detector(arguments: list[str]) -> int:
         return 0
     _print(points, found, everything=known.all)
     if known.plot:
-        print(f"drawn to {known.plot}")
+        say(f"drawn to {known.plot}")
     return 0
 
 
@@ -65,10 +65,9 @@ def summary(points: list[Point], found: list[Finding]) -> dict[str, Any]:
 
 
 def _print(points: list[Point], found: list[Finding], *, everything: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     shown = [f for f in found if everything or f.kind != "armed"]
     facts = summary(points, found)
     if shown:
@@ -77,9 +76,9 @@ def _print(points: list[Point], found: list[Finding], *, everything: bool) -> No
             table.add_column(name, justify="right" if name in ("step", "began") else "left", overflow="fold")
         for f in shown:
             colour = "red" if f.asks else "yellow" if f.alarm else "dim"
-            table.add_row(str(f.step), str(f.onset), f"[{colour}]{f.kind}[/]", DOES[f.kind], f.reason)
-        console.print(table)
-    console.print(
+            table.add_row(str(f.step), str(f.onset), Text(f.kind, style=colour), DOES[f.kind], f.reason)
+        console().print(table)
+    console().print(
         f"{facts['points']:,} points, steps {facts['steps'][0]:,} to {facts['steps'][1]:,}: {facts['alarms']} alarms, "
         f"{facts['rollbacks']} rollbacks, {facts['outliers']} points or pairs of odd data"
     )

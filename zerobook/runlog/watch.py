@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
+from zerobook.bars import tqdm
 from zerobook.runlog.detector import Detector, Finding, Point, Settings
 from zerobook.runlog.policy import LEAD, Ladder, Measure
 
@@ -72,7 +72,7 @@ class Watch:
         self.detector = Detector(self.settings, detector)
         self.ladder = Ladder(
             config.on_spike, max_rollbacks=config.max_rollbacks, rate_factor=config.rollback_lr_factor,
-            owns_rate=not strategy.owns_schedule, state=ladder,
+            state=ladder,
         )  # fmt: skip
         self.history: deque[Done] = deque(maxlen=_HISTORY)
         self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: what a step took is at the same place
@@ -119,6 +119,20 @@ class Watch:
         lost = [done for done in list(self.history)[-self.settings.patience :] if not math.isfinite(done.loss)]
         return len(lost) == self.settings.patience
 
+    def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float]]:
+        """Return which losses end far above their best, whether or not a spike was found: name -> [value, best].
+
+        For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
+        evaluation with the best one.
+        """
+        last = [done.loss if math.isfinite(done.loss) else math.inf for done in self.history][-self.settings.patience :]
+        pairs = {"loss": (median(last) if last else None, self.detector.best), "held-out loss": (held_out, best_held_out)}
+        return {
+            name: [value, best]
+            for name, (value, best) in pairs.items()
+            if value is not None and best is not None and self.detector.far_above(value, best)
+        }
+
     def _found(self, finding: Finding) -> Measure | None:
         facts = {key: getattr(finding, key) for key in ("step", "onset", "points", "base", "peak", "reason")}
         if self.log:
@@ -152,8 +166,14 @@ class Watch:
         differing = differing or strategy.differing_replicas()
         hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None
         onset = min(finding.onset, self.detector.onset() or finding.onset)
+        keeper.finish(self.log)  # a save under way may prune what the run would go back to
         good, others = strategy.on_main(keeper.steps)
-        measure = self.ladder.decide(replace(finding, onset=onset), good, others, hardware)
+        finding, before = replace(finding, onset=onset), self.ladder.state()
+        measure = self.ladder.decide(finding, good, others, hardware)
+        while measure.to_step is not None and not keeper.is_whole(measure.to_step):
+            good, others = ([step for step in steps if step != measure.to_step] for steps in (good, others))
+            self.ladder.restore(before)
+            measure = self.ladder.decide(finding, good, others, hardware)
         if self.log:
             self.seq = self.log.event(
                 "decision", parent=self.seq, measure=measure.kind, rule=measure.rule, why=measure.reason,

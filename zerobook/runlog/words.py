@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerobook.terminal import plain
+
 Event = dict[str, Any]
 QUIET = ("runlog", "metrics", "machine", "env", "memory", "shard")
 """Types that a reader of the story does not miss"""
@@ -29,10 +31,19 @@ def duration(seconds: float) -> str:
     return " ".join(parts)
 
 
+def figure(value: float | None, form: str) -> str:
+    """Format a number that may be None, as JSON has NaN and infinities.
+
+    >>> figure(1.25, ".4f"), figure(None, ".4f")
+    ('1.2500', 'not finite')
+    """
+    return "not finite" if value is None else format(value, form)
+
+
 def sentence(event: Event) -> str:
-    """One event in words."""
+    """Return one event in words, on one line and without control characters."""
     maker = _WORDS.get(event["type"])
-    return maker(event) if maker else f"{event['type']}: {_rest(event)}"
+    return plain(maker(event) if maker else f"{event['type']}: {_rest(event)}", lines=False)
 
 
 def _rest(event: Event) -> str:
@@ -76,7 +87,7 @@ def _decision(e: Event) -> str:
     names = {
         "replay": "go back and do the same steps again, with nothing changed",
         "skip": "go back and leave the samples of those steps out",
-        "lower_rate": "go back further, leave the samples out and lower the learning rate",
+        "lower_rate": "go back and lower the learning rate",
         "leave_out": "leave the samples out from now on",
         "stop": "stop, and hand over to people",
         "none": "nothing",
@@ -88,7 +99,7 @@ def _decision(e: Event) -> str:
 
 def _rollback(e: Event) -> str:
     if e["phase"] == "intent":
-        return f"Going back from step {e['from_step']} to the checkpoint of step {e['to_step']}."
+        return f"Going back from step {e['from_step']} to the checkpoint of step {e['to_step']} ({e['measure']})."
     checked = f"as recorded: {', '.join(e['verified'])}" if e["verified"] else "nothing could be compared"
     differs = f"; changed: {', '.join(e['differing'])}" if e["differing"] else ""
     return (
@@ -102,7 +113,8 @@ def _verify(e: Event) -> str:
         again = "comes again: the data or the learning rate" if e["reproduced"] else "does not come again: hardware, or chance"
         return f"Done again from the same state, what happened {again}."
     first, last = e["steps"]
-    return f"Steps {first} to {last} done again: losses within {e['largest_relative_difference']:.1e} of those before."
+    apart = figure(e["largest_relative_difference"], ".1e")
+    return f"Steps {first} to {last} done again: losses within {apart} of those before."
 
 
 def _skip(e: Event) -> str:
@@ -115,9 +127,26 @@ def _crash(e: Event) -> str:
 
 
 def _eval(e: Event) -> str:
-    words = [f"held-out loss {e['loss']:.4f}"] if "loss" in e else []
-    words += [f"{name} {value:.4g}" for name, value in (e.get("metrics") or {}).items()]
+    words = [f"held-out loss {figure(e['loss'], '.4f')}"] if "loss" in e else []
+    words += [f"{name} {figure(value, '.4g')}" for name, value in (e.get("metrics") or {}).items()]
     return f"Step {e['step']}: {', '.join(words)}."
+
+
+def far_above_best(far: dict[str, list[float | None]]) -> str:
+    """Return the warning about losses that ended far above their best.
+
+    >>> far_above_best({"loss": [6.2, 3.38]})
+    'The run ended far above its best: loss 6.2, was 3.38. Look at the curve before you use this model.'
+    """
+    pairs = ", ".join(
+        f"{name} {'not finite' if now is None else f'{now:.4g}'}, was {best:.4g}" for name, (now, best) in far.items()
+    )
+    return f"The run ended far above its best: {pairs}. Look at the curve before you use this model."
+
+
+def _run_end(e: Event) -> str:
+    ended = f"The run ended at step {e['progress']['step']}."
+    return f"{ended} {far_above_best(e['far_above_best'])}" if e.get("far_above_best") else ended
 
 
 def _differs(what: str) -> Any:
@@ -137,17 +166,18 @@ _WORDS = {
     "verify": _verify,
     "skip": _skip,
     "lr_change": lambda e: (
-        f"From step {e['cut'][0]} the rate is {e['cut'][1]:g} of its schedule, back on it {e['cut'][2]} steps on."
+        f"From step {e['cut'][0]} on, the learning rate is {e['cut'][1]:g} of its schedule; it rises back to it over "
+        f"{e['cut'][2]} steps."
     ),
     "eval": _eval,
     "note": lambda e: f"Note by {e['by']}: {e['text']}",
     "crash": _crash,
     "preempted": lambda e: (
         f"{e['signal']} received at step {e['step']}: "
-        f"{'saved' if e.get('saved', True) else 'not fit to be saved'}, left with exit code {e['exit_code']}."
+        f"{'saved' if e.get('saved', True) else 'not saved'}, left with exit code {e['exit_code']}."
     ),
     "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",
-    "run_end": lambda e: f"The run ended at step {e['progress']['step']}.",
+    "run_end": _run_end,
     "config_diff": _differs("Other settings than before"),
     "env_diff": _differs("Another environment than before"),
     "memory_warning": lambda e: f"WARNING: {e['reason']} in use.",

@@ -5,7 +5,6 @@ Nothing heavy is imported here: the log opens in milliseconds, without torch.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import threading
@@ -15,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from zerobook import locks
 from zerobook.errors import RunLogError
 from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, repair
 
@@ -145,22 +145,12 @@ class _File:
 
     def __init__(self, path: Path):
         self.path = path
-        self.handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + GRACE_S
-        while not self._locked():
-            if time.monotonic() > deadline:
-                os.close(self.handle)
-                raise RunLogError(
-                    f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
-                )
-            time.sleep(0.1)
-
-    def _locked(self) -> bool:
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+        self.handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        if locks.lock(self.handle, wait=GRACE_S) is False:
+            os.close(self.handle)
+            raise RunLogError(
+                f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
+            )
 
     def append(self, content: bytes, durable: bool) -> None:
         before = os.fstat(self.handle).st_size

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerobook.strategy.norm import total_norm
 from zerobook.strategy.ranks import Ranks
 from zerobook.strategy.replicas import Replicas, differing
 
@@ -64,6 +65,9 @@ class Strategy(Ranks):
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: Any = None
         self.max_grad_norm = 0.0
+        self.loaded_dtypes: dict[str, torch.dtype] = {}
+        """of each weight as the model was loaded, by name"""
+        self._loaded_buffers: dict[str, torch.Tensor] = {}
         self._unscaled = False
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
@@ -87,12 +91,24 @@ class Strategy(Ranks):
             config: the optimizer's settings.
             total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
         """
+        self._remember(model)
         self.max_grad_norm = config.max_grad_norm
         # What is trained is its own master: in half precision, small updates would round to nothing.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, config))
+        self.model, self.optimizer = self._spread(model, self._adamw(model, config))
+
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Return the prepared model and optimizer."""
+        return self.accelerator.prepare(model, optimizer)
+
+    def _remember(self, model: nn.Module) -> None:
+        """Keep dtypes and buffers as the model was loaded; call it before anything is cast."""
+        self.loaded_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._loaded_buffers = {
+            name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model) if not buffer.is_meta
+        }
 
     def _adamw(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -136,8 +152,7 @@ class Strategy(Ranks):
     def gradient_norm(self) -> torch.Tensor:
         """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing that `apply` would see."""
         self._unscale()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return whole(torch.nn.utils.get_total_norm(grads))
+        return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def _unscale(self) -> None:
         """Take fp16's loss scale out of the gradients; a second time in a step would be an error."""
@@ -145,11 +160,11 @@ class Strategy(Ranks):
             self.accelerator.unscale_gradients()
             self._unscaled = True
 
-    def apply(self, learning_rate: float | None) -> torch.Tensor | float:
+    def apply(self, learning_rate: float) -> torch.Tensor | float:
         """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
 
         Args:
-            learning_rate: the rate of this step; None where the strategy owns the schedule.
+            learning_rate: the rate of this step. It does not change a schedule that the strategy owns.
 
         Returns:
             The global gradient norm before clipping, maybe still on the device: reading it
@@ -157,8 +172,8 @@ class Strategy(Ranks):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self._unscale()
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or float("inf")))
+        norm = self.gradient_norm()
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
         inner = self._torch_optimizer()
         if inner.defaults.get("fused"):
             inner.found_inf = (~torch.isfinite(norm)).float()  # decided on the device: the host need not wait
@@ -171,7 +186,7 @@ class Strategy(Ranks):
         """Forwards without a backward are over (evaluation, generation): what they left gathered is given up. On every rank."""
 
     def learning_rate(self) -> float:
-        """The rate now set in the optimizer."""
+        """Return the rate set in the optimizer. A schedule that the strategy owns has set that of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     # --- state, by parameter name
@@ -247,6 +262,29 @@ class Strategy(Ranks):
         """
         with torch.no_grad():
             self._tensor(parameter, key).copy_(self._read_by_main(parameter, read))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
+
+        DeepSpeed casts floating buffers to its compute dtype. A buffer that is still its loaded value, rounded to that dtype,
+        is returned as it was loaded.
+        """
+        found = {}
+        for name, buffer in persistent_buffers(self.unwrapped):
+            live = buffer.detach().to("cpu", copy=True).contiguous()
+            loaded = self._loaded_buffers.get(name)
+            if loaded is not None and loaded.dtype != live.dtype:
+                unchanged = torch.equal(loaded.to(live.dtype), live)
+                live = loaded.clone() if unchanged else live.to(loaded.dtype)
+            found[name] = live
+        return found
+
+    def restore_buffers(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the buffers of this rank to what `buffers` returned."""
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self.unwrapped):
+                buffer.copy_(values[name])
+                self._loaded_buffers[name] = values[name]
 
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         return parameter if key is None else self._state_of(parameter)[key]
@@ -369,6 +407,24 @@ def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Non
         state["step"] = 0
     for key in MOMENTS:
         state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) of the buffers that a model's saved state holds, such as BART's ``final_logits_bias``.
+
+    A model with adapters has none here: its base is frozen, and comes from the model that the config names.
+    """
+    if not hasattr(model, "peft_config"):
+        for name, module, leaf in owners_of_buffers(model):
+            yield unwrapped_name(name), getattr(module, leaf)
+
+
+def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name, module that holds it, its name there) of each buffer that belongs to the state dict."""
+    for path, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, module, leaf
 
 
 def unwrapped_name(name: str) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zerobook.strategy.base import Read, Strategy, local
+from zerobook.strategy.base import Read, Strategy, local, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
 
@@ -34,15 +33,16 @@ class FullyShardedStrategy(Strategy):
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
 
-    def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
-        if not getattr(model.config, "is_encoder_decoder", False):
-            return super().prepare(model, config, total_steps)
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        with _encoder_decoder(model, self.device):
-            super().prepare(model, config, total_steps)
-        # it calls the encoder by itself, and what encoder and decoder share is gathered by the whole model's hooks
-        register_fsdp_forward_method(self.model, "generate")
+        special = getattr(model.config, "is_encoder_decoder", False)
+        with _hidden_buffers(model, self.device), _encoder_decoder(model) if special else nullcontext():
+            prepared = super()._spread(model, optimizer)
+        # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
+        # layers are gathered by the hooks of the whole model only.
+        register_fsdp_forward_method(prepared[0], "generate")
+        return prepared
 
     def after_forwards(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -105,35 +105,38 @@ def _start_of_rows(tensor: torch.Tensor) -> int | None:
 
 
 @contextmanager
-def _encoder_decoder(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """What accelerate does not know of encoder-decoder models while it shards them.
+def _encoder_decoder(model: nn.Module) -> Iterator[None]:
+    """Help accelerate to shard an encoder-decoder model.
 
-    It would give the embedding and the head a group of their own, without the encoder's and decoder's views of the same
-    weight, which torch refuses; unseen, all of them stay with the root. It takes every tensor of the state dict for a
-    sharded parameter; BART and its kin keep a buffer there. And BlenderBot and Pegasus do not name their layers' classes.
+    accelerate gives the embedding and the head a group of their own, without the encoder's and decoder's views of the same
+    weight, and torch refuses that; while the two are hidden, all of them stay with the root. BlenderBot and Pegasus do not
+    name their layers' classes.
     """
-    import torch.distributed as dist
-
     if not model._no_split_modules:
         parts = [child for part in (model.get_encoder(), model.get_decoder()) for child in part.children()]
         lists = [child for child in parts if isinstance(child, nn.ModuleList)]
         model._no_split_modules = {type(layer).__name__ for layers in lists for layer in layers}
-    state = model.state_dict(keep_vars=True)
-    hidden = []
-    for name, buffer in model.named_buffers():
-        if name in state:
-            path, _, leaf = name.rpartition(".")
-            module = model.get_submodule(path)
-            value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-            dist.broadcast(value, src=0)  # where the file lacks it, only rank 0 has made one
-            setattr(module, leaf, value)
-            hidden.append((module, leaf))
-    for module, leaf in hidden:
-        module._non_persistent_buffers_set.add(leaf)
     model.get_input_embeddings = model.get_output_embeddings = lambda: None
     try:
         yield
     finally:
         del model.get_input_embeddings, model.get_output_embeddings
-        for module, leaf in hidden:
+
+
+@contextmanager
+def _hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep persistent buffers out of the state dict: accelerate takes every tensor there for a sharded parameter."""
+    import torch.distributed as dist
+
+    hidden = list(owners_of_buffers(model))
+    for _, module, leaf in hidden:
+        buffer = getattr(module, leaf)
+        value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        dist.broadcast(value, src=0)  # only rank 0 has a value for a buffer that the file lacks
+        setattr(module, leaf, value)
+        module._non_persistent_buffers_set.add(leaf)
+    try:
+        yield
+    finally:
+        for _, module, leaf in hidden:
             module._non_persistent_buffers_set.discard(leaf)

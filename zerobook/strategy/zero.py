@@ -31,6 +31,7 @@ class ZeroStrategy(Strategy):
         self.deepspeed_optimizer: Any = None
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
+        self._remember(model)
         self.max_grad_norm = config.max_grad_norm  # clipping itself was written into the DeepSpeed config
         objects: list[Any] = [model]
         if "optimizer" in (self.plan.deepspeed_config or {}):
@@ -67,11 +68,16 @@ class ZeroStrategy(Strategy):
         norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.plan.zero_stage == 3 else zero.scaled_global_norm()
         return norm / zero.loss_scale
 
-    def apply(self, learning_rate: float | None) -> torch.Tensor | float:
-        if learning_rate is not None:
-            for group in self.deepspeed_optimizer.param_groups:
-                group["lr"] = learning_rate
+    def apply(self, learning_rate: float) -> torch.Tensor | float:
+        groups = self.deepspeed_optimizer.param_groups
+        scheduled = self.learning_rate()
+        for group in groups:
+            group["lr"] = learning_rate
         self.model.step()
+        if self.owns_schedule and not self.model.was_step_applied():
+            # DeepSpeed moves its schedule, and sets the next rate, only after a step that was applied
+            for group in groups:
+                group["lr"] = scheduled
         return self.model.get_global_grad_norm()
 
     def after_forwards(self) -> None:
@@ -222,7 +228,7 @@ class ZeroStrategy(Strategy):
         return DummyScheduler(optimizer, total_num_steps=total_steps, warmup_num_steps=warmup)
 
     def set_schedule_step(self, step: int) -> None:
-        if self.model.lr_scheduler is not None and step > 0:
+        if self.model.lr_scheduler is not None:
             self.model.lr_scheduler.step(step - 1)
 
     def held(self) -> dict[str, list[torch.Tensor]]:

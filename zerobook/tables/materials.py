@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zerobook.files import modes_by_umask
+
 TEXT = "text.txt"
 PAIRS = "pairs.jsonl"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
@@ -49,6 +51,7 @@ class Materials:
             torch.manual_seed(0)
             kind.from_config(config).save_pretrained(target)
             self.tokenizer.save_pretrained(target)
+            modes_by_umask(target)
         return target
 
     @property

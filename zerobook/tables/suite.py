@@ -39,7 +39,7 @@ def run(bench: Bench, letters: str) -> list[Table]:
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """A bar that counts runs and names the one at work; lines where nobody looks at a terminal."""
-    from tqdm import tqdm
+    from zerobook.bars import tqdm
 
     start, watched = time.monotonic(), sys.stderr.isatty()
     with tqdm(unit=" runs", desc="reproducing", disable=not watched) as bar:

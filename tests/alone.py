@@ -1,0 +1,45 @@
+"""Train a recipe inside the test process, for tests that need a whole run of one process."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from accelerate.state import AcceleratorState
+
+from tests.harness import Run
+from zerobook.runlog.writer import RunLog
+
+
+def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
+    """Call ``recipe``'s ``main`` (the causal one's) with ``flags`` and return the finished run."""
+    import recipes.causal_lm
+    import zerobook.loop
+
+    gc.collect()  # the locks on a folder are released with the loop that held them
+    line = ["recipe.py", "--output_dir", str(output)]
+    for key, value in flags.items():
+        line += [f"--{key}", *([] if value is True else [str(value)])]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    logs = []
+
+    def opened(*args):
+        logs.append(RunLog(*args))
+        return logs[-1]
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with (mock.patch.object(sys, "argv", line), mock.patch.dict("os.environ"),
+              mock.patch.object(zerobook.loop, "RunLog", opened)):  # fmt: skip
+            (recipe or recipes.causal_lm).main()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for log in logs:
+            log.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Run(output).read()

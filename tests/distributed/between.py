@@ -1,0 +1,59 @@
+"""Runs a recipe with everything between its steps that a real run has: generation at every evaluation, and one rollback.
+
+    ZEROBOOK_BETWEEN_BACK_AT=6 accelerate launch ... tests/distributed/between.py recipes/NAME.py [flags]
+
+At the first log point at or after that step, the run goes back to its newest checkpoint before it. On every CPU,
+bitsandbytes believes that it can compute with repacked 4-bit weights, as it does on one with AVX512-BF16.
+"""
+
+import os
+import runpy
+import sys
+
+BACK_AT = int(os.environ["ZEROBOOK_BETWEEN_BACK_AT"])
+recipe, *flags = sys.argv[1:]
+
+
+def generated(strategy, model, step):
+    """Score nothing, but generate greedily, and show the tokens."""
+    import torch
+
+    prompts = torch.tensor([[1, 300 + row, 301, 302 + 7 * row] for row in range(2)], device=strategy.device)
+    with torch.no_grad():
+        tokens = strategy.unwrapped.generate(
+            input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, min_new_tokens=5, do_sample=False,
+            synced_gpus=strategy.generation_in_step,
+        )  # fmt: skip
+    return {}, [{"generated": str(tokens[:, prompts.shape[1] :].tolist())}]
+
+
+def main():
+    import bitsandbytes.nn.modules
+
+    from zerobook.loop import TrainingLoop
+    from zerobook.runlog.policy import Measure
+    from zerobook.runlog.watch import Watch
+
+    bitsandbytes.nn.modules.has_avx512bf16 = lambda: True
+    make, see = TrainingLoop.__init__, Watch.see
+    back = []
+
+    def making(self, *args, scorers=(), **kwargs):
+        make(self, *args, scorers=[*scorers, generated], **kwargs)
+
+    def seeing(self, records):
+        found, step = see(self, records), records[-1]["step"]
+        if step < BACK_AT or back:
+            return found
+        back.append(step)
+        good, others = self.strategy.on_main(self.keeper.steps)
+        to = max(s for s in (*good, *others) if s < step)
+        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=step, noticed=step, to_step=to)
+
+    TrainingLoop.__init__, Watch.see = making, seeing
+    sys.argv = [recipe, *flags]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Whole runs in one process: the learning rate of a run that was stopped, and what trackers are told of its steps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.alone import train
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.recovery import Recovery
+from zerobook.runlog import curves
+from zerobook.runlog.history import History
+from zerobook.runlog.policy import Measure
+from zerobook.runlog.watch import Watch
+
+STEPS = 12  # two epochs of 24 samples in steps of 4
+
+
+def flags(tiny):
+    return dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
+        num_train_epochs=2, per_device_train_batch_size=4, learning_rate=1e-3, num_warmup_steps=2, save_steps=2,
+        logging_steps=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def leaves_out(monkeypatch):
+    """Step 5 asks that the samples of the steps 4 and 5 are left out from then on."""
+    see = Watch.see
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] != 5 or self.history[0].step != 1:
+            return None
+        return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=5, noticed=5, steps=(4, 5))
+
+    monkeypatch.setattr(Watch, "see", seeing)
+
+
+def told(run):
+    return [(s["step"], s["learning_rate"], s["ids"], s["loss"]) for s in run.steps]
+
+
+def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_path, leaves_out, monkeypatch, capfd):
+    whole = train(tmp_path / "whole", **flags(tiny))
+    assert "the run ends at step 10; its schedule stays laid out for 12 steps" in capfd.readouterr().out
+    assert len(whole.steps) == STEPS - 2, "the second epoch lacks two steps' samples"
+    decay = [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS - 2)]
+    assert [s["learning_rate"] for s in whole.steps] == pytest.approx([0, 0.5e-3, *decay])
+
+    saved = whole.output / "checkpoints" / "step-000006"
+    again = train(tmp_path / "again", resume_from_checkpoint=saved, **flags(tiny))
+    assert told(again) == told(whole)[6:]
+    assert again.event("resume")["differing"] == {} and again.event("run_end")["progress"]["total_steps"] == STEPS
+    assert "laid out anew" not in capfd.readouterr().out
+
+    def full(*_):
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(Keeper, "check_space", full)
+    done = train(whole.output, resume_from_checkpoint="auto", **flags(tiny))
+    assert len(done.steps) == len(whole.steps), "nothing is left to train or to save, so a full disk does not matter"
+    monkeypatch.undo()
+
+    longer = train(tmp_path / "longer", resume_from_checkpoint=saved, **flags(tiny) | {"num_train_epochs": 3})
+    assert len(longer.steps) == 4 + 4, "a third epoch, without what is left out"
+    assert longer.event("run_end")["progress"]["total_steps"] == STEPS + 2
+    assert "laid out anew: 14 steps, 12 before" in capfd.readouterr().out
+
+
+def test_another_order_of_the_samples_is_refused(tiny, tmp_path):
+    mixture = tmp_path / "mixture.yaml"
+    parts = [{"path": str(tiny / f"{name}.jsonl"), "weight": 1.0} for name in ("epoch24", "few")]
+    mixture.write_text(json.dumps({"datasets": parts}))
+    short = flags(tiny) | {"max_train_steps": 2}
+    del short["num_train_epochs"], short["train_file"]
+    train(tmp_path / "mixed", config=mixture, **short)
+    again = {"resume_from_checkpoint": "auto", "max_train_steps": 4}
+    with pytest.raises(CheckpointError, match="group_by_length, which was False and is True"):
+        train(tmp_path / "mixed", config=mixture, **short | again, group_by_length=True)
+    parts[1]["weight"] = 3.0
+    mixture.write_text(json.dumps({"datasets": parts}))
+    with pytest.raises(CheckpointError, match=r"was \{'epoch24': 1.0, 'few': 1.0\} and is \{'epoch24': 1.0, 'few': 3.0\}"):
+        train(tmp_path / "mixed", config=mixture, **short | again)
+
+
+def test_the_evaluation_of_a_branch_that_was_given_up_is_not_taken_for_a_checkpoints(tiny, tmp_path, monkeypatch):
+    see = Watch.see
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "see", seeing)
+    going_on = flags(tiny) | {"resume_from_checkpoint": "auto", "validation_split_percentage": 20}
+    for step, plan in ((2, {"save_steps": 2, "eval_steps": 4}), (4, {"save_steps": 4})):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", **going_on | plan)
+        if step == 2:  # the run was stopped between the evaluation of step 4 and its save
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    run = train(tmp_path / "run", **going_on | {"max_train_steps": 4})
+    starts = [e["attempt"] for e in run.events if e["type"] == "run_start"]
+    assert [e["attempt"] for e in run.events if e["type"] == "eval"] == [starts[0], starts[2]]
+
+
+def test_a_polynomial_run_of_warm_up_alone_ends_and_is_saved(tiny, tmp_path):
+    short = flags(tiny) | {"num_train_epochs": 1, "num_warmup_steps": 6, "lr_scheduler_type": "polynomial", "save_steps": 6}
+    run = train(tmp_path / "run", **short)
+    assert [s["learning_rate"] for s in run.steps] == pytest.approx([1e-3 * k / 6 for k in range(6)])
+    assert run.event("checkpoint")["step"] == run.event("run_end")["progress"]["step"] == 6
+
+
+@pytest.fixture
+def lowers(monkeypatch):
+    """Step 6 asks once that the run goes back to step 2 and lowers the rate to a quarter."""
+    see = Watch.see
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] != 6 or self.ladder.rollbacks:
+            return None
+        self.ladder.rollbacks += 1
+        return Measure(
+            kind="lower_rate", rule="a test", reason="a test", options=(), onset=6, noticed=6, to_step=2, rate_factor=0.25
+        )
+
+    monkeypatch.setattr(Watch, "see", seeing)
+
+
+LOWERED = {"rollback_lr_steps": 6, "logging_steps": 2}
+RATES = [
+    share * rate
+    for share, rate in zip(
+        [1] * 2 + [0.25 + 0.75 * k / 6 for k in range(6)] + [1] * 4,
+        [0, 0.5e-3] + [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS)],
+        strict=True,
+    )
+]
+
+
+def test_a_lowered_rate_is_the_same_for_a_run_that_was_stopped(tiny, tmp_path, monkeypatch, lowers):
+    whole = train(tmp_path / "whole", **flags(tiny) | LOWERED)
+    living = whole.steps[:2] + whole.steps[6:]
+    assert [s["step"] for s in living] == list(range(1, STEPS + 1))
+    assert [s["learning_rate"] for s in living] == pytest.approx(RATES)
+    compared = [e for e in whole.events if e["type"] == "verify"]
+    assert [e["steps"] for e in compared] == [[3, 3]], "behind the first update the losses are others"
+
+    monkeypatch.undo()
+    saved = whole.output / "checkpoints" / "step-000006"
+    again = train(tmp_path / "again", resume_from_checkpoint=saved, **flags(tiny) | LOWERED)
+    assert told(again) == told(whole)[10:]
+
+
+def test_a_cut_outlives_a_stop_before_the_run_went_back(tiny, tmp_path, monkeypatch, lowers):
+    """The newest checkpoint is then one that the rollback would have given up."""
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Recovery, "go_back", stopped)
+        train(tmp_path / "run", **flags(tiny) | LOWERED)
+    monkeypatch.undo()
+    run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | LOWERED)
+    assert run.event("resume")["step"] == 4
+    assert [s["learning_rate"] for s in run.steps[6:]] == pytest.approx(RATES[4:])
+
+
+def tracked(run, tag):
+    """Step -> value of a scalar in all of the run's tensorboard files; a step that stands there twice fails."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = [
+        (event.step, event.value)
+        for file in sorted(run.output.glob("logs/zerobook/events.out.tfevents.*"))
+        for event in EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload().Scalars(tag)
+    ]
+    assert len(dict(found)) == len(found), "a step stands there twice"
+    return dict(found)
+
+
+def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path, monkeypatch):
+    """A run that is stopped three times: before its first save, behind it, and behind a rollback."""
+    stops, see = [2, 5, 8], Watch.see
+
+    def seeing(self, records):
+        see(self, records)
+        step = records[-1]["step"]
+        if len(stops) == 1 and step == 7 and not self.ladder.rollbacks:
+            self.ladder.rollbacks += 1
+            return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=7, noticed=7, to_step=4)
+        if stops and step == stops[0]:
+            stops.pop(0)
+            raise KeyboardInterrupt
+        return None
+
+    monkeypatch.setattr(Watch, "see", seeing)
+    going_on = flags(tiny) | {"save_steps": 4, "report_to": "tensorboard", "resume_from_checkpoint": "auto"}
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", **going_on)
+    run = train(tmp_path / "run", **going_on)
+
+    done = [1, 2, *range(1, 6), 5, 6, 7, *range(5, 9), *range(5, STEPS + 1)]
+    assert [s["step"] for s in run.steps] == done
+    assert list(tracked(run, "step").items()) == [(n, step) for n, step in enumerate(done, 1)]
+    assert list(tracked(run, "loss").values()) == pytest.approx([s["loss"] for s in run.steps])
+    given_up = len(done) - STEPS
+    assert run.event("run_end")["progress"]["redone"] == given_up
+
+    history = History.read(run.output)
+    assert [s["step"] for s in history.steps(living=True)] == list(range(1, STEPS + 1))
+    assert sum(history.time().steps_given_up.values()) == given_up
+    assert [point.step for point in curves.read(run.output)] == list(range(1, STEPS + 1))

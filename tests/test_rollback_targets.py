@@ -1,0 +1,150 @@
+"""What a rollback goes back to is whole and still there; whole runs in one process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+import pytest
+
+from tests.alone import train
+from zerobook.checkpoint import save, store
+from zerobook.loop import TrainingLoop
+from zerobook.runlog.detector import Finding
+from zerobook.runlog.policy import Measure
+from zerobook.runlog.watch import Watch
+from zerobook.runlog.writer import read
+
+
+def flags(tiny):
+    return dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
+        max_train_steps=10, per_device_train_batch_size=2, learning_rate=1e-3, save_steps=2, logging_steps=1,
+    )  # fmt: skip
+
+
+def diverging(monkeypatch, onset, noticed, before=lambda keeper: None):
+    """Once, step ``noticed`` says that the run diverges since ``onset``."""
+    see, done = Watch.see, []
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] != noticed or done:
+            return None
+        done.append(before(self.keeper))
+        return self._decide(
+            Finding(kind="divergence", step=noticed, onset=onset, points=1, base=3.0, peak=9.0, reason="a test")
+        )
+
+    monkeypatch.setattr(Watch, "see", seeing)
+
+
+def test_a_run_does_not_go_back_to_damaged_bytes(tiny, tmp_path, monkeypatch, capfd):
+    whole = train(tmp_path / "whole", **flags(tiny))
+
+    def flip(keeper):
+        (file,) = (keeper.folder / "step-000006").glob("tensors-*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-2] ^= 0x40
+        file.write_bytes(content)
+
+    diverging(monkeypatch, 9, 9, flip)
+    run = train(tmp_path / "run", **flags(tiny))
+    assert run.event("decision")["to_step"] == 4 and run.event("decision")["ladder"]["rollbacks"] == 1
+    assert run.event("rollback")["step"] == 4
+    assert "step-000006" in capfd.readouterr().out
+    assert {s["step"]: s["loss"] for s in run.steps} == {s["step"]: s["loss"] for s in whole.steps}
+    names = {c.name for c in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert names == {f"step-{n:06d}" for n in (2, 4, 6, 8, 10)} | {"step-000006.unreadable", "step-000008.abandoned"}
+
+
+def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny, tmp_path, monkeypatch):
+    write = save.write_pieces
+
+    def slowly(folder, *rest):
+        if "000008" in folder.name:
+            time.sleep(2)
+        return write(folder, *rest)
+
+    monkeypatch.setattr(save, "write_pieces", slowly)
+    diverging(monkeypatch, 7, 9)
+    kept = flags(tiny) | {"async_save": True, "save_total_limit": 2}
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", **kept)
+    assert left.value.code == 76, "what it would go back to is pruned: people decide"
+    checkpoints = store.folder_of(tmp_path / "run")
+    assert [store.step_of(c) for c in store.complete(checkpoints)] == [6, 8] and not store.list_aside(checkpoints, "abandoned")
+
+
+@pytest.mark.parametrize("shape", [{}, {"packing": True}, {"num_train_epochs": 5}])
+def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, monkeypatch, shape):
+    see = Watch.see
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] != 8:
+            return None
+        return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
+
+    monkeypatch.setattr(Watch, "see", seeing)
+    few = flags(tiny) | {"train_file": tiny / "few.jsonl", "max_train_steps": 12} | shape
+    if "num_train_epochs" in shape:
+        del few["max_train_steps"]
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", **few)
+    assert left.value.code == 76
+    events = read(tmp_path / "run" / "runlog" / "events.jsonl")
+    assert "all samples" in next(e for e in events if e["type"] == "stop")["rule"]
+    assert not [e for e in events if e["type"] == "skip"], "a run that goes on could not train on anything"
+    monkeypatch.setattr(Watch, "see", see)
+    again = train(tmp_path / "run", resume_from_checkpoint="auto", on_spike="log", **few)
+    assert again.event("run_end")["progress"]["step"] >= 12
+
+
+def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path, monkeypatch):
+    """Three branches behind step 4: the last one goes on from the first one's given-up step 8, and is killed."""
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    four = flags(tiny) | {"save_steps": 4, "max_train_steps": 8}
+    train(run, **four)
+    store.pin(checkpoints / "step-000008")
+    train(run, resume_from_checkpoint=checkpoints / "step-000004", **four)
+    other = (checkpoints / "step-000008" / store.MANIFEST).read_bytes()
+    chosen = checkpoints / "step-000008.abandoned"
+    mine = (chosen / store.MANIFEST).read_bytes()
+    step = TrainingLoop._step
+
+    def killed(self, *rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainingLoop, "_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, resume_from_checkpoint=chosen, **four | {"max_train_steps": 10})
+    monkeypatch.setattr(TrainingLoop, "_step", step)
+    found = store.find(run, "auto", passed_over={})
+    assert found == checkpoints / "step-000008" and (found / store.MANIFEST).read_bytes() == mine and store.is_pinned(found)
+    assert (checkpoints / "step-000008.abandoned-2" / store.MANIFEST).read_bytes() == other, "nor is the other one lost"
+    assert not store.is_pinned(checkpoints / "step-000008.abandoned-2")
+
+
+def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_path, monkeypatch, capfd):
+    step, publish = TrainingLoop._step, store.publish
+
+    def warned(self, *rest):
+        step(self, *rest)
+        if self.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def full(staging, at, *rest):
+        if at == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(staging))
+        publish(staging, at, *rest)
+
+    monkeypatch.setattr(TrainingLoop, "_step", warned)
+    monkeypatch.setattr(store, "publish", full)
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", on_save_error="continue", **flags(tiny))
+    assert left.value.code == 75
+    told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
+    assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out

@@ -1,0 +1,324 @@
+"""Saved models, and exports of checkpoints, answer outside of the run as they were trained to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from recipes.causal_lm import CausalLMConfig
+from recipes.lora_finetune import LoraConfig
+from recipes.seq2seq_chatbot import Seq2SeqConfig
+from tests.harness import reseal
+from zerobook.adapters import add_lora
+from zerobook.chat import Conversation
+from zerobook.checkpoint import store
+from zerobook.checkpoint.export import export
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.evaluation.generation import answer_as_measured
+from zerobook.evaluation.load import load_result
+from zerobook.modeling import load_causal_lm, load_seq2seq_lm, load_tokenizer
+from zerobook.progress import Progress
+from zerobook.recipe import save_model
+from zerobook.resolve import LaunchPlan
+from zerobook.runlog.report import write as write_report
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import ReplicatedStrategy
+from zerobook.terminal import plain
+
+END_OF_TEXT, END_OF_TURN = 0, 2
+
+
+def edit(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture
+def base(tiny, tmp_path) -> Path:
+    """A model that ends its turns with <|im_end|>, while its configs name only the end of a document."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny / "llama", folder)
+    for name in ("config.json", "generation_config.json"):
+        edit(folder / name, eos_token_id=END_OF_TEXT, pad_token_id=END_OF_TEXT)
+    edit(folder / "generation_config.json", temperature=0.6)  # without do_sample: transformers does not save it once changed
+    edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Saves a model as its recipe does at the end of a run, and a checkpoint of it; returns the run's output_dir."""
+
+    def train(config) -> Path:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+        strategy = ReplicatedStrategy(Accelerator(cpu=True), plan)
+        tokenizer = load_tokenizer(config, strategy)
+        if isinstance(config, Seq2SeqConfig):
+            model = load_seq2seq_lm(config, strategy)
+            answer_as_measured(
+                model, tokenizer, source_prefix=config.source_prefix, num_beams=config.num_beams,
+                max_tokens=config.max_generated, min_tokens=config.val_min_target_length,
+            )  # fmt: skip
+        else:
+            model = load_causal_lm(config, strategy)
+        if isinstance(config, LoraConfig):
+            lora = dict(rank=2, alpha=4, dropout=0.0, targets=["all-linear"], seed=0)
+            model = add_lora(model, **lora, revision=config.model_revision)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=1e-4)
+        strategy.prepare(model, config, total_steps=1)
+        save_model(strategy, tokenizer, config, name="adapter" if isinstance(config, LoraConfig) else "model")
+        progress = Progress(step=1, samples=1, tokens=1, global_batch=1, data_fingerprint="x")
+        log = RunLog(config.output_dir)
+        Keeper(strategy, config).save(progress, log)
+        log.close()
+        return Path(config.output_dir)
+
+    yield train
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def answer(model, tokenizer) -> list[int]:
+    turns = [{"role": "user", "content": "What is a computer?"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    found = model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=120, do_sample=False, temperature=None)
+    return found[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_is_saved_and_exported_stops_where_its_chats_end(base, trained, tmp_path, adapter):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert tokenizer.eos_token_id == END_OF_TEXT
+    without = answer(AutoModelForCausalLM.from_pretrained(base), tokenizer)
+    assert END_OF_TURN in without[:-1], "the base says its end of turn, and goes on"
+
+    settings = dict(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    run = trained(LoraConfig(lora_r=2, lora_alpha=4, **settings) if adapter else CausalLMConfig(**settings))
+    export([str(run), "--output", str(tmp_path / "exported")])
+    folders = [tmp_path / "exported"]
+    if adapter:
+        export([str(run), "--output", str(tmp_path / "kept"), "--keep_adapter"])
+        for folder in (run / "adapter", tmp_path / "kept"):
+            assert GenerationConfig.from_pretrained(folder).eos_token_id == [END_OF_TEXT, END_OF_TURN]
+            loaded = load_result(folder)
+            assert isinstance(loaded.model, PeftModel)
+            found = answer(loaded.model, loaded.tokenizer)
+            assert found.index(END_OF_TURN) == len(found) - 1
+    else:
+        folders.append(run / "model")
+    for folder in folders:
+        found = answer(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+        assert found.index(END_OF_TURN) == len(found) - 1, f"{folder} does not stop"
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [END_OF_TEXT, END_OF_TURN]
+
+
+def test_an_encoder_decoder_answers_everywhere_as_its_run_measured_it(tiny, trained, tmp_path, capsys):
+    from transformers import GenerationConfig
+
+    run = trained(
+        Seq2SeqConfig(
+            model_name_or_path=str(tiny / "blenderbot"), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"),
+            source_prefix="chat: ", num_beams=3, max_target_length=32, val_max_target_length=20, val_min_target_length=4,
+        )
+    )  # fmt: skip
+    export([str(run), "--output", str(tmp_path / "exported")])
+    configs = [GenerationConfig.from_pretrained(folder).to_dict() for folder in (run / "model", tmp_path / "exported")]
+    assert configs[0] == configs[1]
+    assert [configs[1][key] for key in ("num_beams", "max_new_tokens", "min_new_tokens")] == [3, 20, 4]
+    answers = []
+    for folder in (run / "model", tmp_path / "exported"):
+        loaded = load_result(folder)
+        assert loaded.source_prefix == "chat: "
+        source = loaded.tokenizer("chat: What is a computer?", return_tensors="pt")
+        measured = loaded.tokenizer.decode(loaded.model.generate(**source)[0], skip_special_tokens=True)
+        capsys.readouterr()
+        said = Conversation(loaded, None, loaded.source_prefix, None, 0.0).answer("What is a computer?")
+        assert said == measured and capsys.readouterr().out == plain(measured) + "\n"
+        answers.append(said)
+    assert answers[0] == answers[1]
+
+
+# --- what a checkpoint says is not to be trusted
+REMOTE = """
+open({mark!r}, "w").close()
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_export_runs_no_code_on_a_checkpoints_word(base, trained, tmp_path):
+    run = trained(
+        CausalLMConfig(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    )
+    mark = tmp_path / "it-was-run"
+    (base / "own.py").write_text(REMOTE.format(mark=str(mark)))
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    edit(base / "config.json", auto_map=auto, model_type="own-llama", architectures=["OwnModel"])
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    kept = json.loads((checkpoint / "config.json").read_text())
+    kept["config"]["trust_remote_code"] = True
+    (checkpoint / "config.json").write_text(json.dumps(kept))
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="Pass --trust_remote_code"):
+        export([str(run), "--output", str(tmp_path / "exported")])
+    assert not mark.exists() and not (tmp_path / "exported").exists()
+    assert export([str(run), "--output", str(tmp_path / "exported"), "--trust_remote_code"]) == 0
+    assert mark.exists() and (tmp_path / "exported" / "own.py").exists()
+
+
+def test_the_chat_template_is_in_the_checkpoint_and_no_file_is_read_at_export(base, trained, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    template = tmp_path / "mine.jinja"
+    text = "{% for m in messages %}MINE {{ m['content'] }}<|im_end|>{% endfor %}"
+    template.write_text(text)
+    settings = dict(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    config = CausalLMConfig(chat_template=str(template), **settings)
+    run = trained(config)
+    template.write_text("a secret of this machine")
+    export([str(run), "--output", str(tmp_path / "exported")])
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == text
+    assert config.chat_template_text == text, "a run reads it once"
+
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    kept = json.loads((checkpoint / "config.json").read_text())
+    del kept["chat_template"]  # as checkpoints were written before
+    (checkpoint / "config.json").write_text(json.dumps(kept))
+    reseal(checkpoint)
+    export([str(run), "--output", str(tmp_path / "older")])
+    own = AutoTokenizer.from_pretrained(base).chat_template
+    assert AutoTokenizer.from_pretrained(tmp_path / "older").chat_template == own
+    assert f"does not hold the text of {template}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"chat_template: .* cannot be read: Is a directory"):
+        _ = CausalLMConfig(chat_template=str(tmp_path), **settings).chat_template_text
+
+
+def test_export_finds_the_tokenizer_as_training_does(base, trained, tmp_path, monkeypatch, tiny):
+    """The embedded model's, by its short name, for a model that was made from a bare config."""
+    from transformers import AutoTokenizer
+
+    from zerobook.data import embedded
+
+    bare = tmp_path / "tokenizer"  # no pad token, as many base models': the run gives it one
+    shutil.copytree(tiny / "llama", bare, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "generation*"))
+    facts = json.loads((bare / "tokenizer_config.json").read_text())
+    del facts["pad_token"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(embedded, "smollm2", lambda: bare)
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tiny / "llama" / "config.json", tmp_path / "bare")
+    run = trained(
+        CausalLMConfig(
+            config_name=str(tmp_path / "bare"), tokenizer_name="embedded:smollm2", dataset_name="embedded:chatterbot",
+            output_dir=str(tmp_path / "run"),
+        )
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as here:  # a checkpoint is found by any path that leads to it
+        here.chdir(store.complete(store.folder_of(run))[-1])
+        export([".", "--output", str(tmp_path / "exported")])
+    found, saved = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "exported", run / "model"))
+    assert found.chat_template == saved.chat_template and found.pad_token == saved.pad_token == "<|im_end|>"
+
+
+# --- revisions
+@pytest.fixture
+def hub(tiny, tmp_path, monkeypatch) -> str:
+    """A hub's cache as it lies on a disk, offline: two revisions of one model, of which ``main`` is another one."""
+    from huggingface_hub import constants
+    from safetensors.torch import load_file, save_file
+
+    cache = tmp_path / "hub"
+    folder = cache / "models--somebody--base"
+    for revision, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        shutil.copytree(tiny / "llama", folder / "snapshots" / commit)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / revision).write_text(commit)
+    weights = folder / "snapshots" / ("a" * 40) / "model.safetensors"
+    save_file({name: value.flip(0) for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    edit(weights.with_name("tokenizer_config.json"), eos_token="<|endoftext|>")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return "somebody/base"
+
+
+def test_an_adapter_is_put_onto_the_revision_that_it_was_trained_on(hub, trained, tmp_path, tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = LoraConfig(
+        model_name_or_path=hub, model_revision="v1", lora_r=2, lora_alpha=4, dataset_name="embedded:chatterbot",
+        output_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    run = trained(config)
+    tokens = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(tiny / "llama")(tokens).logits
+        other = AutoModelForCausalLM.from_pretrained(hub)(tokens).logits
+    assert (wanted - other).abs().max() > 1, "main is another model"
+    export([str(run), "--output", str(tmp_path / "merged")])
+    export([str(run), "--output", str(tmp_path / "kept"), "--keep_adapter"])
+    for folder in (run / "adapter", tmp_path / "kept"):
+        assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "v1"
+        for file in ("tokenizer_config.json", "tokenizer.json"):
+            (folder / file).unlink()  # then it takes its base's tokenizer, of that revision too
+    for folder in (run / "adapter", tmp_path / "kept", tmp_path / "merged"):
+        loaded = load_result(folder)
+        with torch.no_grad():
+            assert (loaded.model(tokens).logits - wanted).abs().max() < 0.1, f"{folder} is on another revision"
+        assert loaded.tokenizer.eos_token == "<|im_end|>"
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<|im_end|>"
+
+
+# --- modes
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_files_and_folders_have_the_modes_of_the_umask(tiny, trained, tmp_path, monkeypatch, umask):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from zerobook.data import embedded
+
+    before = os.umask(umask)
+    try:
+        (tmp_path / "bare").mkdir()
+        shutil.copy(tiny / "llama" / "config.json", tmp_path / "bare")
+        data = dict(dataset_name="embedded:chatterbot")
+        names = dict(config_name=str(tmp_path / "bare"), tokenizer_name=str(tiny / "llama"))
+        run = trained(CausalLMConfig(output_dir=str(tmp_path / "all/run"), **names, **data))
+        write_report(run)
+        export([str(run), "--output", str(tmp_path / "all" / "exported")])
+        base = str(tiny / "llama")
+        lora = LoraConfig(model_name_or_path=base, lora_r=2, lora_alpha=4, output_dir=str(tmp_path / "all/lora"), **data)
+        export([str(trained(lora)), "--output", str(tmp_path / "all" / "kept"), "--keep_adapter"])
+
+        # converting the real file takes half a minute
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+        monkeypatch.setattr(
+            AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model
+        )  # the real file takes half a minute
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "all"))
+        monkeypatch.setattr(embedded, "_package", lambda *_: tmp_path / "bare")
+        (tmp_path / "bare" / "model.gguf").touch()
+        assert (embedded.smollm2() / "model.safetensors").exists()
+    finally:
+        os.umask(before)
+    there = list((tmp_path / "all").rglob("*"))
+    wrong = {
+        str(path.relative_to(tmp_path)): oct(path.stat().st_mode & 0o777)
+        for path in there
+        if path.stat().st_mode & 0o777 != (0o777 if path.is_dir() else 0o666) & ~umask
+    }
+    assert not wrong and len([path for path in there if path.suffix == ".safetensors"]) == 10

@@ -1,0 +1,180 @@
+"""Text from files is printed as text: it moves no cursor and makes no line of its own, and its brackets are no markup."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.causal_lm import CausalLMConfig
+from tests.test_checkpoints import save_all, spread
+from tests.test_runlog import attempt
+from zerobook import chat, doctor, recipe
+from zerobook.bars import tqdm
+from zerobook.cli import main
+from zerobook.config import DatasetSpec, Resolved
+from zerobook.data import command as data_command
+from zerobook.errors import ConfigError
+from zerobook.evaluation import tasks
+from zerobook.plan import table as plan_table
+from zerobook.resolve import LaunchPlan
+from zerobook.terminal import plain
+
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+EVIL = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\r\x08d\u202ee\n[99] All is well."
+BRACKETS = "[/red][bold]:smile:[x]"
+
+
+@given(st.text(st.one_of(st.characters(), st.sampled_from("\x1b[]0;m\x07\\\x9b\r\n\t\u202e")), max_size=40))
+def test_nothing_of_any_text_steers_a_terminal(text):
+    found = plain(text)
+    assert not FORBIDDEN.search(found) and plain(found) == found
+    assert "\n" not in plain(text, lines=False) and "\t" not in plain(text, lines=False)
+    if not FORBIDDEN.search(text):
+        assert found == text
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b]8;;http://a\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b(Bb\x1bcd", "bd"),
+        ("\x1b]never ends", "never ends"),
+        ("\x1b]never ends" * 30_000, "never ends" * 30_000),
+        ("\u200f1 \u061c2\u20283", "1 23"),
+        ("line\r\nline\ttab", "line\nline\ttab"),
+        ("שלום é 漢字 👍", "שלום é 漢字 👍"),
+    ],
+)
+def test_sequences_go_whole_and_text_stays(text, expected):
+    assert plain(text) == expected
+
+
+def test_a_runs_words_are_one_line_each_and_steer_nothing(tmp_path, capsys):
+    log = attempt(tmp_path, {"seed": 1, EVIL: 1}, plan={}, argv=[])
+    log.event("spike", kind="spike", alarm=True, step=3, onset=2, points=3, base=2.0, peak=3.0, reason=EVIL)
+    log.event("decision", parent=log.seq - 1, measure="none", rule=EVIL, why=EVIL, options=[], to_step=None,
+              leaves_out_steps=None, hardware=None, ladder={})  # fmt: skip
+    log.event("skip", ranges=[[1, 2]], samples=1, steps=[1, 2], why=EVIL)
+    log.event("note", text=EVIL, by=EVIL)
+    log.event("crash", reason=EVIL)
+    log.close()
+    for words in (["status"], ["why"], ["spikes"], ["skipped"], ["path"], ["good"]):
+        main(["runlog", words[0], str(tmp_path), *words[1:]])
+        said = capsys.readouterr().out
+        assert said and not FORBIDDEN.search(said)
+        assert words[0] in ("spikes", "skipped") or "\n[99]" not in said, "nothing can be added to the log by a reason"
+    main(["runlog", "report", str(tmp_path)])
+    assert not FORBIDDEN.search((tmp_path / "runlog" / "report.md").read_text())
+    assert main(["checkpoint", "list", EVIL]) == 2
+    assert not FORBIDDEN.search(capsys.readouterr().err)
+
+
+def test_brackets_in_a_path_are_part_of_it(tmp_path, capsys):
+    run = tmp_path / "run[" / f"red]\x1b[2J{BRACKETS.replace('/', '')}"
+    save_all(run, 1, spread({9}, 1), loss=1.0)
+    save_all(run, 2, spread({9}, 1))
+    (run / "checkpoints" / "step-000002" / "progress.json").unlink()
+    for words in (["list", str(run)], ["inspect", str(run / "checkpoints" / "step-000001")]):
+        assert main(["checkpoint", *words]) == 0
+        said = "".join(capsys.readouterr().out.split())
+        assert plain(str(run)) in re.sub(r"[│┃]", "", said) and not FORBIDDEN.search(said)
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert plain(str(run)) in said and not FORBIDDEN.search(said)
+
+
+def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp_path, capsys, monkeypatch):
+    config = CausalLMConfig(model_name_or_path=BRACKETS, dataset_name="x", output_dir=str(tmp_path))
+    sources = Resolved(dict.fromkeys(CausalLMConfig.model_fields, "default"))
+    plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+    plan.config_file = BRACKETS
+    plan.notes.append(BRACKETS)
+    recipe.print_dry_run(config, sources, plan)
+    assert capsys.readouterr().out.count(BRACKETS) == 2
+    monkeypatch.setattr(doctor, "inspect_launch", lambda *_: (plan, [BRACKETS], config, sources))
+    monkeypatch.setattr(doctor, "_machine", lambda *_: [])
+    assert doctor.doctor(["--x"]) == 1
+    assert capsys.readouterr().out.count(BRACKETS) == 3
+
+    row = {"task": BRACKETS, "subject": None, "questions": 1, "chance": 0.5}
+    row |= {f"{name}{end}": 0.5 for name in ("acc", "acc_norm") for end in ("", "_stderr")}
+    tasks._print(BRACKETS, [row, row | {"subject": BRACKETS}])
+    assert capsys.readouterr().out.count(BRACKETS) == 3
+
+    view = SimpleNamespace(lengths=torch.tensor([1, 2]).numpy())
+    monkeypatch.setattr(data_command, "_parts", lambda data: [(BRACKETS, view)])
+    data_command._lengths(None)
+    assert BRACKETS in capsys.readouterr().out
+    shape = SimpleNamespace(source=1, target=0, rows=1)
+    subject = SimpleNamespace(name=BRACKETS, shape=shape, parameters=1, trained=1, accumulation=1, by_formula="")
+    monkeypatch.setattr(plan_table, "_checkpoints", lambda row: BRACKETS)
+    monkeypatch.setattr(plan_table, "_table", lambda *_: "")
+    row = dict(
+        sent=0,
+        fits=False,
+        time=None,
+        memory=None,
+        problems=[],
+        over=[],
+        uncounted=[BRACKETS],
+        bare=False,
+        paper=None,
+        checkpoint=1,
+    )
+    where = SimpleNamespace(host_memory=0, name="x", device=SimpleNamespace(like="", memory=1))
+    plan_table.show(subject, [SimpleNamespace(**row)], where)
+    assert capsys.readouterr().out.count(BRACKETS) == 3
+
+
+def test_samples_and_answers_steer_nothing(capsys, monkeypatch):
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: EVIL)
+    ids = torch.tensor([1, 2]).numpy()
+    view = [{"input_ids": ids, "labels": ids}]
+    monkeypatch.setattr(data_command, "_parts", lambda data: [("x", view)])
+    data_command._rows(None, tokenizer, 1)
+    said = capsys.readouterr().out
+    assert "All is well." in said and not FORBIDDEN.search(said)
+    assert r"a\x1b[2J\x1b]0;owned\x07b\x9b31mc\r\x08d\u202ee" in said.replace("\n", ""), "nothing of a row is left out"
+    assert "\n[99]" not in said, "and no line of it begins where the command's own lines do"
+    row = view[0] | {"labels": ids * 0 - 100}
+    monkeypatch.setattr(data_command, "_parts", lambda data: [("x", [row])])
+    data_command._rows(None, SimpleNamespace(decode=lambda ids, **_: "«learnt»"), 1)
+    assert "«learnt" not in capsys.readouterr().out, "a row's guillemets are not the command's"
+    streamer = chat._Answer(tokenizer)
+    for piece in ("a\x1b", "[31mb\x1b[2Jc", "\u202e\x07"):
+        streamer.on_finalized_text(piece)
+    assert capsys.readouterr().out == "a[31mbc"
+    assert streamer.text == "a\x1b[31mb\x1b[2Jc\u202e\x07", "the model reads again what it said"
+
+
+def test_bars_and_what_is_printed_beside_them_steer_nothing(capsys):
+    bar = tqdm(total=2, desc=EVIL)
+    tqdm.write(EVIL)
+    bar.close()
+    said = "".join(capsys.readouterr())
+    assert "All is well." in said and not FORBIDDEN.search(re.sub(r"\r|\x1b\[A", "", said)) and "owned" not in said
+    assert DatasetSpec(path="a", name=EVIL).name == plain(EVIL, lines=False) != DatasetSpec(path="b\nc: fine.jsonl").name
+    assert DatasetSpec(path="b\nc: fine.jsonl").name == "b c: fine"
+
+
+def test_every_bar_is_one_that_steers_nothing():
+    files = [f for f in Path(recipe.__file__).parent.rglob("*.py") if f.name != "bars.py"]
+    assert files and not [f for f in files if re.search(r"^\s*(from|import) tqdm", f.read_text(), re.MULTILINE)]
+
+
+def test_errors_steer_nothing(capsys, monkeypatch):
+    def fail():
+        raise ConfigError(EVIL)
+
+    monkeypatch.setattr(recipe.os, "_exit", lambda code: None)
+    monkeypatch.setattr(recipe, "leave", lambda: None)
+    recipe.run_recipe(fail)
+    said = capsys.readouterr().err
+    assert "owned" not in said and "All is well" in said and not FORBIDDEN.search(said)

@@ -1,0 +1,61 @@
+"""File locks (flock), and file systems that have none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
+_POLL_S = 0.1
+
+
+def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None:
+    """Lock an open file, and try again for ``wait`` seconds where another process holds it.
+
+    Returns:
+        True: it is locked now. False: another process holds it. None: its file system has no locks.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return None
+            if error.errno not in _HELD:
+                raise
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def locked(file: Path, *, wait: float = math.inf, held: Callable[[], None] = lambda: None) -> Iterator[bool | None]:
+    """Lock ``file``, which is made if it is missing, for the block. Yield what `lock` returns.
+
+    Args:
+        wait: seconds to wait for another process that holds the lock.
+        held: called once, before the wait, where another process holds the lock.
+    """
+    with file.open("a") as handle:
+        found = lock(handle.fileno())
+        if found is False:
+            held()
+            found = lock(handle.fileno(), wait=wait)
+        try:
+            yield found
+        finally:
+            if found:
+                unlock(handle.fileno())
+
+
+def unlock(handle: int) -> None:
+    """Release the lock, also for forked processes that inherited the file."""
+    fcntl.flock(handle, fcntl.LOCK_UN)

@@ -1,0 +1,57 @@
+"""Print text. Text that came from files (reasons of crashes, notes, samples, paths) must not control the terminal."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, TextIO
+
+_SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
+"""Escape sequences: CSI, strings such as a window's title, and short ones."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 without tab and newline, C1, line separators, all that changes a text's direction, and half surrogate pairs."""
+
+
+def plain(text: str, *, lines: bool = True) -> str:
+    r"""Return ``text`` without escape sequences and control characters.
+
+    Args:
+        lines: keep newlines and tabs. Otherwise white space becomes single spaces, so that the text stays on its line.
+
+    >>> plain("\x1b[31mred\x1b]0;title\x07\r\nnext\u202e"), plain("one\n[12] two", lines=False)
+    ('red\nnext', 'one [12] two')
+    """
+    found = _CONTROLS.sub("", _SEQUENCES.sub("", text))
+    return found if lines else " ".join(found.split())
+
+
+def visible(text: str, besides: str = "") -> str:
+    r"""Return ``text`` with each control character, and each of ``besides``, written as its escape: nothing is left out.
+
+    >>> visible("a\x1b[2J\u202e \xab\n", "\xab")
+    'a\\x1b[2J\\u202e \\xab\n'
+    """
+    escape = re.compile(f"{_CONTROLS.pattern}|[{re.escape(besides)}]") if besides else _CONTROLS
+    return escape.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print ``text`` as `plain` returns it, and a line end."""
+    print(plain(text), file=file, flush=True)
+
+
+def console(width: int = 140, *, markup: bool = False) -> Any:
+    """Return a rich console that prints strings as `plain` returns them. It reads no emoji names and no markup in them.
+
+    Args:
+        width: columns where the output is no terminal.
+        markup: read strings as rich markup. The caller then escapes all text that is not the code's own.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(plain(text), **options)
+
+    return Plain(width=None if sys.stdout.isatty() else width, markup=markup, emoji=False, highlight=False)
