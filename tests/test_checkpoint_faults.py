@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ class Calls:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank(rank, folder, dealt, barrier, counter, fatal, step):
-    saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait), folder, keep=1, background=step % 2 == 0)
+def _rank(rank, folder, dealt, barrier, told, counter, fatal, step):
+    saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait, told), folder, keep=1, background=step % 2 == 0)
     if fatal is not None:
         Calls(counter, fatal)
     saver.save(Progress(step=step), {"config": {}})
@@ -63,10 +64,10 @@ def _rank(rank, folder, dealt, barrier, counter, fatal, step):
 def save_in_processes(folder, step, victim=None, fatal=None):
     """Two forked ranks save; the launcher's part: once one is dead the other is killed. Returns calls counted."""
     context = multiprocessing.get_context("fork")
-    barrier, counter = context.Barrier(2), context.Value("i", 0)
+    barrier, counter, told = context.Barrier(2), context.Value("i", 0), context.Array("c", 1000)
     dealt = spread({step % 30 + 1}, 2)
     ranks = [
-        context.Process(target=_rank, args=(r, folder, dealt, barrier, counter, fatal if r == victim else None, step))
+        context.Process(target=_rank, args=(r, folder, dealt, barrier, told, counter, fatal if r == victim else None, step))
         for r in range(2)
     ]
     for process in ranks:
@@ -142,7 +143,7 @@ def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path, background):
-    dealt, barrier = spread({9}, 2), threading.Barrier(2)
+    dealt, barrier, told = spread({9}, 2), threading.Barrier(2), SimpleNamespace(value=b"")
     staging = store.staging_of(store.folder_of(tmp_path), 1)
     errors, results = [], {}
     threading.excepthook = lambda found: errors.append(found.exc_value)
@@ -161,7 +162,7 @@ def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path,
             yield from self.dealt[1]
 
     def one(rank):
-        saver = save.Saver(Slow(rank, dealt, barrier.wait), tmp_path, keep=None, background=background)
+        saver = save.Saver(Slow(rank, dealt, barrier.wait, told), tmp_path, keep=None, background=background)
         if background:
             saver._copies = lambda: saver.strategy._late()
         saver.save(Progress(step=1), {"config": {}})
@@ -268,7 +269,7 @@ def anonymous_kb():
 def _save_and_load_again_and_again(folder, queue):
     pieces = spread(set(), 1)
     pieces[0] = [piece._replace(values=torch.randn(1_000_000)) for piece in pieces[0]]
-    strategy = FakeStrategy(0, pieces, lambda: None)
+    strategy = FakeStrategy(0, pieces)
     strategy.trainable = lambda: iter([(n, torch.empty(1_000_000)) for n in ("a.weight", "b.bias", "c")])
     saver = save.Saver(strategy, folder, keep=1, background=True)
     sizes = []
@@ -295,7 +296,7 @@ def _save_once(folder, queue):
     save.FILE_BYTES = 16 << 20
     pieces = [Piece(f"layer{i}", None, 0, torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
     pieces += [piece._replace(key=key) for key in MOMENTS for piece in pieces[:64]]  # 768 MiB, of which 256 are in memory
-    strategy = FakeStrategy(0, [pieces], lambda: None)
+    strategy = FakeStrategy(0, [pieces])
     strategy.trainable = lambda: iter([(f"layer{i}", torch.empty(1 << 20)) for i in range(64)])
     before = anonymous_kb()
     peak, done = [before], threading.Event()

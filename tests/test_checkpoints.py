@@ -55,9 +55,15 @@ class FakeStrategy:
 
     device = torch.device("cpu")
 
-    def __init__(self, rank, dealt, barrier):
+    def __init__(self, rank, dealt, barrier=lambda: None, told=None):
         self.rank, self.dealt, self.world_size, self.is_main = rank, dealt, len(dealt), rank == 0
-        self.barrier = barrier
+        self.barrier, self.told = barrier, told or SimpleNamespace(value=b"")
+
+    def on_main(self, work):
+        if self.is_main:
+            self.told.value = (work() or "").encode()
+        self.barrier()
+        return self.told.value.decode() or None
 
     def pieces(self):
         return iter(self.dealt[self.rank])
@@ -80,13 +86,14 @@ class FakeStrategy:
         return {"strategy": "ZeRO-2", "world_size": self.world_size}
 
 
-def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, break_rank=None):
-    """All ranks save, each in a thread; the results that rank 0 has."""
-    barrier = threading.Barrier(len(dealt))
+def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, break_rank=None, folders=None):
+    """All ranks save, each in a thread; the results that rank 0 has. ``folders``: the run's folder as other ranks see it."""
+    barrier, told = threading.Barrier(len(dealt)), SimpleNamespace(value=b"")
     savers = []
 
     def one(rank):
-        saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait), folder, keep=keep, background=background)
+        seen = (folders or {}).get(rank, folder)
+        saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait, told), seen, keep=keep, background=background)
         savers.append((rank, saver))
         if rank == break_rank:
             saver.strategy.pieces = lambda: iter([Piece("a.weight", None, 0, SimpleNamespace())])
@@ -147,7 +154,7 @@ def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_f
     ]
     released, real = threading.Event(), save.write_pieces
     monkeypatch.setattr(save, "write_pieces", lambda *args: (released.wait(30), real(*args))[1])
-    saver = save.Saver(FakeStrategy(0, [pieces], lambda: None), tmp_path, keep=None, background=True)
+    saver = save.Saver(FakeStrategy(0, [pieces]), tmp_path, keep=None, background=True)
     saver.save(Progress(step=1), {})
     assert saver.results() == [], "training goes on"
     for tensor in live.values():
@@ -159,6 +166,62 @@ def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_f
     one, two = state.tensors(first.checkpoint), state.tensors(second.checkpoint)
     assert all(torch.equal(one[n], WHOLE[n]) and torch.equal(two[n], WHOLE[n] + 1) for n in WHOLE)
     assert json.loads((first.checkpoint / "progress.json").read_text())["step"] == 1
+
+
+def test_host_memory_of_saves_in_the_background_is_made_once_and_holds_any_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "_BLOCK", (4, 16))
+    pieces = [piece for dealt in spread({9}, 1) for piece in dealt]
+    saver = save.Saver(FakeStrategy(0, [pieces]), tmp_path, keep=None, background=True)
+    made, real = [], torch.empty
+
+    def empty(*size, **options):
+        made.append(size)
+        return real(*size, **options)
+
+    monkeypatch.setattr(save.torch, "empty", empty)
+    for step in (1, 2):
+        saver.save(Progress(step=step), {})
+        saver.wait()
+    total = sum(piece.values.numel() for piece in pieces)
+    assert total > 100 and sum(size for (size,) in made) < total + 16, "made at the first save, and no larger than a block more"
+    for result in saver.results():
+        found = state.tensors(result.checkpoint)
+        assert set(found) == set(WHOLE) and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_host_that_sees_the_folder_late_writes_late(tmp_path, background):
+    """On NFS, a host may see a folder that another one made a minute later."""
+    mine, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    late = threading.Timer(1.0, lambda: elsewhere.symlink_to(mine))
+    late.start()
+    (result,) = save_all(mine, 1, spread({9}, 2), background=background, folders={1: elsewhere})
+    assert result.problem is None and len(state.tensors(result.checkpoint)) == 9
+
+
+def test_a_host_that_never_sees_the_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "_BEGIN_S", 1)
+    (result,) = save_all(tmp_path / "run", 1, spread({9}, 2), folders={1: tmp_path / "elsewhere"})
+    assert result.problem.startswith("rank 1: it did not begin to write within 1 s")
+    assert store.complete(store.folder_of(tmp_path / "run")) == []
+
+
+def test_a_rank_that_writes_for_long_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "_BEGIN_S", 1)
+    real = save.write_pieces
+
+    def slow(folder, rank, pieces):
+        def late():
+            pieces_ = list(pieces)
+            yield pieces_[0]
+            time.sleep(2.5)
+            yield from pieces_[1:]
+
+        return real(folder, rank, late() if rank else pieces)
+
+    monkeypatch.setattr(save, "write_pieces", slow)
+    (result,) = save_all(tmp_path, 1, spread({9}, 2))
+    assert result.problem is None and len(state.tensors(result.checkpoint)) == 9
 
 
 def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):

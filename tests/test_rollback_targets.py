@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.alone import train
-from zerobook.checkpoint import save, store
+from zerobook.checkpoint import keeper, save, store
 from zerobook.loop import TrainingLoop
 from zerobook.runlog.detector import Finding
 from zerobook.runlog.policy import Measure
@@ -148,3 +148,13 @@ def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_pat
     assert left.value.code == 75
     told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
     assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun):
+    monkeypatch.setattr(keeper, "TORCHRUN_S", 0)
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    run = train(tmp_path / "run", **flags(tiny) | {"max_train_steps": 4})
+    assert len([e for e in run.events if e["type"] == "checkpoint"]) == 2
+    assert capfd.readouterr().out.count("WARNING: this save took") == under_torchrun

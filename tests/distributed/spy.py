@@ -6,7 +6,8 @@ For every training forward: hashes of the decoded token rows, taken from the ten
 given. Collectives are counted by wrapping torch.distributed before anything imports it; forwards of layers
 (recomputed ones too) by hooks; and so are the processes that load data.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
-``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal.
+``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal, and with
+``..._SIGNAL_LAUNCHER=1`` its launcher as well, as from a scheduler that signals every process of a job.
 """
 
 import hashlib
@@ -85,6 +86,8 @@ def watch(loop, tokenizer):
             (output / "hanging").touch()
             time.sleep(3600)
         if step == signal_at and str(rank) == asked["signal_rank"]:
+            if "signal_launcher" in asked:
+                os.kill(os.getppid(), getattr(signal, asked["signal"]))
             os.kill(os.getpid(), getattr(signal, asked["signal"]))
         hashes = []
         for ids in samples(kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_warning_to_one_rank_saves_on_all_and_a_restart_goes_on(tiny, tmp_path
     assert alone.event("run_end")["progress"]["step"] == STEPS
     last = {s["step"]: s["loss"] for s in alone.steps}
     assert largest_difference([last[step] for step in sorted(last)], whole.losses) < 1e-5
+
+
+@pytest.mark.launch
+def test_a_launcher_that_ignores_a_warning_leaves_its_ranks_the_time_to_save(tiny, tmp_path):
+    """A scheduler signals every process of a job. A launcher that took the signal would kill its ranks within 30 s."""
+    warned = {"signal": "SIGUSR1", "signal_at_step": 6, "signal_rank": 1, "signal_launcher": 1}
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as ``trap '' USR1``; a launcher inherits it
+    try:
+        run = launch("ddp", 2, "causal_lm", tmp_path / "run", spy=warned, expect=1, **flags(tiny))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    told = run.event("preempted")
+    assert told["signal"] == "SIGUSR1" and run.event("checkpoint")["step"] == told["step"] and "exitcode  : 75" in run.text
 
 
 @pytest.mark.launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,6 +18,9 @@ from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.terminal import plain
+
+TORCHRUN_S = 30
+"""Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""
 
 
 class Keeper:
@@ -38,6 +42,7 @@ class Keeper:
         self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
         self.passed_over: dict[Path, str] = {}
         self.proven: set[int] = set()
+        self._warned = False
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: store.hold(self.folder))
         asked = config.resume_from_checkpoint
@@ -151,6 +156,15 @@ class Keeper:
         if not self.config.async_save:
             self.strategy.on_main(lambda: self.report(log))
 
+    def _warn_of_a_slow_save(self, seconds: float) -> None:
+        if self._warned or seconds < TORCHRUN_S or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return
+        self._warned = True
+        tqdm.write(
+            f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {TORCHRUN_S} s, before "
+            "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: see docs/checkpoints.md, Warning signals."
+        )
+
     def finish(self, log: RunLog | None) -> None:
         """Wait for what is under way."""
         self.saver.wait()
@@ -171,6 +185,7 @@ class Keeper:
                 self.passed_over.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
+                self._warn_of_a_slow_save(seconds)
                 continue
             whole = store.complete(folder.parent)
             last = f"the last complete one is {whole[-1].name}" if whole else "there is no complete one yet"

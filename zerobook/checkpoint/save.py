@@ -31,7 +31,12 @@ INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
 BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
-_POLL_S = 0.02
+_POLL_S = (0.02, 0.5)
+"""Between two looks at the folder, at first and at most."""
+_BEGIN_S = 600
+"""Within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
+_BLOCK = (1 << 22, 1 << 27)
+"""Numbers in the first block of host memory, and the most: powers of two, to which torch rounds pinned memory up."""
 
 
 class Saved(NamedTuple):
@@ -58,11 +63,9 @@ class Saver:
         self.background = background
         self.protected: frozenset[int] = frozenset()
         """steps whose checkpoints are not pruned"""
-        self._host: dict[tuple[str, str | None], torch.Tensor] = {}
+        self._host: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
-        self._no_folder: str | None = None
-        """why rank 0 could not make the folder of the current save; None where it could"""
 
     def save(self, progress: Progress, config: dict[str, Any]) -> None:
         """Save the state after a whole step. Collective.
@@ -73,13 +76,10 @@ class Saver:
         self.wait()
         strategy, staging = self.strategy, store.staging_of(self.checkpoints, progress.step)
         start = time.monotonic()
-        self._no_folder = None
-        if strategy.is_main:
-            try:
-                store.make_staging(staging)
-            except OSError as error:
-                self._no_folder = f"the folder {staging} cannot be made: {error.strerror or error}"
-        strategy.barrier()
+        problem = strategy.on_main(lambda: _make(staging))
+        if problem is not None:
+            self._results += [Saved(self._final(progress.step), 0.0, problem)] if strategy.is_main else []
+            return
         strategy.materialise_optimizer()
         facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
         facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
@@ -108,17 +108,29 @@ class Saver:
             self._thread = None
 
     def _copies(self) -> list[Piece]:
+        """Return this rank's share, in host memory. A piece that does not fit into the rest of a block is cut there."""
         copies = []
+        block, room = -1, self._host[:0]
         for piece in self.strategy.pieces():
-            key = (piece.name, piece.key)
-            if key not in self._host or self._host[key].shape != piece.values.shape:
-                pinned = piece.values.device.type == "cuda"
-                self._host[key] = torch.empty(piece.values.shape, dtype=torch.float32, pin_memory=pinned)
-            self._host[key].copy_(piece.values, non_blocking=True)
-            copies.append(piece._replace(values=self._host[key]))
+            done = 0
+            while done < piece.values.numel():
+                if not len(room):
+                    block += 1
+                    room = self._block(block, pinned=piece.values.is_cuda)
+                part = room[: piece.values.numel() - done]
+                part.copy_(piece.values[done : done + len(part)], non_blocking=True)
+                copies.append(piece._replace(start=piece.start + done, values=part))
+                done, room = done + len(part), room[len(part) :]
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
+
+    def _block(self, number: int, *, pinned: bool) -> torch.Tensor:
+        """Return a block of host memory, fp32 [n], made at its first use: each is twice as large as the one before."""
+        if number == len(self._host):
+            smallest, largest = _BLOCK
+            self._host.append(torch.empty(min(smallest << number, largest), dtype=torch.float32, pin_memory=pinned))
+        return self._host[number]
 
     def _write(
         self,
@@ -130,11 +142,8 @@ class Saver:
         start: float,
     ) -> None:
         rank = self.strategy.rank
-        if self._no_folder is not None:
-            self._results.append(Saved(self._final(step), 0.0, self._no_folder))
-            return
-        if not staging.is_dir():  # rank 0 could not make it, and reports that
-            return
+        if not _appears(staging):
+            return  # rank 0 reports that this rank did not begin
         try:
             index = write_pieces(staging, rank, pieces)
             _publish_file(staging / f"rank-{rank}.json", json.dumps(index))
@@ -160,16 +169,25 @@ class Saver:
 
     def _publish(self, staging: Path, step: int, buffers: dict[str, torch.Tensor], texts: dict[str, Any]) -> str | None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
-        indices = []
-        for rank in range(self.strategy.world_size):
-            done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
-            while not done.exists():
-                if failed.exists():
-                    time.sleep(_POLL_S)  # the reason follows the file
+        shares: dict[int, dict[str, Any]] = {}
+        ranks, deadline, pause = range(self.strategy.world_size), time.monotonic() + _BEGIN_S, _POLL_S[0]
+        while len(shares) < len(ranks):
+            # NFS brings a listing up to date when the folder is opened; it may answer for a minute that one file is missing
+            names = os.listdir(staging)
+            for rank in (rank for rank in ranks if rank not in shares):
+                done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
+                if failed.name in names:
+                    time.sleep(_POLL_S[0])  # the reason follows the file
                     return f"rank {rank}: {failed.read_text() or 'it could not write why; the disk may be full'}"
-                time.sleep(_POLL_S)
-            indices.append(json.loads(done.read_text()))
-            done.unlink()
+                if done.name in names:
+                    shares[rank] = json.loads(done.read_text())
+                    done.unlink()
+                elif time.monotonic() > deadline and not any(name.startswith(_prefix(rank)) for name in names):
+                    return f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}"
+            if len(shares) < len(ranks):
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_S[1])
+        indices = [shares[rank] for rank in ranks]
         texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], texts[INDEX]["shapes"])
         for name, content in texts.items():
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
@@ -177,6 +195,31 @@ class Saver:
         store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
+
+
+def _make(staging: Path) -> str | None:
+    """Make the folder of a save. Return why it cannot be made, None where it is there."""
+    try:
+        store.make_staging(staging)
+    except OSError as error:
+        return f"the folder {staging} cannot be made: {error.strerror or error}"
+    return None
+
+
+def _appears(staging: Path) -> bool:
+    """Wait until this host sees the folder that rank 0 has made. Return whether it does."""
+    deadline = time.monotonic() + _BEGIN_S
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if staging.name in os.listdir(staging.parent):
+                return True
+        time.sleep(_POLL_S[1])
+    return False
+
+
+def _prefix(rank: int) -> str:
+    """Return how the names of a rank's files begin."""
+    return f"tensors-{rank:05d}-"
 
 
 def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -194,7 +237,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
             if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
                 digests[file.path.name] = file.close()
                 file = None
-            file = file or _File(folder / f"tensors-{rank:05d}-{len(digests):05d}.safetensors")
+            file = file or _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
             file.add(f"{full}@{start}", values)
             found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
         if file is not None:
