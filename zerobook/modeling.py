@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerobook import hub
 from zerobook.checkpoint import state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
@@ -26,11 +27,19 @@ MADE_OF = "made_of.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
-def locate(name: str, strategy: Strategy) -> str:
-    """A name that ``from_pretrained`` takes; converts an embedded model once a node. Collective."""
-    if not name.startswith(embedded.PREFIX):
-        return name
-    return strategy.once_per_node(lambda: embedded.located(name))
+def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
+    """Return a name that ``from_pretrained`` takes. Collective.
+
+    An embedded model is converted, and a model of the hub is downloaded, by one process of each node. The others wait for as
+    long as that takes: in ``from_pretrained``, nodes with a slow network would make the others' collectives time out.
+
+    Args:
+        weights: the model's weights are loaded, not its config or tokenizer alone.
+    """
+    if name.startswith(embedded.PREFIX):
+        return strategy.once_per_node(lambda: embedded.located(name))
+    strategy.once_per_node(lambda: hub.fetch(name, revision, weights=weights))
+    return name
 
 
 def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
@@ -39,7 +48,7 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
     if name is None:
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
     tokenizer, padded = open_tokenizer(
-        locate(name, strategy), template=config.chat_template_text,
+        locate(name, strategy, config.model_revision), template=config.chat_template_text,
         revision=config.model_revision, trust_remote_code=config.trust_remote_code,
     )  # fmt: skip
     if padded and strategy.is_main:
@@ -134,7 +143,7 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         assert config_name is not None
         name = _initialise(auto_class, config, config_name, strategy)
     else:
-        name = locate(name, strategy)
+        name = locate(name, strategy, config.model_revision, weights=True)
         options["revision"] = config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
     model_class = auto_class._model_mapping.get(type(model_config), None)
@@ -248,7 +257,7 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 
     folder = Path(config.output_dir) / "initial_model"
     state.check_shared(strategy, config.output_dir)
-    source = locate(config_name, strategy)
+    source = locate(config_name, strategy, config.model_revision)
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:

@@ -1,0 +1,43 @@
+"""Files of a model on the Hugging Face hub, downloaded before anything waits for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?$")
+"""Names of weights that transformers loads, the preferred kind first."""
+_BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+
+
+def fetch(name: str, revision: str, *, weights: bool) -> None:
+    """Download what ``from_pretrained`` reads of a model into the hub's cache on this machine: its config, tokenizer and code.
+
+    Nothing happens where ``name`` is a folder. Errors are left to ``from_pretrained``, which meets them too, and may find
+    all files in the cache where there is no network.
+
+    Args:
+        weights: download the weights too.
+    """
+    if Path(name).exists():
+        return
+    from huggingface_hub import HfApi, snapshot_download
+
+    with suppress(OSError, ValueError):
+        wanted = needed(HfApi().list_repo_files(name, revision=revision), weights=weights)
+        snapshot_download(name, revision=revision, allow_patterns=wanted)
+
+
+def needed(files: Iterable[str], *, weights: bool) -> list[str]:
+    """Return which files of a repository to download: configs, tokenizers, code, and at most one kind of weights.
+
+    >>> files = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx"]
+    >>> needed(files, weights=True), needed(files, weights=False)
+    (['config.json', 'model.safetensors'], ['config.json'])
+    """
+    own = [file for file in files if "/" not in file]
+    kinds = [[file for file in own if re.match(kind, file)] for kind in _WEIGHTS]
+    chosen = next(filter(None, kinds), []) if weights else []
+    return [file for file in own if file in chosen or (file.endswith(_BESIDE) and not any(file in kind for kind in kinds))]
