@@ -1,13 +1,20 @@
-"""What one real GPU says, without a network; every subcommand ends within 8 minutes and writes one JSON.
+"""What one real GPU says, without a network: a list of cases, each written down as it ends.
 
-    python benchmarks/gpu.py planner|tables|parity [--out benchmarks/results/NAME.json]
+    python benchmarks/gpu.py all [--minutes 8]
+    python benchmarks/gpu.py machine|tests|parity|precision|planner|tables|speed
 
-planner   planned against measured peaks of CUDA's allocator, over configurations of three architectures
-tables    table B of scripts/reproduce_tables.py with 24 GB, and the published batches of table A, on one GPU
-parity    losses under every attention backend, in bf16, in scaled fp16 and with a quantised base, against eager fp32
+machine     what is there: versions, kernels, compiled ops, measured rates of matrix products and copies
+tests       the tests that are marked ``gpu``
+parity      fp32 training on the GPU under every strategy that one GPU has, against one process on the CPU: with evaluation,
+            generation, a rollback between the steps, and a resume
+precision   losses in bf16, in fp16, under each attention backend and with the published DeepSpeed files, against eager fp32
+planner     planned against measured peaks of CUDA's allocator, over 27 configurations of three architectures
+tables      the published batches of tables A and B of scripts/reproduce_tables.py, under 24 GB
+speed       seconds and tokens a second of a step under every strategy
 
-Models are made here with random weights, their tokenizer from the Python standard library's own source text. With
-``--device cpu`` the same runs go through on a CPU, where there is no allocator's peak to compare.
+Cases that are in the results already are passed over, also those that failed: to run one again, delete its row or its file.
+With ``--minutes`` no case is begun after that time, and one that it cuts short is begun again by the next call. Models are made
+here with random weights, their tokenizer from the Python standard library's own source text.
 """
 
 from __future__ import annotations
@@ -15,207 +22,447 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from zerobook import fresh
 from zerobook.plan.command import here
+from zerobook.plan.hardware import known
+from zerobook.runlog.writer import EVENTS, read
+from zerobook.runlog.writer import STEPS as STEPS_FILE
 from zerobook.tables.bench import Bench
 from zerobook.tables.materials import Materials, seq2seq_sides
+from zerobook.tables.trial import Arm, attempt
+from zerobook.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-SECONDS = 460
-"""After which every run is stopped and no further one begun."""
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+LIMIT_S = 300.0
+"""Seconds that a case may take."""
+Row = dict[str, Any]
+Case = Callable[[float, dict[str, Row]], Row]
+"""Runs in so many seconds; given the rows before it in its part. A row with ``died`` failed, one with ``not run`` says why."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A configuration: a model, a strategy file, and the recipe's flags."""
+@dataclass
+class Setting:
+    """Where cases run. ``tiny`` models are for trying the cases themselves."""
 
-    model: str
-    strategy: str
-    rows: int
-    flags: tuple[tuple[str, str], ...]
+    tiny: bool
+    cpu: bool
+    folder: Path
+
+    @cached_property
+    def materials(self) -> Materials:
+        return Materials(self.folder)
+
+    def model(self, name: str) -> Path:
+        """The folder of a model with random weights, of about 0.3 10^9 parameters, or tiny; ``small`` is always tiny."""
+        from transformers import BartConfig, GPT2Config, LlamaConfig
+
+        special = self.materials.special
+        width, layers, heads = (64, 2, 4) if self.tiny or name == "small" else (1024, 24, 16)
+        llama = LlamaConfig(
+            hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, **special,
+        )  # fmt: skip
+        bart = {"d_model": width, "decoder_start_token_id": 2, "max_position_embeddings": 1024}
+        configs = {
+            "small": llama,
+            "llama": llama,
+            "gpt2": GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **special),
+            "bart": BartConfig(**bart, **seq2seq_sides(layers // 2, heads, width), **special),
+        }
+        return self.materials.model(name, configs[name])
+
+    @property
+    def text(self) -> dict[str, object]:
+        """Flags of a run that trains on text and holds nothing out."""
+        return {"train_file": self.materials.text, "cache_dir": self.folder / "data", "validation_split_percentage": 0}
 
 
-def bench(asked: argparse.Namespace, folder: Path) -> Bench:
-    """One process, with the published batches alone."""
-    where = here("1")
-    budget = None if where.cpu else 24 * 10**9
-    tiny, until = asked.scale == "tiny", time.monotonic() + SECONDS
-    return Bench(folder, tiny, 1, where, budget, lambda words: print(words, flush=True), quick=True, until=until)
+# --- what is there
+def machine(setting: Setting) -> dict[str, Case]:
+    return {"libraries": partial(_libraries, setting), "compiled ops": _ops, "rates": partial(_rates, setting)}
 
 
-def models(materials: Materials, tiny: bool) -> dict[str, tuple[str, Path]]:
-    """name -> (recipe, folder of a model with random weights), of about 0.3 10^9 parameters, or tiny."""
-    from transformers import BartConfig, GPT2Config, LlamaConfig
+def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
+    import torch
 
-    special = materials.special
-    width, layers, heads = (64, 2, 4) if tiny else (1024, 24, 16)
-    bart = {"d_model": width, "decoder_start_token_id": 2, "max_position_embeddings": 1024}
-    llama = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    configs = {
-        "gpt2": ("causal_lm", GPT2Config(n_embd=width, n_layer=layers, n_head=heads, **special)),
-        "llama": ("causal_lm", LlamaConfig(num_key_value_heads=heads // 2, **llama, **special)),
-        "bart": ("seq2seq_chatbot", BartConfig(**bart, **seq2seq_sides(layers // 2, heads, width), **special)),
-    }
-    return {name: (recipe, materials.model(name, config)) for name, (recipe, config) in configs.items()}
-
-
-def cases(names: list[str]) -> list[Case]:
-    """Every architecture under every strategy that one GPU has, in fp32 and bf16, with and without checkpointing."""
-    found = []
-    variants = [(4, {}), (8, {"mixed_precision": "bf16"}), (8, {"mixed_precision": "bf16", "activation_checkpointing": "true"})]
-    for (rows, flags), strategy, model in itertools.product(variants, ("single", "zero2", "zero3"), names):
-        found.append(Case(model, strategy, rows, tuple(flags.items())))
+    found: Row = {"packages": {}}
+    for package in ("bitsandbytes", "flash-attn", "triton", "datasets", "nvidia-ml-py"):
+        try:
+            found["packages"][package] = version(package)
+        except PackageNotFoundError:
+            found["packages"][package] = None
+    found |= {"nvcc": shutil.which("nvcc"), "cores": os.cpu_count(), "CUDA of torch": torch.version.cuda}
+    if not setting.cpu:
+        facts, like = torch.cuda.get_device_properties(0), known(torch.cuda.get_device_name(0))
+        found |= {
+            "memory": facts.total_memory, "multiprocessors": facts.multi_processor_count,
+            "capability": f"{facts.major}.{facts.minor}", "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())), "planner knows it as": like.name if like else None,
+        }  # fmt: skip
+        if shutil.which("nvidia-smi"):
+            line = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+            found["driver"] = fresh.run(line, left)[1].strip()
     return found
 
 
-def planner(asked: argparse.Namespace) -> dict[str, Any]:
-    """Planned and measured figures of each case, and the errors of the peaks."""
-    from tqdm import tqdm
+def _ops(left: float, rows: dict[str, Row]) -> Row:
+    """DeepSpeed's ops, compiled before a case that needs them has its time counted."""
+    line = [sys.executable, "-c", "import json; from zerobook import ops; print(json.dumps(ops.compile_ops()))"]
+    code, text = fresh.run(line, left, cwd=ROOT)
+    return _died(code, text, left) or {"ops": dict(json.loads(text.strip().splitlines()[-1]))}
 
+
+def _rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
+    """Operations a second of matrix products and bytes a second of a copy, the median of 10 on random numbers."""
+    import torch
+
+    size = 256 if setting.tiny else 8192
+    device = "cpu" if setting.cpu else "cuda"
+
+    def median(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(13):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[3:])
+
+    found: Row = {"size": size}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        found[f"{name}, operations/s"] = 2 * size**3 / median(partial(torch.matmul, one, other))
+    source = torch.randn(size * size * 8, device=device)
+    target = torch.empty_like(source)
+    found["copy, bytes/s read and written"] = 2 * source.numel() * 4 / median(partial(target.copy_, source))
+    del one, other, source, target
+    torch.cuda.empty_cache()  # the cases behind this one have the memory
+    return found
+
+
+def _died(code: int, text: str, limit: float) -> Row:
+    """``died`` of a run that did not end well, else nothing."""
+    if code == 0:
+        return {}
+    how = f"stopped after {limit:.0f} s" if code == fresh.TIMED_OUT else f"exit status {code}: {fresh.last_error(text)}"
+    return {"died": how, "output": text[-3000:]}
+
+
+# --- tests
+def tests(setting: Setting) -> dict[str, Case]:
+    """Each file with tests that are marked ``gpu``."""
+    files = sorted(file for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text())
+    return {file.name: partial(_marked, setting, file) for file in files}
+
+
+def _marked(setting: Setting, file: Path, left: float, rows: dict[str, Row]) -> Row:
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file)]
+    code, text = fresh.run(line, left, {"DS_ACCELERATOR": "cpu" if setting.cpu else "cuda"}, cwd=ROOT)
+    return _died(code, text, left) or {"said": text.strip().splitlines()[-1], "output": text[-3000:]}
+
+
+# --- the GPU against the CPU
+BETWEEN = ROOT / "tests" / "distributed" / "between.py"
+"""Generates at every evaluation, and rolls back once."""
+BACK_AT, SAVED_AT, LENGTH = 6, 4, 10
+TOLERANCE = 1e-5
+"""Relative, on the loss and gradient norm of every step and on held-out losses."""
+ZERO = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+PAIRS = {
+    "causal_lm": ("single", *ZERO, "fsdp"),
+    "lora_finetune": ("single", "zero2", "zero3", "fsdp"),
+    "qlora": ("single", "zero2", "zero3", "fsdp"),
+}
+"""kind of finetuning -> strategy files, one process each"""
+
+
+def parity(setting: Setting) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for kind, strategies in PAIRS.items():
+        found[f"{kind}, CPU"] = partial(_trained, setting, kind, "single", None)
+        for strategy in strategies:
+            found[f"{kind}, {strategy}"] = partial(_trained, setting, kind, strategy, f"{kind}, CPU")
+    return found
+
+
+def _trained(setting: Setting, kind: str, strategy: str, reference: str | None, left: float, rows: dict[str, Row]) -> Row:
+    """Train, evaluate, save, generate and roll back; then go on from the first checkpoint as after a kill."""
+    if kind == "qlora" and not find_spec("bitsandbytes"):
+        return {"not run": "bitsandbytes is not installed"}
+    until = time.monotonic() + left
+    environment = {"ZEROBOOK_BETWEEN_BACK_AT": str(BACK_AT)} | ({"CUDA_VISIBLE_DEVICES": ""} if reference is None else {})
+    recipe = ROOT / "recipes" / f"{'lora_finetune' if kind == 'qlora' else kind}.py"
+    flags: dict[str, object] = {
+        "model_name_or_path": setting.model("small"), "cache_dir": setting.folder / "data", "max_train_samples": 8,
+        "max_eval_samples": 3, "per_device_train_batch_size": 4, "max_train_steps": LENGTH, "num_warmup_steps": 2,
+        "eval_on_start": "true", "eval_steps": 2, "save_steps": SAVED_AT, "logging_steps": 5, "mixed_precision": "no",
+    }  # fmt: skip
+    if kind == "causal_lm":
+        text = setting.materials.text
+        flags |= {"train_file": text, "validation_file": text, "block_size": 64, "learning_rate": 3e-3}
+    else:  # Half of an adapter has no gradient at the first step; a small epsilon makes whole steps of its rounding errors.
+        pairs = setting.materials.pairs
+        flags |= {"train_file": pairs, "validation_file": pairs, "max_seq_length": 64, "learning_rate": 5e-3}
+        flags |= {"lora_r": 32, "adam_epsilon": 1e-6} | ({"load_in_4bit": "true"} if kind == "qlora" else {})
+    launcher = ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
+    with tempfile.TemporaryDirectory(dir=setting.folder) as name:
+        output = Path(name)
+        words = [str(recipe), *fresh.flags(flags | {"output_dir": output})]
+        line = fresh.command(launcher, 1, BETWEEN, *words)
+        code, said = fresh.run(line, until - time.monotonic(), environment, cwd=ROOT)
+        if code:
+            return _died(code, said, left)
+        steps, events = read(output / "runlog" / STEPS_FILE), read(output / "runlog" / EVENTS)
+        saved = output / "checkpoints" / f"step-{SAVED_AT:06d}"
+        line = fresh.command(launcher, 1, Path(words[0]), *words[1:], "--resume_from_checkpoint", str(saved))
+        code, said = fresh.run(line, max(1.0, until - time.monotonic()), environment, cwd=ROOT)
+        resumed = [step for step in read(output / "runlog" / STEPS_FILE) if step["attempt"] == 2]
+    row: Row = {
+        "losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps],
+        "held out": [event["loss"] for event in events if event["type"] == "eval" and "loss" in event],
+        "resumed": [step["loss"] for step in resumed], "rolled back": any(event["type"] == "rollback" for event in events),
+    }  # fmt: skip
+    if code:
+        return row | _died(code, f"after the resume: {said}", left)
+    if reference is not None and "losses" in rows.get(reference, {}):
+        row["from the CPU"] = {what: _furthest(row[what], rows[reference][what]) for what in CURVES}
+        row["alike"] = max(row["from the CPU"].values()) < TOLERANCE
+    return row
+
+
+CURVES = ("losses", "norms", "held out", "resumed")
+
+
+def _furthest(ours: list[float], reference: list[float]) -> float:
+    """The largest relative difference; infinite where there are not as many."""
+    if len(ours) != len(reference) or not ours:
+        return math.inf
+    return max(abs(one - other) / abs(other) for one, other in zip(ours, reference, strict=True))
+
+
+# --- precisions
+NEEDS = {"flash_attention_2": "flash_attn", "load_in_4bit": "bitsandbytes"}
+ATTENTION = (
+    ("eager", {"attn_implementation": "eager"}),
+    ("sdpa", {"attn_implementation": "sdpa"}),
+    ("sdpa, bf16", {"attn_implementation": "sdpa", "mixed_precision": "bf16"}),
+    ("sdpa, fp16", {"attn_implementation": "sdpa", "mixed_precision": "fp16"}),
+    ("flex_attention", {"attn_implementation": "flex_attention"}),
+    ("flex_attention, bf16", {"attn_implementation": "flex_attention", "mixed_precision": "bf16"}),
+    ("flash_attention_2, bf16", {"attn_implementation": "flash_attention_2", "mixed_precision": "bf16"}),
+)
+"""Trained alike, the first of them the reference."""
+PUBLISHED = ("zero2_config_accelerate", "zero3_offload_config_accelerate")
+"""They fix fp16 and a schedule of their own, so their losses are close to the others' and not the same."""
+
+
+def precision(setting: Setting) -> dict[str, Case]:
+    steps = 8 if setting.tiny else 40
+    common = setting.text | {
+        "model_name_or_path": "llama", "per_device_train_batch_size": 4, "max_train_steps": steps, "learning_rate": 1e-4,
+    }  # fmt: skip
+    causal = common | {"block_size": 256}
+    lora = common | {"train_file": setting.materials.pairs, "max_seq_length": 256, "mixed_precision": "bf16"}
+    single = Arm.of("single", 1)
+    found: dict[str, Case] = {}
+    for name, flags in ATTENTION:
+        found[name] = partial(_curve, setting, single, "causal_lm", causal | flags, ATTENTION[0][0])
+    for name in PUBLISHED:
+        file = ROOT / "ds_configs" / "published" / f"{name}.json"
+        arm = Arm(name, ("--use_deepspeed", "--deepspeed_config_file", str(file)), 1)
+        found[f"{name}, fp16"] = partial(_curve, setting, arm, "causal_lm", causal, ATTENTION[0][0])
+    for name, flags in (("LoRA, bf16", {}), ("QLoRA, bf16", {"load_in_4bit": "true"})):
+        found[name] = partial(_curve, setting, single, "lora_finetune", lora | flags, "LoRA, bf16")
+    return found
+
+
+def _curve(
+    setting: Setting, arm: Arm, recipe: str, flags: dict[str, object], reference: str, left: float, rows: dict[str, Row]
+) -> Row:
+    named = {*flags, *map(str, flags.values())}
+    for key, package in NEEDS.items():
+        if key in named and not find_spec(package):
+            return {"not run": f"{package} is not installed"}
+    outcome = attempt(arm, recipe, flags | {"model_name_or_path": setting.model("llama")}, 0, left)
+    row: Row = {"losses": outcome.losses, "seconds a step": outcome.step, "peak": outcome.peak}
+    if "losses" in rows.get(reference, {}):
+        row[f"from {reference}"] = _furthest(outcome.losses, rows[reference]["losses"])
+    return row
+
+
+# --- the planner
+def planner(setting: Setting) -> dict[str, Case]:
+    """Every architecture under every strategy that one GPU has, in fp32 and bf16, with and without checkpointing."""
+    half = {"mixed_precision": "bf16"}
+    variants = [("fp32", 4, {}), ("bf16", 8, half), ("bf16, checkpointing", 8, half | {"activation_checkpointing": "true"})]
+    found: dict[str, Case] = {}
+    for (words, rows, flags), strategy, model in itertools.product(
+        variants, ("single", "zero2", "zero3"), ("gpt2", "llama", "bart")
+    ):
+        found[f"{model}, {strategy}, {words}"] = partial(_planned, setting, model, strategy, rows, flags)
+    return found
+
+
+def _planned(
+    setting: Setting, model: str, strategy: str, batch: int, flags: dict[str, object], left: float, rows: dict[str, Row]
+) -> Row:
+    """Planned and measured figures of a few steps."""
     from zerobook.config import parse
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
+    from zerobook.plan.rows import Traced
+    from zerobook.plan.rows import row as planned_row
     from zerobook.recipe_file import config_class
 
-    until, where = time.monotonic() + SECONDS, here("1")
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        materials = Materials(Path(name))
-        made = models(materials, asked.scale == "tiny")
-        chosen = cases(list(made))[: asked.limit]
-        for case in tqdm(chosen, unit=" runs"):
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            recipe, model = made[case.model]
-            flags = {"model_name_or_path": model, "per_device_train_batch_size": case.rows, "validation_split_percentage": 0}
-            short = asked.scale == "tiny"
-            if recipe == "seq2seq_chatbot":
-                flags |= {"train_file": materials.pairs, "max_source_length": 64 if short else 256,
-                          "max_target_length": 32 if short else 128, "pad_to_max_length": "true"}  # fmt: skip
-            else:
-                flags |= {"train_file": materials.text, "block_size": 64 if short else 512}
-            flags |= {"cache_dir": materials.folder / "data", **dict(case.flags)}
-            line = fresh.flags(flags)
-            file = ROOT / "recipes" / f"{recipe}.py"
-            config, sources, _ = parse(config_class(str(file)), line)
-            strategy = ROOT / "accelerate_configs" / f"{case.strategy}.yaml"
-            found = measure(strategy, job(config), file, line, where, sources, left)
-            figures = {key: {"planned": f.planned, "measured": f.measured} for key, f in found.figures.items()}
-            rows.append(
-                {**asdict(case), "flags": dict(case.flags), "died": found.died, "seconds": found.seconds, "figures": figures}
-            )
-    peaks = [row["figures"]["GPU memory, peak"] for row in rows if "GPU memory, peak" in row["figures"]]
-    errors = sorted(abs(peak["planned"] / peak["measured"] - 1) for peak in peaks)
-    summary: dict[str, Any] = {"cases": len(chosen), "run": len(rows), "died": sum(bool(row["died"]) for row in rows)}
-    if errors:
-        small = sum(peak["planned"] < peak["measured"] for peak in peaks)
-        summary |= {"median error": statistics.median(errors), "p95 error": errors[int(0.95 * (len(errors) - 1))],
-                    "largest error": errors[-1], "planned too small": small}  # fmt: skip
-    return {"summary": summary, "rows": rows}
+    until, where, tiny = time.monotonic() + left, here("1"), setting.tiny
+    given = setting.text | {"model_name_or_path": setting.model(model), "per_device_train_batch_size": batch, **flags}
+    if model == "bart":
+        given |= {"train_file": setting.materials.pairs, "max_source_length": 64 if tiny else 256,
+                  "max_target_length": 32 if tiny else 128, "pad_to_max_length": "true"}  # fmt: skip
+    else:
+        given |= {"block_size": 64 if tiny else 512}
+    recipe = ROOT / "recipes" / f"{'seq2seq_chatbot' if model == 'bart' else 'causal_lm'}.py"
+    line, file = fresh.flags(given), ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    config, sources, _ = parse(config_class(str(recipe)), line)
+    made = job(config)
+    plan = planned_row(file, Traced.of(made, "cpu" if where.cpu else "cuda"), where, sources)
+    found = measure(file, made, recipe, line, where, sources, max(1.0, until - time.monotonic()))
+    row: Row = {"figures": {key: asdict(figure) for key, figure in found.figures.items()}, "seconds a step": found.seconds}
+    if plan.time is not None:
+        row["planned seconds a step"] = plan.time.step
+    return row | ({"died": found.died} if found.died else {})
 
 
-def tables(asked: argparse.Namespace) -> dict[str, Any]:
+# --- the published tables
+def tables(setting: Setting) -> dict[str, Case]:
     """The published comparisons that one GPU can run."""
     from zerobook.tables import dialogue, one_device
 
-    with tempfile.TemporaryDirectory() as name:
-        where = bench(asked, Path(name))
-        made = [one_device.run(where), dialogue.shape(where)]
-    return {"summary": {table.letter: [line.here for line in table.lines] for table in made},
-            "rows": [table.to_json() for table in made]}  # fmt: skip
+    return {"A": partial(_table, setting, dialogue.shape), "B": partial(_table, setting, one_device.run)}
 
 
-PARITY = (
-    ("eager", {"attn_implementation": "eager"}),
-    ("sdpa", {"attn_implementation": "sdpa"}),
-    ("flex_attention", {"attn_implementation": "flex_attention"}),
-    ("sdpa, bf16", {"attn_implementation": "sdpa", "mixed_precision": "bf16"}),
-    ("flash_attention_2, bf16", {"attn_implementation": "flash_attention_2", "mixed_precision": "bf16"}),
-    ("flex_attention, bf16", {"attn_implementation": "flex_attention", "mixed_precision": "bf16"}),
-    ("sdpa, fp16", {"attn_implementation": "sdpa", "mixed_precision": "fp16"}),
-)
-"""Trained alike, the first of them the reference."""
-NEEDS = {"flash_attention_2": "flash_attn", "load_in_4bit": "bitsandbytes"}
-STEPS = 8
+def _table(setting: Setting, make: Callable[[Bench], Any], left: float, rows: dict[str, Row]) -> Row:
+    where, until = here("1"), time.monotonic() + left
+    budget = None if where.cpu else 24 * 10**9
+    say = partial(print, "   ", flush=True)
+    with tempfile.TemporaryDirectory(dir=setting.folder) as name:
+        made = make(Bench(Path(name), setting.tiny, 1, where, budget, say, quick=True, until=until))
+    return made.to_json() | ({"died": made.died} if made.died else {})
 
 
-def parity(asked: argparse.Namespace) -> dict[str, Any]:
-    """Losses of the same steps, and how far each is from the first row's: the largest relative difference."""
-    from importlib.util import find_spec
+# --- speed
+def speed(setting: Setting) -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    block, rows = (64, 4) if setting.tiny else (1024, 8)
+    for strategy, checkpointing in itertools.product(("single", "ddp", "zero1", "zero2", "zero3", "fsdp"), ("false", "true")):
+        flags = setting.text | {
+            "block_size": block, "per_device_train_batch_size": rows, "max_train_steps": 6 if setting.tiny else 20,
+            "mixed_precision": "bf16", "activation_checkpointing": checkpointing,
+        }  # fmt: skip
+        name = f"{strategy}, checkpointing" if checkpointing == "true" else strategy
+        found[name] = partial(_timed, setting, strategy, flags, rows * block)
+    return found
 
-    from zerobook.errors import ZerobookError
-    from zerobook.tables.trial import Arm, attempt
 
-    rows: list[dict[str, Any]] = []
-    until = time.monotonic() + SECONDS
-    with tempfile.TemporaryDirectory() as name:
-        materials = Materials(Path(name))
-        _, model = models(materials, asked.scale == "tiny")["llama"]
-        common = {"model_name_or_path": model, "train_file": materials.text, "cache_dir": materials.folder / "data",
-                  "block_size": 256, "validation_split_percentage": 0, "per_device_train_batch_size": 4,
-                  "max_train_steps": STEPS, "learning_rate": 1e-4}  # fmt: skip
-        lora = {key: value for key, value in common.items() if key != "block_size"}
-        lora |= {"max_seq_length": 256, "train_file": materials.pairs, "mixed_precision": "bf16"}
-        runs = [(name, "causal_lm", common | flags) for name, flags in PARITY]
-        runs += [("LoRA, bf16", "lora_finetune", lora), ("QLoRA, bf16", "lora_finetune", lora | {"load_in_4bit": "true"})]
-        for words, recipe, flags in runs[: asked.limit]:
-            print(words, flush=True)
-            named = {*flags, *map(str, flags.values())}
-            missing = [package for key, package in NEEDS.items() if key in named and not find_spec(package)]
-            row: dict[str, Any] = {"name": words, "recipe": recipe}
-            left = until - time.monotonic()
-            if missing or left <= 0:
-                row["not run"] = f"{missing[0]} is not installed" if missing else f"{SECONDS} s were over"
-            else:
-                try:
-                    outcome = attempt(Arm.of("single", 1), recipe, flags, 0, left)
-                    row |= {"losses": outcome.losses, "seconds a step": outcome.step, "peak": outcome.peak}
-                except ZerobookError as error:
-                    row["died"] = str(error)
-            rows.append(row)
-    rows.append({"name": "liger", "not run": "the recipes have no such option"})
-    for like in ("causal_lm", "lora_finetune"):
-        ran = [row for row in rows if row.get("recipe") == like and "losses" in row]
-        for row in ran:
-            pairs = zip(row["losses"], ran[0]["losses"], strict=True)
-            row["from the first"] = max(abs(loss / reference - 1) for loss, reference in pairs)
-    words = ("from the first", "not run", "died")
-    return {"summary": {row["name"]: next(row[key] for key in words if key in row) for row in rows}, "rows": rows}
+def _timed(setting: Setting, strategy: str, flags: dict[str, object], tokens: int, left: float, rows: dict[str, Row]) -> Row:
+    outcome = attempt(Arm.of(strategy, 1), "causal_lm", flags | {"model_name_or_path": setting.model("llama")}, 0, left)
+    return {"seconds a step": outcome.step, "tokens/s": tokens / outcome.step, "peak": outcome.peak, "steps": outcome.steps}
+
+
+# --- all of it
+PARTS: dict[str, Callable[[Setting], dict[str, Case]]] = {
+    "machine": machine, "tests": tests, "parity": parity, "precision": precision, "planner": planner, "tables": tables,
+    "speed": speed,
+}  # fmt: skip
+"""In order of worth."""
+
+
+def run(cases: dict[str, Case], file: Path, until: float = math.inf, say: Callable[[str], None] = print) -> bool:
+    """Run the cases that ``file`` has no rows of, and write each there as it ends, with its date, versions and seconds.
+
+    A case that fails is written down with its error, and the next one goes on.
+
+    Args:
+        until: `time.monotonic` after which no case is begun. One that fails because it ended there is not written down.
+
+    Returns:
+        Whether all cases have rows now.
+    """
+    rows: dict[str, Row] = json.loads(file.read_text()) if file.exists() else {}
+    for name, case in cases.items():
+        if name in rows:
+            continue
+        start = time.monotonic()
+        if start >= until:
+            return False
+        say(f"{file.stem}: {name}")
+        try:
+            row = case(min(LIMIT_S, until - start), rows)
+        except Exception as error:  # other versions of the libraries fail in ways of their own
+            row = {"died": f"{type(error).__name__}: {error}"[:3000], "output": traceback.format_exc()[-3000:]}
+        if "died" in row and time.monotonic() >= until:
+            say("  cut short; the next call begins it again")
+            return False
+        say(f"  {row.get('died') or row.get('not run') or 'ran'}"[:300])
+        rows[name] = row | {"date": str(date.today()), "versions": versions(), "wall": time.monotonic() - start}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        staged = file.with_suffix(".new")
+        staged.write_text(json.dumps(rows, indent=1) + "\n")
+        staged.replace(file)
+    return True
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"planner": planner, "tables": tables, "parity": parity}
-    parser.add_argument("command", choices=commands)
+    parser.add_argument("part", choices=("all", *PARTS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many (unset: run all)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the cases themselves")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=int, help="only so many cases")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--limit", type=int, help="only the first so many cases of each part")
+    parser.add_argument("--out", type=Path, help="folder for the results; unset: benchmarks/results/gpu/DEVICE")
     asked = parser.parse_args()
+    until = time.monotonic() + 60 * asked.minutes
+    if asked.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    from zerobook.versions import versions
-
     if asked.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("there is no GPU here. With --device cpu the same runs go through on a CPU.")
-    name = torch.cuda.get_device_name(0) if asked.device == "cuda" else "CPU"
-    result = {"device": name, "date": str(date.today()), "versions": versions(), **commands[asked.command](asked)}
-    out = asked.out or RESULTS / f"{asked.command}_{name.replace(' ', '_')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["summary"], indent=1))
-    print(f"wrote {out}")
+        sys.exit("there is no GPU here. --device cpu --scale tiny --out FOLDER tries the same cases on a CPU.")
+    if asked.device == "cpu" and asked.out is None:
+        sys.exit("--device cpu: benchmarks/results/ is for GPUs. Give --out FOLDER.")
+    device = "CPU" if asked.device == "cpu" else torch.cuda.get_device_name(0)
+    target = asked.out or RESULTS / device.replace(" ", "_")
+    whole = True
+    with tempfile.TemporaryDirectory() as name:
+        setting = Setting(asked.scale == "tiny", asked.device == "cpu", Path(name))
+        for part in PARTS if asked.part == "all" else (asked.part,):
+            cases = dict(itertools.islice(PARTS[part](setting).items(), asked.limit))
+            whole = run(cases, target / f"{part}.json", until, partial(print, flush=True)) and whole
+    print(f"{'all cases have results' if whole else 'cases are left for the next call'}: {target}")
+    if asked.out is None:
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "gpu_status.py")], check=True)
 
 
 if __name__ == "__main__":

@@ -808,21 +808,6 @@ def test_measured_links_are_planned_with(tmp_path):
         cluster(gpus="8", nodes="2", interconnect=str(file))
 
 
-@pytest.mark.launch
-@pytest.mark.full
-def test_the_gpu_bench_goes_through_on_a_cpu(tmp_path):
-    line = [sys.executable, "benchmarks/gpu.py", "planner", "--device", "cpu", "--scale", "tiny", "--limit", "3"]
-    line += ["--out", str(tmp_path / "gpu.json")]
-    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["summary"] == {"cases": 3, "run": 3, "died": 0} and found["device"] == "CPU"
-    assert {measured["model"] for measured in found["rows"]} == {"gpt2", "llama", "bart"}
-    for measured in found["rows"]:
-        for kind in ("parameters", "gradients", "optimizer"):
-            assert measured["figures"][kind]["planned"] == measured["figures"][kind]["measured"]
-
-
 # --- the command
 def test_the_command_prints_every_strategy(tiny, tmp_path, capsys):
     target, picture = tmp_path / "plan.json", tmp_path / "plan.png"

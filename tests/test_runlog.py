@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -327,6 +328,56 @@ def test_the_machine_is_sampled_as_it_is():
     assert nearly_full(now | {"memory_used": 93, "memory_total": 100}) and not nearly_full(
         now | {"memory_used": 90, "memory_total": 100}
     )
+
+
+def on_gpu(monkeypatch, allocated: int, reserved: int) -> None:
+    """What torch's allocator on two devices says, of which this process uses the second."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    figures = {"allocated_bytes.all": allocated, "reserved_bytes.all": reserved}
+    stats = {f"{name}.{moment}": number for name, number in figures.items() for moment in ("current", "peak")}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats if device == 1 else {})
+
+
+def test_samples_have_what_torch_reserved_beside_what_it_allocated(monkeypatch):
+    assert sample()["allocator"] is None, "a CPU has no such allocator"
+    on_gpu(monkeypatch, 70 * 2**30, 78 * 2**30)
+    found = sample()["allocator"]
+    assert found["allocated"] == found["allocated_peak"] == 70 * 2**30 and found["reserved"] == 78 * 2**30
+
+
+def test_out_of_gpu_memory_is_told_with_the_way_out(tmp_path, monkeypatch):
+    on_gpu(monkeypatch, 70 * 2**30, 78 * 2**30)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    log = attempt(tmp_path, {}, plan={}, argv=[])
+    for own, rank in ((log, 0), (None, 1)):
+        with pytest.raises(torch.OutOfMemoryError) as caught, last_words(own, tmp_path, rank):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        (said,) = caught.value.__notes__
+        for word in (
+            "78.0 GiB",
+            "70.0 GiB",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "--per_device_train_batch_size",
+        ):
+            assert word in said
+    crash = read(log.folder / "events.jsonl")[-1]
+    assert crash["type"] == "crash" and said in crash["reason"]
+    assert said in (log.folder / "crash-rank-1.txt").read_text()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(torch.OutOfMemoryError) as caught, last_words(None, tmp_path, 1):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in caught.value.__notes__[0], "it is set already"
+
+
+def test_torch_reads_the_allocators_settings_from_the_name_that_is_advised():
+    line = [sys.executable, "-c", "import torch; print(torch._C._accelerator_getAllocatorSettings())"]
+    given = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    }
+    said = subprocess.run(line, env=given, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "expandable_segments:True", "of the two names this one is read first"
 
 
 # --- reading it

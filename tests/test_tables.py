@@ -24,7 +24,7 @@ from zerobook.tables.table import Finding, Line, Table
 from zerobook.tables.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
+CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
 
 
 # --- the search

@@ -6,6 +6,7 @@ At the first log point at or after that step, the run goes back to its newest ch
 bitsandbytes believes that it can compute with repacked 4-bit weights, as it does on one with AVX512-BF16.
 """
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -28,13 +29,14 @@ def generated(strategy, model, step):
 
 
 def main():
-    import bitsandbytes.nn.modules
-
     from zerobook.loop import TrainingLoop
     from zerobook.runlog.policy import Measure
     from zerobook.runlog.watch import Watch
 
-    bitsandbytes.nn.modules.has_avx512bf16 = lambda: True
+    if importlib.util.find_spec("bitsandbytes"):
+        import bitsandbytes.nn.modules
+
+        bitsandbytes.nn.modules.has_avx512bf16 = lambda: True
     make, see = TrainingLoop.__init__, Watch.see
     back = []
 

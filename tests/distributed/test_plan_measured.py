@@ -82,7 +82,7 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     line = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     file = ROOT / "recipes" / f"{recipe}.py"
     config, sources, _ = parse(config_class(str(file)), line)
-    here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
+    here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
     base, *changes = CHANGES.get(strategy, (strategy,))
     shipped = ROOT / "accelerate_configs" / f"{base}.yaml"
     changed = edited(shipped, tmp_path, *changes) if changes else shipped

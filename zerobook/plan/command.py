@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.plan import table
-from zerobook.plan.hardware import DEVICES, Cluster, cluster, known
+from zerobook.plan.hardware import DEVICES, Cluster, cluster, known, nearest
 from zerobook.plan.units import parse_count, size
 from zerobook.recipe_file import RUNS
 from zerobook.terminal import console, say
@@ -172,7 +172,7 @@ def here(processes: str | None) -> Cluster:
     disk = shutil.disk_usage(Path.cwd()).free
     if not found.gpus:
         cores = int(processes or psutil.cpu_count(logical=False) or 1)
-        device = Device("CPU process", host.available // cores, 5e10, 1e10, 1e10)
+        device = Device("CPU process", host.available // cores, 5e10, 5e10, 1e10, 1e10)
         return Cluster(gpus=cores, device=device, link=1e10, host_memory=host.available, disk=disk, cpu=True)
     import torch
 
@@ -185,14 +185,17 @@ def here(processes: str | None) -> Cluster:
     if free < 0.9 * total:
         taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
         print(f"note: {taken}; planned with what is free.", file=sys.stderr)
-    like = known(found.gpu_name or "")
-    if like is None:
-        like = DEVICES["a100-80gb"]
-    device = Device(
-        found.gpu_name or "GPU", free, like.flops, like.bandwidth, like.link, found.bf16, found.flash_attention,
-        like="" if known(found.gpu_name or "") else like.name,
-    )  # fmt: skip
-    return Cluster(gpus=gpus, device=device, link=like.link, host_memory=host.available, disk=disk)
+    name = found.gpu_name or "GPU"
+    device = known(name)
+    if device is None:
+        device = nearest(total).speed_of(name, total)
+        print(
+            f"note: the speed of {name!r} is not known here; times are planned with that of {device.like}. With --gpu NAME or "
+            "--gpu_memory in place of --here, and --intra_node, say what it is.",
+            file=sys.stderr,
+        )
+    device = replace(device, name=name, memory=free, bf16=found.bf16, fused=found.flash_attention)
+    return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host.available, disk=disk)
 
 
 def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], RecipeConfig, Resolved]:

@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerobook.errors import ConfigError
@@ -17,52 +17,98 @@ CONTEXT = 800_000_000
 not a measurement of this project."""
 
 
+PCIE = 32e9
+"""Bytes a second of PCIe 4 with 16 lanes, one way."""
+
+
 @dataclass(frozen=True)
 class Device:
-    """A GPU as its maker states it: bytes of memory, dense operations a second in half precision, bytes a second of memory.
+    """A GPU as its maker states it.
 
-    ``link`` is bytes a second to the other GPUs of its node, each way. ``fused`` says that flash attention runs on it.
-    ``like`` is the device whose speed stands for this one's, where its own is not known.
+    Args:
+        memory: bytes.
+        flops: dense operations a second in half precision, on tensor cores.
+        fp32: operations a second in fp32, without tensor cores: torch does not use TF32 unless it is told to.
+        bandwidth: bytes a second of its memory.
+        link: bytes a second to every other GPU of its node, each way.
+        pcie: bytes a second over PCIe, each way; ``link`` where there is no NVLink.
+        drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
+        bf16: whether it computes in bf16.
+        fused: whether flash attention runs on it.
+        like: the device whose speed stands for this one's, where its own is not known.
     """
 
     name: str
     memory: int
     flops: float
+    fp32: float
     bandwidth: float
     link: float
+    pcie: float = PCIE
+    drivers: tuple[str, ...] = ()
     bf16: bool = True
     fused: bool = True
     like: str = ""
 
+    @property
+    def nvlink(self) -> bool:
+        """Whether NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
+        return self.link > self.pcie
 
-def _device(name: str, gb: int, tflops: float, gbps: float, link: float, **facts: bool) -> Device:
-    return Device(name, gb * 10**9, tflops * 1e12, gbps * 1e9, link * 1e9, **facts)
+    def speed_of(self, name: str, memory: int) -> Device:
+        """A GPU whose own speed is not known, with this one's."""
+        return replace(self, name=name, memory=memory, drivers=(), like=self.name)
 
 
-# NVIDIA's data sheets. NVLink is given there for both directions together and halved here; 32 is PCIe 4 with 16 lanes.
+def _device(
+    name: str, drivers: str, gb: int, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: bool
+) -> Device:
+    return Device(
+        name, gb * 10**9, tflops * 1e12, fp32 * 1e12, gbps * 1e9, (nvlink or pcie) * 1e9, pcie * 1e9,
+        tuple(drivers.split("; ")), **facts,
+    )  # fmt: skip
+
+
+# From NVIDIA's data sheets, which tests/test_hardware.py names. They give PCIe's and NVLink's rate for both directions
+# together; here it is one direction's. A rate that they give with sparsity is halved.
+_OLD = {"bf16": False, "fused": False}
 DEVICES = {
     device.name: device
     for device in (
-        _device("v100-16gb", 16, 125, 900, 150, bf16=False, fused=False),
-        _device("v100-32gb", 32, 125, 900, 150, bf16=False, fused=False),
-        _device("titan-rtx", 24, 130, 672, 50, bf16=False, fused=False),
-        _device("t4", 16, 65, 320, 16, bf16=False, fused=False),
-        _device("rtx-3090", 24, 71, 936, 28),
-        _device("rtx-4090", 24, 165, 1008, 32),
-        _device("a10", 24, 125, 600, 32),
-        _device("l4", 24, 121, 300, 32),
-        _device("a6000", 48, 155, 768, 56),
-        _device("l40s", 48, 362, 864, 32),
-        _device("a100-40gb", 40, 312, 1555, 300),
-        _device("a100-80gb", 80, 312, 2039, 300),
-        _device("h100-80gb", 80, 989, 3350, 450),
-        _device("h200", 141, 989, 4800, 450),
-        _device("b200", 180, 2250, 8000, 900),
+        #       name, the driver's names, GB, half, fp32 (10^12 operations/s), memory, PCIe, NVLink (GB/s)
+        _device("v100-16gb", "Tesla V100-SXM2-16GB", 16, 125, 15.7, 900, 16, 150, **_OLD),
+        _device("v100-32gb", "Tesla V100-SXM2-32GB; Tesla V100-SXM3-32GB", 32, 125, 15.7, 900, 16, 150, **_OLD),
+        _device("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 16, 112, 14, 900, 16, **_OLD),
+        _device("v100-32gb-pcie", "Tesla V100-PCIE-32GB", 32, 112, 14, 900, 16, **_OLD),
+        _device("titan-rtx", "TITAN RTX", 24, 130, 16.3, 672, 16, **_OLD),
+        _device("t4", "Tesla T4", 16, 65, 8.1, 320, 16, **_OLD),
+        _device("rtx-3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 32),
+        _device("rtx-4090", "GeForce RTX 4090", 24, 165, 82.6, 1008, 32),
+        _device("a10", "A10", 24, 125, 31.2, 600, 32),
+        _device("a10g", "A10G", 24, 70, 35, 600, 32),
+        _device("a30", "A30", 24, 165, 10.3, 933, 32),
+        _device("l4", "L4", 24, 121, 30.3, 300, 32),
+        _device("a40", "A40", 48, 150, 37.4, 696, 32),
+        _device("a6000", "RTX A6000", 48, 155, 38.7, 768, 32),
+        _device("rtx-6000-ada", "RTX 6000 Ada Generation", 48, 364, 91.1, 960, 32),
+        _device("l40", "L40", 48, 181, 90.5, 864, 32),
+        _device("l40s", "L40S", 48, 362, 91.6, 864, 32),
+        _device("a100-40gb", "A100-SXM4-40GB", 40, 312, 19.5, 1555, 32, 300),
+        _device("a100-40gb-pcie", "A100-PCIE-40GB", 40, 312, 19.5, 1555, 32),
+        _device("a100-80gb", "A100-SXM4-80GB", 80, 312, 19.5, 2039, 32, 300),
+        _device("a100-80gb-pcie", "A100 80GB PCIe; A100-PCIE-80GB", 80, 312, 19.5, 1935, 32),
+        _device("h100-80gb", "H100 80GB HBM3", 80, 989, 67, 3350, 64, 450),
+        _device("h100-80gb-pcie", "H100 PCIe", 80, 756, 51, 2000, 64),
+        _device("h100-nvl", "H100 NVL", 94, 835, 60, 3900, 64),
+        _device("gh200", "GH200 480GB", 96, 989, 67, 4000, 64),
+        _device("h200", "H200", 141, 989, 67, 4800, 64, 450),
+        _device("h200-nvl", "H200 NVL", 141, 835, 60, 4800, 64),
+        _device("b200", "B200", 180, 2250, 75, 8000, 64, 900),
     )
 }
+_SLICES = {"a30": 4}
+"""Compute slices that MIG cuts a card into, where they are not 7. Memory is cut into eighths."""
 
-PCIE = 32e9
-"""Bytes a second between GPUs without NVLink: PCIe 4 with 16 lanes, one way."""
 NETWORK = 0.8
 """Of a network's listed bandwidth, what collectives get: 80 to 85 % is what large trainings report."""
 LINKS = 0.7
@@ -142,11 +188,14 @@ def cluster(
     device = _choose(gpu, memory, problems)
     link = device.link
     if intra_node is not None:
-        links = {"nvlink": device.link, "pcie": min(device.link, PCIE)}
+        links = {"nvlink": device.link, "pcie": device.pcie}
         given = links.get(intra_node) or read(_rate, intra_node, "--intra_node")
         link = given or link
-        if intra_node == "nvlink" and device.link <= PCIE:
-            problems.append(f"--intra_node: {device.name} has no NVLink. Say pcie, or give the rate, such as 64GB/s.")
+        if intra_node == "nvlink" and not device.nvlink:
+            problems.append(
+                f"--intra_node: {device.name} has no NVLink between all GPUs of a node. Say pcie, or give the rate, "
+                "such as 64GB/s."
+            )
     network = read(_rate, interconnect, "--interconnect")
     if machines > 1 and interconnect is None:
         problems.append(f"--interconnect: {machines} nodes, and nothing is said of the network between. Give it: 400Gbps.")
@@ -185,10 +234,30 @@ def processor() -> str:
 
 
 def known(name: str) -> Device | None:
-    """The device that a driver's name means, as ``NVIDIA A100-SXM4-80GB``; None where none of ours is."""
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    fitting = [key for key in DEVICES if set(key.split("-")) <= words]
-    return DEVICES[max(fitting, key=len)] if fitting else None
+    """The device of a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None where it is none of `DEVICES`.
+
+    Of a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, it is the slice: its share of the compute slices and of the
+    memory, linked by PCIe, since MIG instances reach no other GPU directly.
+    """
+    card, _, profile = name.removeprefix("NVIDIA ").partition(" MIG ")
+    found = next((device for device in DEVICES.values() if card in device.drivers), None)
+    if found is None or not profile:
+        return found
+    cut = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
+    if cut is None:
+        return None
+    compute = int(cut[1]) / _SLICES.get(found.name, 7)
+    memory = round(8 * int(cut[2]) * 10**9 / found.memory) / 8
+    return replace(
+        found, name=f"{found.name} MIG {profile}", memory=int(memory * found.memory), flops=compute * found.flops,
+        fp32=compute * found.fp32, bandwidth=memory * found.bandwidth, link=found.pcie,
+    )  # fmt: skip
+
+
+def nearest(memory: int) -> Device:
+    """The device with bf16 whose memory comes next to ``memory`` bytes."""
+    recent = [device for device in DEVICES.values() if device.bf16]
+    return min(recent, key=lambda d: (abs(d.memory - memory), d.name != "a100-80gb"))
 
 
 def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:
@@ -201,9 +270,7 @@ def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device
             return found
         if memory > 1.1 * found.memory:
             problems.append(f"--gpu_memory: {memory / 1e9:.0f} GB, and a {found.name} has {found.memory / 1e9:.0f}.")
-        return Device(found.name, memory, found.flops, found.bandwidth, found.link, found.bf16, found.fused)
+        return replace(found, memory=memory)
     if memory is None:
         return DEVICES["a100-80gb"]
-    recent = [device for device in DEVICES.values() if device.bf16]
-    like = min(recent, key=lambda d: (abs(d.memory - memory), d.name != "a100-80gb"))
-    return Device(f"{memory / 1e9:.0f} GB GPU", memory, like.flops, like.bandwidth, like.link, like=like.name)
+    return nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerobook.errors import ConfigError
-from zerobook.plan.hardware import PCIE, Cluster
+from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import Row, Traced
 from zerobook.plan.units import size
 
@@ -177,7 +177,7 @@ def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tu
             ("LoRA with bf16 and ZeRO-3 first", "adapters are small, and the frozen weights are what has to be shared")
         )
         best = sharded[0]
-    if best.spread is not None and best.spread.stage == 3 and where.link <= PCIE:
+    if best.spread is not None and best.spread.stage == 3 and where.link <= where.device.pcie:
         others = [row for row in fitting if row.spread is not None and row.spread.stage < 3]
         if others:
             reasons.append(("ZeRO-3 wants fast links", f"{size(where.link)}/s inside the node: {others[0].name} gathers less"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from zerobook.plan.hardware import PCIE, Cluster
+from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight
 from zerobook.plan.passes import Gathered, gathered
 from zerobook.plan.spread import Spread
@@ -65,7 +65,7 @@ def time(
         weights: all of them; those of ``groups`` where none is frozen.
         passes: what a micro-batch's gather of them; where it is None, as `gathered` has it without an order.
     """
-    peak = cluster.device.flops if spread.precision != "no" else cluster.device.flops / 8  # fp32 outside of tensor cores
+    peak = cluster.device.flops if spread.precision != "no" else cluster.device.fp32
     links = sum(flow.sent for flow in flows) / cluster.rate("link")
     network = between_nodes(flows, cluster.nodes) / cluster.rate("network") if cluster.network else 0.0
     # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is spread as the weights are
@@ -74,12 +74,12 @@ def time(
     if spread.offload_optimizer == "none":
         optimizer = mine * ADAM / cluster.device.bandwidth
     else:
-        offload = mine * (ADAM / HOST_ADAM + 2 * spread.compute / PCIE)
+        offload = mine * (ADAM / HOST_ADAM + 2 * spread.compute / cluster.device.pcie)
     if spread.offload_optimizer == "nvme":
         offload += mine * cluster.gpus * 24 / NVME
     if spread.offload_param != "none":
         every = [w for group in groups for w in group] if weights is None else weights
         passes = passes or gathered(every, spread, (), accumulation)
-        offload += to_gpu(spread, passes, accumulation) / PCIE
+        offload += to_gpu(spread, passes, accumulation) / cluster.device.pcie
         offload += with_nvme(every, groups, spread, passes, accumulation) * cluster.gpus / NVME
     return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)

@@ -16,7 +16,7 @@ import psutil
 
 from zerobook.bars import tqdm
 from zerobook.runlog.lines import backwards, stream
-from zerobook.runlog.machine import Sampler, nearly_full
+from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
 
 
@@ -166,6 +166,8 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
             if sampler:
                 sampler.stop()
     except (Exception, KeyboardInterrupt) as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, by its name: logs are read without torch
+            error.add_note(out_of_memory())
         where = traceback.format_exc()
         if log is None:
             file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
@@ -173,7 +175,8 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
-            log.event("crash", reason=str(error) or type(error).__name__, error=type(error).__name__, traceback=where[-4000:])
+            reason = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
+            log.event("crash", reason=reason, error=type(error).__name__, traceback=where[-4000:])
         raise
 
 

@@ -5,6 +5,7 @@ A process that is killed for memory leaves no word; the last sample tells the ne
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from contextlib import suppress
@@ -18,13 +19,16 @@ from zerobook.runlog.writer import RunLog
 FULL = 0.92
 """Share of memory in use from which a warning is given."""
 SECONDS = 30.0
+SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+"""Where torch 2.13 reads its CUDA allocator's settings first, as versions before it do. Where it is not set, 2.13 reads
+PYTORCH_ALLOC_CONF."""
 
 
 def sample() -> dict[str, Any]:
     """Bytes, shares and degrees Celsius, now.
 
     ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
-    memory of this process and its children.
+    memory of this process and its children. ``allocator`` is what `allocator` says.
     """
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     used, total = memory.total - memory.available, memory.total
@@ -36,7 +40,47 @@ def sample() -> dict[str, Any]:
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.Error):
             own += process.memory_info().rss
-    return {"memory_used": used, "memory_total": total, "swap_used": swap.used, "own": own, "gpus": _gpus()}
+    return {"memory_used": used, "memory_total": total, "swap_used": swap.used, "own": own, "gpus": _gpus(),
+            "allocator": allocator()}  # fmt: skip
+
+
+def allocator() -> dict[str, int] | None:
+    """Bytes that torch's CUDA allocator holds in this process; None where it has none.
+
+    ``allocated`` is what tensors have, ``reserved`` what was taken from the device for them: what lies between is free for
+    tensors that fit into its gaps. ``_peak`` is the most of each so far.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    stats = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]  # a process uses one of them
+
+    def bytes_of(what: str, moment: str) -> int:
+        return sum(found.get(f"{what}_bytes.all.{moment}", 0) for found in stats)
+
+    return {
+        "allocated": bytes_of("allocated", "current"), "allocated_peak": bytes_of("allocated", "peak"),
+        "reserved": bytes_of("reserved", "current"), "reserved_peak": bytes_of("reserved", "peak"),
+    }  # fmt: skip
+
+
+def out_of_memory() -> str:
+    """What to do where a GPU had no room for another tensor, with what torch's allocator held."""
+    held, words = allocator(), []
+    if held is not None:
+        words.append(
+            f"torch had reserved {held['reserved'] / 2**30:.1f} GiB, {held['allocated'] / 2**30:.1f} GiB of it for tensors."
+        )
+    if "expandable_segments:True" not in os.environ.get(SETTINGS, os.environ.get("PYTORCH_ALLOC_CONF", "")):
+        words.append(
+            f"Where much is reserved and not used, start the run with {SETTINGS}=expandable_segments:True: the allocator then "
+            "leaves fewer gaps."
+        )
+    words.append(
+        "Otherwise take a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, "
+        "--activation_checkpointing true, or a strategy file that spreads more; zerobook plan says what fits."
+    )
+    return " ".join(words)
 
 
 def nearly_full(record: dict[str, Any]) -> str | None:

@@ -1,0 +1,83 @@
+"""Writes what has run on GPUs into README.md, between two marks, from the results of benchmarks/gpu.py.
+
+usage: gpu_status.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+BEGIN, END = "<!-- written by scripts/gpu_status.py -->", "<!-- end -->"
+NOTHING = """Nothing yet: all that is measured in these pages was measured on CPUs. On a machine with a GPU,
+`python benchmarks/gpu.py all` runs what one GPU can show, without a network, and writes its results in place of these
+lines: [docs/gpu.md](docs/gpu.md)."""
+MORE = "Several GPUs together were not run. How to run it, and what each part shows: [docs/gpu.md](docs/gpu.md)."
+
+
+def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
+    """What the rows of a part say together; empty where there is nothing to say beside how many ran."""
+    if part == "tests":
+        return "; ".join(row["said"] for row in rows.values() if "said" in row)
+    if part == "parity":
+        alike = [row["alike"] for row in rows.values() if "alike" in row]
+        return f"{sum(alike)} of {len(alike)} within 1e-5 of the CPU" if alike else ""
+    if part == "planner":
+        peaks = [row["figures"]["GPU memory, peak"] for row in rows.values() if "GPU memory, peak" in row.get("figures", {})]
+        errors = [peak["planned"] / peak["measured"] - 1 for peak in peaks]
+        if errors:
+            most = max(errors, key=abs)
+            return f"peaks planned {statistics.median(map(abs, errors)):.1%} off in the median, {most:+.1%} at most"
+    return ""
+
+
+def words(results: Path) -> str:
+    """Markdown: a table for each GPU, or that there is nothing yet."""
+    sections = []
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        parts = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+        rows = [row for part in parts.values() for row in part.values()]
+        if not rows:
+            continue
+        dates = sorted({row["date"] for row in rows})
+        torches = sorted({row["versions"]["torch"] for row in rows})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        lines = [f"One {folder.name.replace('_', ' ')}, {when}, torch {', '.join(torches)}:", ""]
+        lines += ["| part | ran | failed | not run | what came out |", "|---|---|---|---|---|"]
+        for part, found in parts.items():
+            died, skipped = (sum(key in row for row in found.values()) for key in ("died", "not run"))
+            link = f"[{part}](benchmarks/results/gpu/{folder.name}/{part}.json)"
+            lines.append(f"| {link} | {len(found) - died - skipped} | {died} | {skipped} | {outcome(part, found)} |")
+        sections.append("\n".join(lines))
+    if not sections:
+        return NOTHING
+    return "\n\n".join([*sections, MORE])
+
+
+def written(text: str, results: Path) -> str:
+    """``text`` with what stands between the marks as ``results`` have it.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    found, count = re.subn(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{words(results)}\n{END}", text, flags=re.S
+    )
+    if count != 1:
+        raise ValueError(f"the marks {BEGIN} and {END} stand {count} times in the text; they have to stand once.")
+    return found
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text(), RESULTS))
+    print(f"wrote {readme}")
+
+
+if __name__ == "__main__":
+    main()

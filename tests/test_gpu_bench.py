@@ -1,0 +1,128 @@
+"""benchmarks/gpu.py: what failed is written down and the next goes on, what is there is not run again; README says what ran."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import gpu
+from scripts import gpu_status
+from tests.harness import ROOT
+
+STAMP = {"date": "2026-11-22", "versions": {"torch": "2.13.0"}}
+
+
+def test_a_case_that_fails_is_written_down_and_the_next_goes_on(tmp_path):
+    file, ran = tmp_path / "part.json", []
+
+    def fails(left, rows):
+        ran.append("fails")
+        raise AttributeError("it cannot be")
+
+    def works(left, rows):
+        ran.append("works")
+        assert "it cannot be" in rows["fails"]["died"] and json.loads(file.read_text())["fails"], "written as it ended"
+        return {"losses": [1.0]}
+
+    cases = {"fails": fails, "works": works}
+    assert gpu.run(cases, file) and gpu.run(cases, file)
+    assert ran == ["fails", "works"], "no case is run twice"
+    found = json.loads(file.read_text())
+    assert found["works"]["losses"] == [1.0] and found["works"]["date"] and found["works"]["versions"]["torch"]
+
+
+def test_time_ends_between_cases_and_the_next_call_goes_on(tmp_path):
+    file, ran = tmp_path / "part.json", []
+
+    def slow(left, rows):
+        ran.append(left)
+        time.sleep(0.3)
+        return {}
+
+    cases = {"one": slow, "two": slow}
+    assert not gpu.run(cases, file, time.monotonic() + 0.2)
+    assert list(json.loads(file.read_text())) == ["one"] and ran[0] <= 0.2
+    assert gpu.run(cases, file) and len(ran) == 2 and ran[1] == gpu.LIMIT_S
+
+
+def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
+    file = tmp_path / "part.json"
+
+    def cut(left, rows):
+        time.sleep(0.2)
+        return {"died": f"stopped after {left} s"}
+
+    assert not gpu.run({"cut": cut}, file, time.monotonic() + 0.1) and not file.exists()
+    assert gpu.run({"cut": cut}, file) and "died" in json.loads(file.read_text())["cut"]
+
+
+def test_curves_of_another_length_are_not_alike():
+    assert gpu._furthest([1.0, 2.0], [1.0, 4.0]) == 0.5
+    assert math.isinf(gpu._furthest([1.0], [1.0, 2.0])) and math.isinf(gpu._furthest([], []))
+
+
+# --- README
+def test_readme_says_what_the_results_say():
+    text = (ROOT / "README.md").read_text()
+    assert gpu_status.written(text, gpu_status.RESULTS) == text, "run scripts/gpu_status.py"
+
+
+def test_the_first_results_change_what_is_said(tmp_path):
+    text = f"before\n{gpu_status.BEGIN}\nold\n{gpu_status.END}\nbehind"
+    empty = gpu_status.written(text, tmp_path)
+    assert "Nothing yet" in empty and "old" not in empty and empty.startswith("before\n") and empty.endswith("\nbehind")
+    peak = {"planned": 9.0, "measured": 10.0}
+    for part, rows in {
+        "parity": {"a": {"alike": True}, "b": {"alike": False}, "c": {"died": "of it"}},
+        "planner": {"a": {"figures": {"GPU memory, peak": peak}}},
+        "precision": {"a": {"not run": "no such package"}},
+    }.items():
+        file = tmp_path / "NVIDIA_H200" / f"{part}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({name: row | STAMP for name, row in rows.items()}))
+    said = gpu_status.written(empty, tmp_path)
+    assert "Nothing yet" not in said and "One NVIDIA H200, 2026-11-22, torch 2.13.0" in said
+    assert "| 2 | 1 | 0 | 1 of 2 within 1e-5 of the CPU |" in said and "-10.0% at most" in said and "| 0 | 0 | 1 |" in said
+    assert gpu_status.written(said, tmp_path) == said
+
+
+def test_a_text_without_marks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="0 times"):
+        gpu_status.written("nothing", tmp_path)
+
+
+# --- the cases themselves
+def test_there_is_no_gpu_result_from_a_cpu():
+    line = [sys.executable, "benchmarks/gpu.py", "all", "--device", "cpu", "--scale", "tiny"]
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode and "--out FOLDER" in result.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(900)
+def test_a_case_of_every_part_goes_through_on_a_cpu(tmp_path):
+    line = [sys.executable, "benchmarks/gpu.py", "all", "--device", "cpu", "--scale", "tiny", "--limit", "1"]
+    given = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*line, "--out", str(tmp_path)], cwd=ROOT, env=given, capture_output=True, text=True, timeout=880, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "all cases have results" in result.stdout
+    found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    assert set(found) == set(gpu.PARTS) and all(len(rows) == 1 for rows in found.values())
+    for part, rows in found.items():
+        assert not any("died" in row for row in rows.values()), (part, rows)
+    (trained,) = found["parity"].values()
+    assert trained["rolled back"] and len(trained["resumed"]) == 6 and len(trained["losses"]) == 12
+    assert trained["resumed"] == pytest.approx(trained["losses"][-6:], rel=1e-5)
+    (planned,) = found["planner"].values()
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert planned["figures"][kind]["planned"] == planned["figures"][kind]["measured"] > 0
+    assert found["speed"]["single"]["tokens/s"] > 0 and len(found["precision"]["eager"]["losses"]) == 8
+    assert len(found["tables"]["A"]["lines"]) == 4
