@@ -12,7 +12,7 @@ import os
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -60,6 +60,9 @@ class RecipeConfig(BaseModel):
     """The keys that every recipe shares. Units: *steps* are optimizer steps, sizes are per process."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    trains_adapters: ClassVar[bool] = False
+    """The recipe freezes the model that it loads, and trains what it adds to it."""
 
     # --- model
     model_name_or_path: str | None = Field(

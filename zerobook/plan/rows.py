@@ -167,7 +167,8 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     environ, precision = worker_environment(flags)
     hardware = Hardware() if cluster.cpu else Hardware(
-        gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused
+        gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
+        no_flash_attention=f"it does not run on {cluster.device.name}",
     )  # fmt: skip
     return resolve(environ, hardware, config.model_copy(deep=True), Resolved(sources), precision)
 
