@@ -15,6 +15,7 @@ import torch
 from zerobook.cli import main
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
+from zerobook.modeling import DTYPES
 from zerobook.plan import formulas
 from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
@@ -56,6 +57,7 @@ CASES = {
     "eager attention": ("causal_lm", "llama", {"attn_implementation": "eager"}),
     "packed": ("causal_lm", "llama", {"packing": True}),
     "lora, padded": ("lora_finetune", "llama", {}),
+    "lora on a base in half precision": ("lora_finetune", "llama", {"mixed_precision": "bf16"}),
 }
 
 
@@ -96,7 +98,8 @@ def real_model(planned: Job, shape: Shape):
     config = planned.config
     options = {"attn_implementation": "eager"} if config.attn_implementation == "eager" else {}
     torch.manual_seed(0)
-    model = kind.from_config(planned.model_config, **options)
+    dtype = DTYPES[config.loaded_dtype(config.mixed_precision or "no")]
+    model = kind.from_config(planned.model_config, dtype=dtype, **options)
     model.config.use_cache = False
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)

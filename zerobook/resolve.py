@@ -135,7 +135,7 @@ def resolve(
         environ: the environment of a worker process.
         hardware: what the machine has.
         config: the recipe's config. Values that a person did not set and that the YAML or JSON
-            fixes (accumulation, clipping, rate, decay) are taken over into it.
+            fixes (accumulation, clipping, rate, decay) are taken over into it, and so is the dtype of a frozen base.
         sources: where each config value came from; updated with what is taken over.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
             cannot tell ``--mixed_precision no`` from silence.
@@ -183,6 +183,13 @@ def resolve(
     else:
         plan.notes += [note] if note else []
     _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
+    dtype = config.loaded_dtype(plan.precision)
+    if dtype != config.dtype:
+        plan.notes.append(
+            f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
+            f"{config.dtype} to load it in that"
+        )
+        config.dtype, sources["dtype"] = dtype, plan.precision_source
     if plan.deepspeed_config is not None:
         deepspeed_file.fill(plan, config, sources)
     _check_model_choices(plan, config, hardware, on_cpu)

@@ -92,7 +92,8 @@ class Job:
             shape: of the micro-batch; the largest where it is None.
             cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
                 weights are fp32 and others as loaded.
-            precision: of the run, which 4-bit weights are computed in; the config's where it is None.
+            precision: of the run, which a frozen base is loaded in and 4-bit weights are computed in; the config's where it is
+                None.
         """
         import transformers
 
@@ -104,7 +105,7 @@ class Job:
             options["attn_implementation"] = attention
         with torch.device("meta"), _quiet():
             try:
-                model = kind.from_config(self.model_config, dtype=self._dtype, **options)
+                model = kind.from_config(self.model_config, dtype=self._dtype(precision), **options)
             except Exception as error:  # whatever the code of a class raises
                 raise NoClass(self.name, self.model_config.to_dict(), error) from error
             model.config.use_cache = False
@@ -130,9 +131,8 @@ class Job:
             check_positions(model, self.name, max(longest, self.config.max_generated))
         check_length(model, longest)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        asked = DTYPES[self.config.dtype]
+    def _dtype(self, precision: str) -> torch.dtype:
+        asked = DTYPES[self.config.loaded_dtype(precision)]
         return asked if isinstance(asked, torch.dtype) else getattr(self.model_config, "dtype", None) or torch.float32
 
     def _adapted(self, model: nn.Module) -> nn.Module:
