@@ -28,7 +28,7 @@ from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
 from zerobook.plan.spread import Spread
-from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, trace
+from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
 from zerobook.recipe_file import config_class
@@ -87,6 +87,14 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     assert [done for done, _ in found.timeline] == [done for done, _ in measured.timeline]
     trained = sum(w.numel for w in planned.weights()[0] if w.trained)
     assert found.timeline[-1][0] == trained, "every trained weight got a gradient"
+    gc.disable()
+    try:
+        measured = evaluated(real, batch, planned.objective.loss, precision)
+    finally:
+        gc.enable()
+    with planned.made(shape) as (fake, batch):
+        most = evaluated(fake, batch, planned.objective.loss, precision, kernels="cpu")
+    assert most == pytest.approx(measured, rel=0.001 if exact else 0.02) and most < found.peak
 
 
 def real_model(planned: Job, shape: Shape):
@@ -105,12 +113,45 @@ def real_model(planned: Job, shape: Shape):
         enable_activation_checkpointing(model)
     if planned.lora:
         model = planned._adapted(model)
-    batch = {key: torch.ones_like(value) for key, value in planned._batch(shape).items()}
+    batch = {key: torch.ones_like(value) for key, value in planned.batch(shape).items()}
     if "attention_mask" in batch:
         batch["attention_mask"][0, -3:] = 0
     if "position_ids" in batch:
         batch["position_ids"] = torch.cat([torch.arange(shape.source // 2)] * 2).expand(shape.rows, -1).contiguous()
     return model.train(), batch
+
+
+def test_an_evaluation_of_more_rows_than_training_has_counts():
+    """One row is trained, and more are evaluated: their logits alone are more than the step has."""
+    where = cluster(gpus="1", gpu="a100-80gb")
+    flags = {
+        "mixed_precision": "bf16",
+        "per_device_train_batch_size": 1,
+        "max_seq_length": 512,
+        "activation_checkpointing": True,
+    }
+
+    def row_with(**more) -> Row:
+        return rows_of("lora_finetune", "gpt2_xl", where, ("single",), **flags, **more)["single"]
+
+    alike, none = (row_with(**more).memory for more in ({"per_device_eval_batch_size": 1}, {"validation_split_percentage": 0}))
+    assert alike.total == none.total and "evaluation" not in none.moments
+    assert alike.moments["evaluation"] < none.total
+    row = row_with(per_device_eval_batch_size=24)
+    more, logits = row.memory, 24 * 512 * 50257
+    assert more.when == "evaluation" and more.total == more.moments["evaluation"] > none.total
+    assert more.device["activations"] > 6 * logits, "bf16, and the fp32 copy that accelerate returns"
+    assert more.device["gradients"] == 0
+    between = cluster(gpu_memory=f"{(none.total + more.total) // 2}B")
+    judge(row, made("lora_finetune", MODELS / "gpt2_xl.json", **flags).config, between)
+    assert row.remedies == ["a smaller --per_device_eval_batch_size"]
+
+    def replan(changes: dict, recipe: str | None) -> tuple[Traced, list[Row]]:
+        traced, rows = planned_rows("lora_finetune", "gpt2_xl", between, ("single",), **flags | changes)
+        return traced, list(rows.values())
+
+    advice = recommend(*replan({"per_device_eval_batch_size": 24}, None), between, replan)
+    assert advice.flags == {"per_device_eval_batch_size": 1} and advice.row.fits
 
 
 def test_saved_counts_each_storage_once_and_no_weights():

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.evaluation.held_out import rows_at_once
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
 from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
@@ -82,6 +83,16 @@ class Job:
         blocks = not self.seq2seq and not self.lora and self.config.format in (None, "text")
         return Shape(self.config.per_device_train_batch_size, *self.lengths, padded=not (blocks or self.config.packing))
 
+    @property
+    def evaluated(self) -> Shape | None:
+        """An evaluation's largest batch; None where nothing is held out. A split that the data brings is not known here."""
+        config = self.config
+        if not (config.validation_file or config.validation_split_percentage):
+            return None
+        source, target = self.lengths
+        vocabulary = getattr(self.model_config.get_text_config(), "vocab_size", 1)
+        return self.shape._replace(rows=rows_at_once(config.per_device_eval_batch_size, target or source, vocabulary))
+
     @contextmanager
     def made(
         self, shape: Shape | None = None, *, cast: str = "no", precision: str | None = None
@@ -123,7 +134,7 @@ class Job:
                 model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
         with FakeTensorMode(allow_non_fake_inputs=True):
             _to_fake(model)
-            yield model.train(), self._batch(shape or self.shape)
+            yield model.train(), self.batch(shape or self.shape)
 
     def _check_lengths(self, model: nn.Module) -> None:
         longest = max(self.lengths)
@@ -144,7 +155,7 @@ class Job:
             seed=config.seed,
         )  # fmt: skip
 
-    def _batch(self, shape: Shape) -> dict[str, torch.Tensor]:
+    def batch(self, shape: Shape) -> dict[str, torch.Tensor]:
         ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if self.seq2seq:
