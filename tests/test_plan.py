@@ -121,9 +121,11 @@ def real_model(planned: Job, shape: Shape):
     return model.train(), batch
 
 
-def test_an_evaluation_of_more_rows_than_training_has_counts():
+def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
     """One row is trained, and more are evaluated: their logits alone are more than the step has."""
-    where = cluster(gpus="1", gpu="a100-80gb")
+    facts = {"model_type": "llama", "vocab_size": 50_257, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "small.json").write_text(json.dumps(facts))
+    model, where = tmp_path / "small", cluster(gpus="1", gpu="a100-80gb")
     flags = {
         "mixed_precision": "bf16",
         "per_device_train_batch_size": 1,
@@ -132,7 +134,7 @@ def test_an_evaluation_of_more_rows_than_training_has_counts():
     }
 
     def row_with(**more) -> Row:
-        return rows_of("lora_finetune", "gpt2_xl", where, ("single",), **flags, **more)["single"]
+        return rows_of("lora_finetune", model, where, ("single",), **flags, **more)["single"]
 
     alike, none = (row_with(**more).memory for more in ({"per_device_eval_batch_size": 1}, {"validation_split_percentage": 0}))
     assert alike.total == none.total and "evaluation" not in none.moments
@@ -143,11 +145,11 @@ def test_an_evaluation_of_more_rows_than_training_has_counts():
     assert more.device["activations"] > 6 * logits, "bf16, and the fp32 copy that accelerate returns"
     assert more.device["gradients"] == 0
     between = cluster(gpu_memory=f"{(none.total + more.total) // 2}B")
-    judge(row, made("lora_finetune", MODELS / "gpt2_xl.json", **flags).config, between)
+    judge(row, made("lora_finetune", f"{model}.json", **flags).config, between)
     assert row.remedies == ["a smaller --per_device_eval_batch_size"]
 
     def replan(changes: dict, recipe: str | None) -> tuple[Traced, list[Row]]:
-        traced, rows = planned_rows("lora_finetune", "gpt2_xl", between, ("single",), **flags | changes)
+        traced, rows = planned_rows("lora_finetune", model, between, ("single",), **flags | changes)
         return traced, list(rows.values())
 
     advice = recommend(*replan({"per_device_eval_batch_size": 24}, None), between, replan)
