@@ -35,12 +35,12 @@ def test_an_evaluation_takes_fewer_rows_where_their_logits_would_be_too_many(tin
         max_eval_samples=12, per_device_train_batch_size=2, per_device_eval_batch_size=6, num_warmup_steps=0, **flags,
     )  # fmt: skip
     whole = train(tmp_path / "whole", recipe, **common)
-    assert max(shape[0] for shape in seen) > 2 and "evaluation takes" not in capsys.readouterr().out
+    assert max(shape[0] for shape in seen) > 2 and "per_device_eval_batch_size" not in capsys.readouterr().out
     most = max(shape.numel() for shape in seen)
     seen.clear()
     monkeypatch.setattr(held_out, "LOGITS", most // 2)
     bounded = train(tmp_path / "bounded", recipe, **common)
     assert max(shape.numel() for shape in seen) <= most // 2
-    assert "per_device_eval_batch_size 6" in capsys.readouterr().out
+    assert "per_device_eval_batch_size" in capsys.readouterr().out
     assert bounded.event("eval")["loss"] == pytest.approx(whole.event("eval")["loss"], rel=1e-6)
     assert bounded.event("eval")["tokens"] == whole.event("eval")["tokens"]

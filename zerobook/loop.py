@@ -529,8 +529,8 @@ class TrainingLoop:
     def _rows_evaluated(self) -> int:
         """Rows that a process takes at once in an evaluation."""
         asked = self.config.per_device_eval_batch_size
-        vocabulary = getattr(self.strategy.unwrapped.config.get_text_config(), "vocab_size", 1)
-        return held_out.rows_at_once(asked, max(part.most_labels for part in self.data.held_out.values()), vocabulary)
+        longest = max(part.most_labels for part in self.data.held_out.values())
+        return held_out.rows_at_once(asked, longest, held_out.vocabulary(self.strategy.unwrapped.config))
 
     def save(self) -> None:
         """A checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""

@@ -34,6 +34,12 @@ def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
     return max(1, min(asked, LOGITS // (positions * vocabulary)))
 
 
+def vocabulary(config: Any) -> int:
+    """Return how many logits a position has, by the model's config; 1 where it does not say."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "vocab_size", None) or 1
+
+
 @torch.no_grad()
 def losses(
     strategy: Strategy,

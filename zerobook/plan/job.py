@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.evaluation.held_out import rows_at_once
+from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
 from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
@@ -90,8 +90,8 @@ class Job:
         if not (config.validation_file or config.validation_split_percentage):
             return None
         source, target = self.lengths
-        vocabulary = getattr(self.model_config.get_text_config(), "vocab_size", 1)
-        return self.shape._replace(rows=rows_at_once(config.per_device_eval_batch_size, target or source, vocabulary))
+        rows = rows_at_once(config.per_device_eval_batch_size, target or source, vocabulary(self.model_config))
+        return self.shape._replace(rows=rows)
 
     @contextmanager
     def made(
