@@ -13,6 +13,8 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
 """
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from zerobook.config import RecipeConfig, parse
@@ -21,6 +23,8 @@ from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
 
 
 class LoraConfig(RecipeConfig):
+    trains_adapters: ClassVar[bool] = True
+
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")
     lora_alpha: float = Field(32, gt=0, description="scale of the adapters; the update is weighed by alpha / r")

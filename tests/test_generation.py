@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.harness import ROOT
@@ -22,11 +24,14 @@ from zerobook.evaluation.generation import GenerationScorer, decoding
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.loss import SEQ2SEQ, seq2seq_loss
 from zerobook.modeling import check_positions, load_seq2seq_lm
+from zerobook.resolve import LaunchPlan
+from zerobook.strategy import ReplicatedStrategy, Strategy
 
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
 ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
     barrier=lambda: None, gather=lambda value: [value], plan=SimpleNamespace(precision="no"),
+    inference=lambda: Strategy.inference(None),
 )  # fmt: skip
 
 
@@ -171,6 +176,49 @@ def test_each_row_counts_once_in_dataset_order(rows, tokenizer, count, limit, ex
     assert metrics["generated_tokens"] == pytest.approx(sum(map(len, answers)) / expected)
     assert [line["prediction"] for line in table] == [line["source"] for line in table]
     assert len(table) == 2 and all(line["target"] for line in table)
+
+
+class Cast:
+    """What generation meets inside: whether autocast is on in the encoder and decoder, and how often it is entered."""
+
+    def __init__(self, model, monkeypatch):
+        self.seen: dict[str, set] = {"encoder": set(), "decoder": set()}
+        self.outermost = 0
+        for name, part in (("encoder", model.get_encoder()), ("decoder", model.get_decoder())):
+            part.register_forward_pre_hook(lambda *_, name=name: self.seen[name].add(torch.is_autocast_enabled("cpu")))
+        enter = torch.autocast.__enter__
+
+        def entered(context):
+            self.outermost += not torch.is_autocast_enabled("cpu")
+            return enter(context)
+
+        monkeypatch.setattr(torch.autocast, "__enter__", entered)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_generation_runs_in_the_runs_precision_from_end_to_end(tiny, rows, tokenizer, monkeypatch, precision):
+    """accelerate casts in ``forward`` only, and ``generate`` calls the encoder by itself, which flash attention refuses in
+    fp32. And an autocast for each token casts all weights for each token."""
+    model = load(tiny / "bart")
+    collate = Seq2SeqCollator(tokenizer.pad_token_id, DecoderInput(model))
+    scorer = GenerationScorer(
+        rows[:4], tokenizer, collate, decoding=decoding(model.generation_config, num_beams=1, max_tokens=4, min_tokens=4),
+        batch_size=2,
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision=precision, precision_source="test")
+        strategy = ReplicatedStrategy(Accelerator(cpu=True, mixed_precision=precision), plan)
+        strategy.prepare(model, Seq2SeqConfig(model_name_or_path="x", dataset_name="x"), total_steps=1)
+        strategy.model.eval()
+        cast = Cast(model, monkeypatch)
+        texts = scorer.generate(strategy)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert [len(ids) for ids in texts] == [4] * 4
+    half = precision == "bf16"
+    assert cast.seen == {"encoder": {half}, "decoder": {half}}
+    assert cast.outermost == (2 if half else 0), "once for each call of generate"
 
 
 def test_scores():

@@ -6,6 +6,9 @@ from typing import get_args
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
 
 from recipes.causal_lm import CausalLMConfig
@@ -13,6 +16,7 @@ from tests.tiny import causal_rows, seq2seq_rows
 from zerobook.config import RecipeConfig, parse
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows
+from zerobook.data.feed import IGNORE
 from zerobook.errors import ConfigError
 from zerobook.loss import causal_lm_loss, seq2seq_loss
 from zerobook.schedule import learning_rate_schedule
@@ -58,6 +62,57 @@ def test_nothing_supervised_is_0_with_a_gradient_of_0(loss):
     value = loss(logits, torch.full((2, 3), -100))
     value.backward()
     assert value.item() == 0 and logits.grad.abs().max() == 0
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest fp32 tensor that operations make inside, and the bytes of all storages they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp32 = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                self.bytes += tensor.untyped_storage().nbytes()
+                if tensor.dtype == torch.float32:
+                    self.fp32 = max(self.fp32, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [causal_lm_loss, seq2seq_loss])
+def test_a_loss_without_a_gradient_holds_a_bounded_number_of_fp32_logits(loss, dtype):
+    """Of 34 million logits, it may not make an fp32 tensor of a quarter; the sum is that of all at once."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 128, 2**16, dtype=torch.float32).to(dtype)
+    labels = torch.randint(0, 2**16, (4, 128))
+    labels[0, :64] = labels[2, 100:] = IGNORE
+    shifted = loss is causal_lm_loss
+    predicted, expected = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    with torch.no_grad():
+        with Largest() as largest:
+            value = loss(logits, labels)
+        plain = cross_entropy(predicted.flatten(0, 1).double(), expected.flatten(), ignore_index=IGNORE, reduction="sum")
+    assert 0 < largest.fp32 <= logits.numel() // 4
+    assert value.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [causal_lm_loss, seq2seq_loss])
+def test_training_copies_no_logits_but_into_fp32(loss):
+    """Beside the log-probabilities that cross-entropy saves, fp32 logits are not copied, and bf16 ones are copied once."""
+    logits = torch.randn(2, 32, 1000, requires_grad=True)
+    labels = torch.randint(0, 1000, (2, 32))
+    room = 1.1  # small tensors of labels and masks
+    with Largest() as found:
+        loss(logits, labels)
+    assert found.bytes < room * 4 * logits.numel()
+    with Largest() as found:
+        loss(logits.bfloat16(), labels)
+    assert found.bytes < room * (2 + 4 + 4) * logits.numel()  # its own cast to bf16, the fp32 copy, the log-probabilities
 
 
 @pytest.mark.parametrize("warmup", [0, 4])

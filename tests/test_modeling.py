@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.causal_lm import CausalLMConfig
+from recipes.lora_finetune import LoraConfig
 from tests.harness import launch
 from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
@@ -65,22 +66,61 @@ def test_models_without_sdpa_load(small, tmp_path, name):
     assert type(model).__name__.lower().startswith(name) and model.config._attn_implementation != "sdpa"
 
 
-def test_attention_is_what_model_and_device_have(tiny):
-    from transformers import BloomForCausalLM, GPT2LMHeadModel, GptOssForCausalLM, LlamaForCausalLM
+def attends(kind: str, hardware: Hardware, config=None, precision: str = "bf16", **keys) -> str | None:
+    """What `choose_attention` says of a model whose config has ``keys``."""
+    model_config = AutoConfig.for_model(kind, **keys)
+    model_class = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    return choose_attention(config or causal(), model_config, model_class, hardware, precision)
 
+
+def causal(**keys):
+    return config(**({"model_name_or_path": "x"} | keys))
+
+
+def test_attention_is_what_model_and_device_have(tiny):
     gpu, plain = Hardware(gpus=1, flash_attention=True), Hardware(gpus=1)
-    bf16 = torch.bfloat16
-    assert choose_attention("auto", LlamaForCausalLM, gpu, bf16, "no") == "flash_attention_2"
-    assert choose_attention("auto", LlamaForCausalLM, gpu, torch.float32, "bf16") == "flash_attention_2"
-    assert choose_attention("auto", LlamaForCausalLM, gpu, torch.float32, "no") is None
-    assert choose_attention("auto", LlamaForCausalLM, plain, bf16, "no") is None
-    assert choose_attention("auto", LlamaForCausalLM, plain, bf16, "no", packing=True) == "flex_attention"
-    assert choose_attention("auto", GPT2LMHeadModel, plain, bf16, "no", packing=True) is None
-    for without in (BloomForCausalLM, GptOssForCausalLM, None):
-        assert choose_attention("auto", without, gpu, bf16, "no") is None
-    assert choose_attention("eager", LlamaForCausalLM, gpu, bf16, "no") == "eager"
-    loaded = load_causal_lm(config(model_name_or_path=str(tiny / "llama")), alone())
+    assert attends("llama", gpu) == "flash_attention_2"
+    assert attends("llama", gpu, precision="no") is None
+    assert attends("llama", gpu, causal(dtype="bfloat16"), precision="no") is None, "what is trained is fp32"
+    adapters = LoraConfig(dataset_name="x", model_name_or_path="x", dtype="auto")
+    assert attends("llama", gpu, adapters, precision="no", dtype="bfloat16") == "flash_attention_2"
+    assert attends("llama", gpu, adapters, precision="no", dtype="float32") is None
+    assert attends("llama", plain) is None
+    assert attends("llama", plain, causal(packing=True)) == "flex_attention"
+    assert attends("gpt2", plain, causal(packing=True)) is None
+    for without in ("bloom", "gpt_oss"):
+        assert attends(without, gpu) is None
+    assert choose_attention(causal(), AutoConfig.for_model("llama"), None, gpu, "bf16") is None, "code of its own"
+    assert attends("llama", gpu, causal(attn_implementation="eager")) == "eager"
+    loaded = load_causal_lm(causal(model_name_or_path=str(tiny / "llama")), alone())
     assert loaded.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "kind, keys",
+    [
+        ("llama", {"attention_dropout": 0.1}),
+        ("roberta", {}),  # 0.1 by itself, as attention_probs_dropout_prob
+        ("dbrx", {"attn_config": {"attn_pdrop": 0.1}}),
+    ],
+)
+def test_packed_rows_take_no_flex_attention_where_attention_drops_out(kind, keys):
+    """transformers raises at the first training step there."""
+    plain = Hardware(gpus=1)
+    assert attends(kind, plain, causal(packing=True), **keys) is None
+    with pytest.raises(ConfigError, match=r"flex_attention.*0\.1"):
+        attends(kind, plain, causal(attn_implementation="flex_attention"), **keys)
+    gpu = Hardware(gpus=1, flash_attention=True)
+    assert attends(kind, gpu, causal(packing=True), **keys) == "flash_attention_2", "which has dropout"
+
+
+def test_flash_attention_is_refused_before_an_fp32_model_loads(tiny):
+    """A frozen model's own dtype is known only when its config is read."""
+    asked = LoraConfig(
+        dataset_name="x", model_name_or_path=str(tiny / "llama"), dtype="auto", attn_implementation="flash_attention_2"
+    )
+    with pytest.raises(ConfigError, match="fp32"):
+        load_causal_lm(asked, alone())
 
 
 def prepared(folder, documents):

@@ -15,6 +15,7 @@ import torch
 from zerobook.cli import main
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
+from zerobook.modeling import DTYPES
 from zerobook.plan import formulas
 from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
@@ -27,7 +28,7 @@ from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
 from zerobook.plan.spread import Spread
-from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, trace
+from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
 from zerobook.recipe_file import config_class
@@ -56,6 +57,7 @@ CASES = {
     "eager attention": ("causal_lm", "llama", {"attn_implementation": "eager"}),
     "packed": ("causal_lm", "llama", {"packing": True}),
     "lora, padded": ("lora_finetune", "llama", {}),
+    "lora on a base in half precision": ("lora_finetune", "llama", {"mixed_precision": "bf16"}),
 }
 
 
@@ -85,6 +87,14 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     assert [done for done, _ in found.timeline] == [done for done, _ in measured.timeline]
     trained = sum(w.numel for w in planned.weights()[0] if w.trained)
     assert found.timeline[-1][0] == trained, "every trained weight got a gradient"
+    gc.disable()
+    try:
+        measured = evaluated(real, batch, planned.objective.loss, precision)
+    finally:
+        gc.enable()
+    with planned.made(shape) as (fake, batch):
+        most = evaluated(fake, batch, planned.objective.loss, precision, kernels="cpu")
+    assert most == pytest.approx(measured, rel=0.001 if exact else 0.02) and most < found.peak
 
 
 def real_model(planned: Job, shape: Shape):
@@ -96,18 +106,54 @@ def real_model(planned: Job, shape: Shape):
     config = planned.config
     options = {"attn_implementation": "eager"} if config.attn_implementation == "eager" else {}
     torch.manual_seed(0)
-    model = kind.from_config(planned.model_config, **options)
+    dtype = DTYPES[config.loaded_dtype(config.mixed_precision or "no")]
+    model = kind.from_config(planned.model_config, dtype=dtype, **options)
     model.config.use_cache = False
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
     if planned.lora:
         model = planned._adapted(model)
-    batch = {key: torch.ones_like(value) for key, value in planned._batch(shape).items()}
+    batch = {key: torch.ones_like(value) for key, value in planned.batch(shape).items()}
     if "attention_mask" in batch:
         batch["attention_mask"][0, -3:] = 0
     if "position_ids" in batch:
         batch["position_ids"] = torch.cat([torch.arange(shape.source // 2)] * 2).expand(shape.rows, -1).contiguous()
     return model.train(), batch
+
+
+def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
+    """One row is trained, and more are evaluated: their logits alone are more than the step has."""
+    facts = {"model_type": "llama", "vocab_size": 50_257, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "small.json").write_text(json.dumps(facts))
+    model, where = tmp_path / "small", cluster(gpus="1", gpu="a100-80gb")
+    flags = {
+        "mixed_precision": "bf16",
+        "per_device_train_batch_size": 1,
+        "max_seq_length": 512,
+        "activation_checkpointing": True,
+    }
+
+    def row_with(**more) -> Row:
+        return rows_of("lora_finetune", model, where, ("single",), **flags, **more)["single"]
+
+    alike, none = (row_with(**more).memory for more in ({"per_device_eval_batch_size": 1}, {"validation_split_percentage": 0}))
+    assert alike.total == none.total and "evaluation" not in none.moments
+    assert alike.moments["evaluation"] < none.total
+    row = row_with(per_device_eval_batch_size=24)
+    more, logits = row.memory, 24 * 512 * 50257
+    assert more.when == "evaluation" and more.total == more.moments["evaluation"] > none.total
+    assert more.device["activations"] > 6 * logits, "bf16, and the fp32 copy that accelerate returns"
+    assert more.device["gradients"] == 0
+    between = cluster(gpu_memory=f"{(none.total + more.total) // 2}B")
+    judge(row, made("lora_finetune", f"{model}.json", **flags).config, between)
+    assert row.remedies == ["a smaller --per_device_eval_batch_size"]
+
+    def replan(changes: dict, recipe: str | None) -> tuple[Traced, list[Row]]:
+        traced, rows = planned_rows("lora_finetune", model, between, ("single",), **flags | changes)
+        return traced, list(rows.values())
+
+    advice = recommend(*replan({"per_device_eval_batch_size": 24}, None), between, replan)
+    assert advice.flags == {"per_device_eval_batch_size": 1} and advice.row.fits
 
 
 def test_saved_counts_each_storage_once_and_no_weights():

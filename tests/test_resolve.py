@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -52,9 +53,73 @@ def test_a_gpu_that_only_emulates_bf16_does_not_count_as_having_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     plan, _ = plan_for({"ACCELERATE_MIXED_PRECISION": "bf16"}, Hardware.detect())
     assert plan.problems == ["mixed_precision: bf16 is not supported by V100. Use fp16."]
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine with a GPU of some compute capability, and a package ``flash_attn`` with some contents."""
+    import torch
+    import transformers.utils
+
+    def detected(capability=(8, 0), package=None, known=True) -> Hardware:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability if index else (9, 0))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+        monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: known)
+        if package is not None:
+            (tmp_path / "flash_attn.py").write_text(package)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+        return Hardware.detect()
+
+    yield detected
+    sys.modules.pop("flash_attn", None)
+
+
+FLASH = "flash_attn_func = flash_attn_varlen_func = print"
+
+
+@pytest.mark.parametrize(
+    "machine, said",
+    [
+        ({"package": FLASH}, None),
+        ({}, "is not installed"),
+        ({"package": FLASH, "capability": (7, 5)}, "compute capability 7.5"),
+        ({"package": "raise ImportError('undefined symbol: _ZN3c10')"}, "undefined symbol: _ZN3c10"),
+        ({"package": "raise OSError('libcudart.so.11.0: cannot open')"}, "libcudart.so.11.0"),
+        ({"package": "def attention(): ..."}, "flash_attn_func"),
+        ({"package": FLASH, "known": False}, "transformers"),
+    ],
+)
+def test_flash_attention_is_there_where_it_runs(gpu, machine, said):
+    """A T4 has a package that imports and no kernels; a build for another torch is installed and does not import."""
+    hardware = gpu(**machine)
+    assert hardware.flash_attention is (said is None)
+    plan, _ = plan_for({}, hardware, attn_implementation="flash_attention_2", mixed_precision="bf16")
+    assert [said in problem for problem in plan.problems] == ([] if said is None else [True])
+
+
+@pytest.mark.parametrize(
+    "kind, given, refused",
+    [
+        (RecipeConfig, {}, True),
+        (RecipeConfig, {"mixed_precision": "bf16"}, False),
+        (RecipeConfig, {"dtype": "bfloat16"}, True),  # trained weights are fp32 without mixed precision
+        (LoraConfig, {}, True),
+        (LoraConfig, {"dtype": "bfloat16"}, False),
+        (LoraConfig, {"dtype": "auto"}, False),  # its config says, once it is read
+        (LoraConfig, {"mixed_precision": "bf16"}, False),
+    ],
+)
+def test_flash_attention_is_refused_in_fp32(kind, given, refused):
+    plan, _ = plan_for({}, A100, kind=kind, attn_implementation="flash_attention_2", **given)
+    assert ["fp32" in problem for problem in plan.problems] == ([True] if refused else [])
 
 
 def test_use_cpu_never_drops_sharding(tmp_path):

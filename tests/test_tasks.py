@@ -19,6 +19,7 @@ from tests.harness import ROOT, launch
 from zerobook.data.formats import Pair, Text
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError, DataError, DivergenceError
+from zerobook.evaluation import held_out
 from zerobook.evaluation.tasks import Encoder, Question, Scored, Task, TaskScorer, log_likelihoods, read_task
 
 FIXTURES = sorted((ROOT / "tests" / "fixtures" / "tasks").glob("*.jsonl"))
@@ -184,6 +185,28 @@ def test_batches_and_padding_change_nothing(llama, tasks, batch_size):
     scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=batch_size, device="cpu")
     assert len({len(row.ids) for row in scorer.sequences}) > 3, "the rows must differ in length for this to prove anything"
     assert scores == pytest.approx(naive(model, tokenizer, task), abs=1e-5)
+
+
+def test_a_forward_takes_fewer_choices_where_their_logits_would_be_too_many(llama, tasks, monkeypatch):
+    model, tokenizer = llama
+    seen = []
+
+    def scored():
+        seen.clear()
+        with monkeypatch.context() as patch:
+            own = type(model).forward
+
+            def forward(self, *args, **kwargs):
+                output = own(self, *args, **kwargs)
+                seen.append(output.logits.numel())
+                return output
+
+            patch.setattr(type(model), "forward", forward)
+            return TaskScorer(tasks[:1], tokenizer, 16, "causal")(None, model)
+
+    whole, most = scored(), max(seen)
+    monkeypatch.setattr(held_out, "LOGITS", most // 3)
+    assert scored() == whole and max(seen) <= most // 3
 
 
 def test_a_token_over_the_boundary_belongs_to_the_choice():

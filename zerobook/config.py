@@ -12,7 +12,7 @@ import os
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -61,6 +61,9 @@ class RecipeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
+    trains_adapters: ClassVar[bool] = False
+    """The recipe freezes the model that it loads, and trains what it adds to it."""
+
     # --- model
     model_name_or_path: str | None = Field(
         None, description="hub name, local folder, or embedded:smollm2; weights to start from"
@@ -69,7 +72,9 @@ class RecipeConfig(BaseModel):
     model_revision: str = Field("main", description="branch, tag or commit on the hub")
     trust_remote_code: bool = Field(False, description="run code that a hub repository ships")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "float32", description="dtype the weights are loaded in (masters of trained weights stay fp32)"
+        "float32",
+        description="dtype the weights are loaded in (masters of trained weights stay fp32); unset, a frozen base takes the "
+        "mixed precision's",
     )
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = Field(
         "auto", description="attention kernel; auto takes the best this device has"
@@ -158,6 +163,19 @@ class RecipeConfig(BaseModel):
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML 1.1 reads a bare no as false
+
+    def loaded_dtype(self, precision: str) -> str:
+        """Return the dtype that the model is loaded in: ``dtype`` where a person gave it, or where its weights are trained.
+
+        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. A 4-bit one keeps fp32
+        for the few weights that are not quantised.
+
+        Args:
+            precision: of the run: ``no``, ``bf16`` or ``fp16``.
+        """
+        if not self.trains_adapters or "dtype" in self.model_fields_set or getattr(self, "load_in_4bit", False):
+            return self.dtype
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(precision, self.dtype)
 
     def dataset_specs(self) -> list[DatasetSpec]:
         """The training datasets."""

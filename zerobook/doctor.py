@@ -162,7 +162,8 @@ def _machine(out: Any, hardware: Hardware) -> list[str]:
     table = Table(title="this machine", title_justify="left", show_header=False)
     gpu = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}" if hardware.gpus else "none"
     table.add_row("GPUs", gpu)
-    table.add_row("flash attention", "installed" if hardware.flash_attention else "not usable here")
+    missing = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
+    table.add_row("flash attention 2", "runs here" if hardware.flash_attention else f"does not run here: {missing}")
     memory = psutil.virtual_memory()
     table.add_row(
         "CPU cores, RAM", f"{psutil.cpu_count()}, {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"

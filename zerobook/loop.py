@@ -203,6 +203,11 @@ class TrainingLoop:
             )
         for part, report in self.data.report.items():
             tqdm.write(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
+        asked = config.per_device_eval_batch_size
+        if self.data.held_out and (rows := self._rows_evaluated()) < asked:
+            tqdm.write(
+                f"  note: {rows} row(s) at once are evaluated, not per_device_eval_batch_size {asked}, to bound the logits"
+            )
         if self.progress.step < self.end_step:
             tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
         else:
@@ -519,8 +524,13 @@ class TrainingLoop:
         return result
 
     def _held_out(self) -> dict[str, Any]:
-        micro = self.config.per_device_eval_batch_size
-        return held_out.losses(self.strategy, self.data.held_out, micro, self.collate, self._summed_loss)
+        return held_out.losses(self.strategy, self.data.held_out, self._rows_evaluated(), self.collate, self._summed_loss)
+
+    def _rows_evaluated(self) -> int:
+        """Rows that a process takes at once in an evaluation."""
+        asked = self.config.per_device_eval_batch_size
+        longest = max(part.most_labels for part in self.data.held_out.values())
+        return held_out.rows_at_once(asked, longest, held_out.vocabulary(self.strategy.unwrapped.config))
 
     def save(self) -> None:
         """A checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""

@@ -16,7 +16,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.files import modes_by_umask
-from zerobook.resolve import Hardware
+from zerobook.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -87,27 +87,58 @@ def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remo
 
 
 def choose_attention(
-    asked: str, model_class: Any, hardware: Hardware, dtype: torch.dtype | str, precision: str, packing: bool = False
+    config: RecipeConfig, model_config: Any, model_class: Any, hardware: Hardware, precision: str
 ) -> str | None:
-    """Resolve ``auto``: flash attention 2 on a GPU that has it in half precision, where the model's class takes it.
+    """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision take it.
 
     Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
-    would compute it and throw it away.
+    would compute it and throw it away. Flex attention has no dropout, so a model with attention dropout does not take it.
 
     Args:
+        model_config: transformers' config of the model.
         model_class: None where the model's code comes with the model.
+        precision: of the run: ``no``, ``bf16`` or ``fp16``.
 
     Returns:
         None where transformers is to choose: SDPA, or eager for a model without it.
+
+    Raises:
+        ConfigError: a person asked for flash attention 2 in fp32, or for flex attention with attention dropout.
     """
+    asked, dropout = config.attn_implementation, attention_dropout(model_config.to_dict())
+    dtype = str(model_config.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    half = computes_in_half(config, precision, dtype)
+    if asked == "flash_attention_2" and not half:
+        raise ConfigError(fp32_flash_attention(precision, dtype))
+    if asked == "flex_attention" and dropout:
+        raise ConfigError(
+            f"attn_implementation: flex_attention has no dropout, and the model's config asks for {dropout:g} in attention. "
+            "Use auto, sdpa or eager, or set the dropout to 0 in the model's config.json."
+        )
     if asked != "auto":
         return asked
-    half = dtype in (torch.bfloat16, torch.float16) or precision != "no"
     flash = getattr(model_class, "_supports_flash_attn", False)
     only = getattr(model_class, "_compatible_flash_implementations", None)  # GPT-OSS has kernels of its own
     if hardware.gpus and hardware.flash_attention and half and flash and (not only or "flash_attention_2" in only):
         return "flash_attention_2"
-    return "flex_attention" if hardware.gpus and packing and getattr(model_class, "_supports_flex_attn", False) else None
+    flex = hardware.gpus and config.packing and not dropout and getattr(model_class, "_supports_flex_attn", False)
+    return "flex_attention" if flex else None
+
+
+def attention_dropout(facts: dict[str, Any]) -> float:
+    """Return the largest attention dropout in a model's config, also of the configs inside of it; 0 where there is none.
+
+    Architectures call it attention_dropout, attn_pdrop or attention_probs_dropout_prob.
+
+    >>> attention_dropout({"resid_pdrop": 0.2, "attn_config": {"attn_pdrop": 0.1}})
+    0.1
+    """
+    found = [attention_dropout(value) for value in facts.values() if isinstance(value, dict)]
+    found += [
+        float(value) for key, value in facts.items()
+        if isinstance(key, str) and "drop" in key and ("attn" in key or "attention" in key) and isinstance(value, int | float)
+    ]  # fmt: skip
+    return max(found, default=0.0)
 
 
 def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
@@ -147,9 +178,7 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         options["revision"] = config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
     model_class = auto_class._model_mapping.get(type(model_config), None)
-    attention = choose_attention(
-        config.attn_implementation, model_class, hardware, dtype, strategy.plan.precision, config.packing
-    )
+    attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
     options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
     if quantization is not None:
         options["quantization_config"] = quantization

@@ -15,15 +15,20 @@ from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError
 
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability that flash attention 2 needs: Ampere or later."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What this machine offers. ``gpus`` is a count; ``flash_attention`` means the package imports."""
+    """What this machine offers. ``gpus`` is a count; ``flash_attention`` means that flash attention 2 runs on all of them,
+    and ``no_flash_attention`` says why it does not."""
 
     gpus: int = 0
     gpu_name: str | None = None
     bf16: bool = True
     flash_attention: bool = False
+    no_flash_attention: str = "the flash-attn package is not installed"
 
     @property
     def device(self) -> str:
@@ -32,18 +37,42 @@ class Hardware:
     @classmethod
     def detect(cls) -> Hardware:
         """Look at the machine. Imports torch; initialises no CUDA context beyond a device query."""
-        import importlib.util
-
         import torch
 
         if not torch.cuda.is_available():
             return cls()
+        missing = _no_flash_attention()
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-            flash_attention=importlib.util.find_spec("flash_attn") is not None,
+            flash_attention=not missing,
+            no_flash_attention=missing,
         )
+
+
+def _no_flash_attention() -> str:
+    """Why flash attention 2 does not run on this machine's GPUs; empty where it does."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < FLASH_CAPABILITY:
+            has, needs = (".".join(map(str, numbers)) for numbers in (capability, FLASH_CAPABILITY))
+            return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs {needs}"
+    try:
+        from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401  what transformers calls
+    except ModuleNotFoundError as error:
+        if error.name == "flash_attn":
+            return "the flash-attn package is not installed"
+        return f"the flash-attn package does not import ({error})"
+    except Exception as error:  # a build for another torch or CUDA: ImportError or OSError, and others from its own code
+        return f"the flash-attn package does not import ({error})"
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available():
+        return "transformers does not take the installed package flash_attn for flash-attn 2.3.3 or later"
+    return ""
 
 
 @dataclass(kw_only=True)
@@ -106,7 +135,7 @@ def resolve(
         environ: the environment of a worker process.
         hardware: what the machine has.
         config: the recipe's config. Values that a person did not set and that the YAML or JSON
-            fixes (accumulation, clipping, rate, decay) are taken over into it.
+            fixes (accumulation, clipping, rate, decay) are taken over into it, and so is the dtype of a frozen base.
         sources: where each config value came from; updated with what is taken over.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
             cannot tell ``--mixed_precision no`` from silence.
@@ -154,6 +183,13 @@ def resolve(
     else:
         plan.notes += [note] if note else []
     _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
+    dtype = config.loaded_dtype(plan.precision)
+    if dtype != config.dtype:
+        plan.notes.append(
+            f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
+            f"{config.dtype} to load it in that"
+        )
+        config.dtype, sources["dtype"] = dtype, plan.precision_source
     if plan.deepspeed_config is not None:
         deepspeed_file.fill(plan, config, sources)
     _check_model_choices(plan, config, hardware, on_cpu)
@@ -281,14 +317,38 @@ def _choose_precision(
             section["enabled"] = plan.precision == dtype
 
 
+def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
+    """Whether the model's attention sees fp16 or bf16.
+
+    Without mixed precision, trained weights are fp32 whatever they were loaded in, and only frozen ones stay as they are.
+
+    Args:
+        precision: of the run: ``no``, ``bf16`` or ``fp16``.
+        dtype: of the loaded weights, as torch calls it.
+    """
+    return precision != "no" or (config.trains_adapters and dtype in ("bfloat16", "float16"))
+
+
+def fp32_flash_attention(precision: str, dtype: str) -> str:
+    """Return the words for flash attention 2 in a run that computes in fp32."""
+    return (
+        "attn_implementation: flash_attention_2 was asked for; it takes fp16 and bf16 only, and this run computes in fp32 "
+        f"(mixed_precision {precision}, dtype {dtype}). Pass --mixed_precision bf16, or use auto, sdpa or eager."
+    )
+
+
 def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
     """Choices of the model that this strategy or device cannot take."""
-    if config.attn_implementation == "flash_attention_2" and (on_cpu or not hardware.flash_attention):
-        have = "there is no GPU here" if on_cpu else "the flash-attn package is not installed"
-        plan.problems.append(
-            f"attn_implementation: flash_attention_2 was asked for, but {have}. Use auto, sdpa or eager, or "
-            "install requirements-gpu.txt on a machine with a GPU."
-        )
+    if config.attn_implementation == "flash_attention_2":
+        if on_cpu or not hardware.flash_attention:
+            have = "there is no GPU here" if on_cpu else hardware.no_flash_attention
+            plan.problems.append(
+                f"attn_implementation: flash_attention_2 was asked for, but {have}. Use auto, sdpa or eager, or "
+                "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
+            )
+        frozen_by_its_config = config.trains_adapters and config.dtype == "auto"  # known when the model is loaded
+        if not (computes_in_half(config, plan.precision, config.dtype) or frozen_by_its_config):
+            plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
     if config.device_map and plan.world_size > 1:
         plan.problems.append(
             f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "

@@ -39,6 +39,11 @@ class Documents:
         return np.diff(self.store.offsets)[self.chosen]
 
     @property
+    def labels(self) -> np.ndarray:
+        """int64 [rows], labels: of a target's tokens where there is a source, and of all tokens elsewhere"""
+        return np.diff(self.store.label_offsets)[self.chosen]
+
+    @property
     def supervised(self) -> np.ndarray:
         """int64 [rows], supervised tokens"""
         return self.store.supervised[self.chosen].astype(np.int64)
@@ -70,6 +75,10 @@ class Blocks:
     @property
     def lengths(self) -> np.ndarray:
         return np.full(len(self), self.length, np.int64)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.lengths
 
     @property
     def supervised(self) -> np.ndarray:
@@ -113,6 +122,10 @@ class Packs:
     @property
     def lengths(self) -> np.ndarray:
         return self._per_row(self.stops - self.starts)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.lengths
 
     @property
     def supervised(self) -> np.ndarray:
@@ -231,6 +244,11 @@ class Part:
         """Tokens; of a pack its samples count."""
         views = self.views
         return max(int((v.stops - v.starts if isinstance(v, Packs) else v.lengths).max()) for v in views if len(v))
+
+    @property
+    def most_labels(self) -> int:
+        """Labels of the row that has the most: positions for which a model makes logits."""
+        return max(int(view.labels.max()) for view in self.views if len(view))
 
     @property
     def largest_id(self) -> int:

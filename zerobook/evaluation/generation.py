@@ -137,9 +137,10 @@ class GenerationScorer:
             indices = range(start, start + self.batch_size)
             rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
             batch = {key: value.to(strategy.device) for key, value in self.collate.sources(rows).items()}
-            generated = strategy.unwrapped.generate(
-                **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
-            )
+            with strategy.inference():
+                generated = strategy.unwrapped.generate(
+                    **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
+                )
             texts = [self._text(ids) for ids in generated.tolist()]
             mine += [(index, text) for index, text in zip(indices, texts, strict=True) if index < len(self.rows)]
         return [text for _, text in sorted(pair for rank in strategy.gather(mine) for pair in rank)]

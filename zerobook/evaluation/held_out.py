@@ -13,6 +13,32 @@ from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import SampleOrder
 from zerobook.strategy import Strategy
 
+LOGITS = 2**30
+"""Logits that a forward pass of the evaluation makes at most: 2 GiB in half precision, 4 in fp32."""
+
+
+def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
+    """Return how many rows an evaluation's forward pass takes: ``asked``, or fewer where they would have more than `LOGITS`.
+
+    One row is always taken. Training keeps activations beside the logits, so its micro-batches are smaller, and an evaluation
+    with a larger batch would otherwise run out of memory where training fits.
+
+    Args:
+        asked: ``per_device_eval_batch_size``.
+        positions: of the longest row for which there are logits.
+        vocabulary: logits of a position.
+
+    >>> rows_at_once(8, 1024, 50_257), rows_at_once(8, 4096, 128_256)
+    (8, 2)
+    """
+    return max(1, min(asked, LOGITS // (positions * vocabulary)))
+
+
+def vocabulary(config: Any) -> int:
+    """Return how many logits a position has, by the model's config; 1 where it does not say."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "vocab_size", None) or 1
+
 
 @torch.no_grad()
 def losses(

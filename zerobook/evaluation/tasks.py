@@ -30,6 +30,7 @@ from torch import nn
 from zerobook.bars import tqdm
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
+from zerobook.evaluation.held_out import rows_at_once
 from zerobook.terminal import console
 
 if TYPE_CHECKING:
@@ -294,7 +295,8 @@ class TaskScorer:
 
     Args:
         tokenizer: its padding token is masked, so any serves.
-        batch_size: choices in a forward, per process.
+        batch_size: choices in a forward, per process; fewer where they would have too many logits, see
+            `zerobook.evaluation.held_out.rows_at_once`.
         kind: ``causal`` or ``seq2seq``.
         apply_chat_template, max_length, prefix: see `Encoder`.
 
@@ -320,9 +322,9 @@ class TaskScorer:
             raise ConfigError(f"--task: two task files are called {twice[0]}, so their results would be too. Rename one.")
         encode = Encoder(tokenizer, kind, apply_chat_template=apply_chat_template, max_length=max_length, prefix=prefix)
         self.tasks = list(tasks)
-        self.batch_size = batch_size
         self.pad_token_id = tokenizer.pad_token_id or 0
         self.sequences = [encode(q.question, choice) for task in tasks for q in task.questions for choice in q.choices]
+        self.batch_size = rows_at_once(batch_size, max(len(row.ids) for row in self.sequences), len(tokenizer))
         self.cut = encode.cut
 
     def __call__(

@@ -32,7 +32,7 @@ To read its flags, {RUNS}; nothing is trained.
 examples:
   zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16
   zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
-      recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16 --dtype bfloat16
+      recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16
   zerobook plan --formulas --parameters 7.5B --gpus 64
 """
 

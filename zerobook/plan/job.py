@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
 from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
@@ -82,6 +83,16 @@ class Job:
         blocks = not self.seq2seq and not self.lora and self.config.format in (None, "text")
         return Shape(self.config.per_device_train_batch_size, *self.lengths, padded=not (blocks or self.config.packing))
 
+    @property
+    def evaluated(self) -> Shape | None:
+        """An evaluation's largest batch; None where nothing is held out. A split that the data brings is not known here."""
+        config = self.config
+        if not (config.validation_file or config.validation_split_percentage):
+            return None
+        source, target = self.lengths
+        rows = rows_at_once(config.per_device_eval_batch_size, target or source, vocabulary(self.model_config))
+        return self.shape._replace(rows=rows)
+
     @contextmanager
     def made(
         self, shape: Shape | None = None, *, cast: str = "no", precision: str | None = None
@@ -92,7 +103,8 @@ class Job:
             shape: of the micro-batch; the largest where it is None.
             cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
                 weights are fp32 and others as loaded.
-            precision: of the run, which 4-bit weights are computed in; the config's where it is None.
+            precision: of the run, which a frozen base is loaded in and 4-bit weights are computed in; the config's where it is
+                None.
         """
         import transformers
 
@@ -104,7 +116,7 @@ class Job:
             options["attn_implementation"] = attention
         with torch.device("meta"), _quiet():
             try:
-                model = kind.from_config(self.model_config, dtype=self._dtype, **options)
+                model = kind.from_config(self.model_config, dtype=self._dtype(precision), **options)
             except Exception as error:  # whatever the code of a class raises
                 raise NoClass(self.name, self.model_config.to_dict(), error) from error
             model.config.use_cache = False
@@ -122,7 +134,7 @@ class Job:
                 model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
         with FakeTensorMode(allow_non_fake_inputs=True):
             _to_fake(model)
-            yield model.train(), self._batch(shape or self.shape)
+            yield model.train(), self.batch(shape or self.shape)
 
     def _check_lengths(self, model: nn.Module) -> None:
         longest = max(self.lengths)
@@ -130,9 +142,8 @@ class Job:
             check_positions(model, self.name, max(longest, self.config.max_generated))
         check_length(model, longest)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        asked = DTYPES[self.config.dtype]
+    def _dtype(self, precision: str) -> torch.dtype:
+        asked = DTYPES[self.config.loaded_dtype(precision)]
         return asked if isinstance(asked, torch.dtype) else getattr(self.model_config, "dtype", None) or torch.float32
 
     def _adapted(self, model: nn.Module) -> nn.Module:
@@ -144,7 +155,7 @@ class Job:
             seed=config.seed,
         )  # fmt: skip
 
-    def _batch(self, shape: Shape) -> dict[str, torch.Tensor]:
+    def batch(self, shape: Shape) -> dict[str, torch.Tensor]:
         ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if self.seq2seq:

@@ -45,7 +45,7 @@ def memory(
     context: int = CONTEXT,
     passes: Gathered | None = None,
 ) -> Memory:
-    """Follow a step through its moments and take the fullest.
+    """Follow a step, and the evaluation behind it, through their moments and take the fullest.
 
     Args:
         accumulation: micro-batches of a step.
@@ -73,6 +73,14 @@ def memory(
             moments[when] = parts
     at_step = _at_step(weights, groups, spread)
     moments["step"] = {**fixed, "activations": 0, "buffers": at_step, "other": context}
+    if trace.evaluation is not None:
+        moments["evaluation"] = {
+            **fixed,
+            "gradients": _gradients(held, spread, 0, trained, accumulation=1),  # those of the step are given up
+            "activations": trace.evaluation,
+            "buffers": aside[0],
+            "other": context,
+        }
     when = max(moments, key=lambda name: sum(moments[name].values()))
     whole = sum(w.numel * w.element for w in weights)
     on_host = sum(held.host.values()) + (_pinned(groups, spread) if held.host else 0)

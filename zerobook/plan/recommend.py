@@ -74,6 +74,10 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
 
     if (precision := _precision(traced, where)) and tried("half precision", precision):
         as_asked = rows
+    rule = "evaluation in smaller batches"
+    if _evaluation_is_too_large(rows) and tried(rule, {"per_device_eval_batch_size": 1}):
+        reasons.append((rule, "with larger ones, the evaluation needs more of the GPU's memory than training"))
+        as_asked = rows
     for rule, change in _ladder(traced, where):
         if rule is not None and not tried(rule, change):
             continue
@@ -95,6 +99,11 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
         return Advice(offloading[0], flags, recipe, reasons + list(_about(offloading[0], traced.job.config, where)))
     reasons.append(("nothing fits", _nearest(rows)))
     return Advice(None, flags, recipe, reasons)
+
+
+def _evaluation_is_too_large(rows: list[Row]) -> bool:
+    """Nothing fits, and of what lacks room on the GPU some has its peak in the evaluation."""
+    return not any(row.fits for row in rows) and any(row.over and row.memory.when == "evaluation" for row in rows if row.memory)
 
 
 def _lacks_another_thing(row: Row) -> bool:

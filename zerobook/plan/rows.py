@@ -21,7 +21,7 @@ from zerobook.plan.paper import Paper, paper
 from zerobook.plan.passes import gathered
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.spread import Spread, spread
-from zerobook.plan.trace import Trace, trace
+from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
 from zerobook.plan.units import size
 from zerobook.resolve import Hardware, LaunchPlan, resolve
@@ -116,9 +116,14 @@ class Traced:
         return found
 
     def _trace(self, cast: str, autocast: str) -> Trace | NoClass:
-        with self.job.made(cast=cast) as (model, batch):
+        job, evaluation = self.job, self.job.evaluated
+        with job.made(cast=cast) as (model, batch):
             try:
-                return trace(model, batch, self.job.objective.loss, autocast, kernels=self.device)
+                found = trace(model, batch, job.objective.loss, autocast, kernels=self.device)
+                if evaluation is not None:
+                    held_out = job.batch(evaluation)
+                    found.evaluation = evaluated(model, held_out, job.objective.loss, autocast, kernels=self.device)
+                return found
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 why: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
             except Exception as error:  # kernels that take no fake tensors
@@ -167,7 +172,8 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     environ, precision = worker_environment(flags)
     hardware = Hardware() if cluster.cpu else Hardware(
-        gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused
+        gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
+        no_flash_attention=f"it does not run on {cluster.device.name}",
     )  # fmt: skip
     return resolve(environ, hardware, config.model_copy(deep=True), Resolved(sources), precision)
 
@@ -262,6 +268,8 @@ def _for_the_gpu(made: Row, config: RecipeConfig, excess: int) -> list[str]:
     activations, rows = made.memory.device["activations"], config.per_device_train_batch_size
     found = []
     if activations > excess:
+        if made.memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
+            return ["a smaller --per_device_eval_batch_size"]
         if not config.activation_checkpointing:
             found.append("--activation_checkpointing")
         if activations * (rows - 1) / rows > excess:

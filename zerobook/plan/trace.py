@@ -35,7 +35,8 @@ class Trace:
     has a point for each weight whose gradient came to be: (elements of gradients there were before it, the most bytes of
     activations that were alive since the last point); its first point is the forward pass and the loss. ``visits`` are the
     modules that were come to, forward and then back. ``uncounted`` names operations that multiply matrices, and that
-    ``flops`` lacks since nobody knows how many of them there are.
+    ``flops`` lacks since nobody knows how many of them there are. ``evaluation`` is the most bytes alive at once in a forward
+    pass of the evaluation and its loss; None where nothing is evaluated.
     """
 
     saved: int
@@ -45,6 +46,7 @@ class Trace:
     flops: float = 0.0
     visits: Sequence[Visit] = ()
     uncounted: tuple[str, ...] = ()
+    evaluation: int | None = None
 
     @property
     def peak(self) -> int:
@@ -186,13 +188,9 @@ def trace(
         precision: of autocast: ``no``, ``bf16`` or ``fp16``.
         kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
     """
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    device = next(model.parameters()).device.type
     follow, done = Follow(), 0
     points: list[tuple[int, int]] = []
     apart = [*model.parameters(), *model.buffers(), *batch.values()]
-    for tensor in [*model.parameters(), *model.buffers()]:
-        follow.leave_out(tensor)
 
     def accumulated(parameter: torch.Tensor) -> None:
         nonlocal done
@@ -204,16 +202,7 @@ def trace(
     hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
     hooks += _visited(model, visits)
     try:
-        with (
-            _kernels(kernels, follow) if kernels else nullcontext(),
-            _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
-            _unpacked("position_ids" not in batch),
-            _unsaid(),
-            follow,
-            _autocast(device, kinds.get(precision)),
-        ):
-            for tensor in batch.values():
-                follow.count(tensor)
+        with _followed(follow, model, batch, precision, kernels):
             inputs = follow.live
             labels = batch["labels"]
             given = {key: value for key, value in batch.items() if key != "labels"}
@@ -228,6 +217,51 @@ def trace(
         for hook in hooks:
             hook.remove()
     return Trace(kept, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)))
+
+
+@torch.no_grad()
+def evaluated(
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    precision: str,
+    *,
+    kernels: str | None = None,
+) -> int:
+    """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out. The arguments are those
+    of `trace`."""
+    follow, was_training = Follow(), model.training
+    model.eval()
+    try:
+        with _followed(follow, model, batch, precision, kernels):
+            given = {key: value for key, value in batch.items() if key != "labels"}
+            logits = model(**given).logits
+            # accelerate returns what autocast's forward makes in fp32
+            loss(logits if precision == "no" else logits.float(), batch["labels"])
+            return follow.since()
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _followed(
+    follow: Follow, model: nn.Module, batch: dict[str, torch.Tensor], precision: str, kernels: str | None
+) -> Iterator[None]:
+    """A micro-batch's operations as the device and ``precision`` run them; ``follow`` counts ``batch`` and what they make."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        follow.leave_out(tensor)
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    with (
+        _kernels(kernels, follow) if kernels else nullcontext(),
+        _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
+        _unpacked("position_ids" not in batch),
+        _unsaid(),
+        follow,
+        _autocast(next(model.parameters()).device.type, kinds.get(precision)),
+    ):
+        for tensor in batch.values():
+            follow.count(tensor)
+        yield
 
 
 class _Back(torch.autograd.Function):

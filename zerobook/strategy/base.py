@@ -182,6 +182,14 @@ class Strategy(Ranks):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context in which parts of the model run in the precision of its ``forward`` when they are called directly.
+
+        ``generate`` calls the encoder, or the base inside of adapters, without the prepared model's ``forward``. Here it needs
+        nothing: DeepSpeed has cast the weights themselves, and FSDP2 casts what it gathers.
+        """
+        return nullcontext()
+
     def after_forwards(self) -> None:
         """Forwards without a backward are over (evaluation, generation): what they left gathered is given up. On every rank."""
 
@@ -371,6 +379,11 @@ class Strategy(Ranks):
 
 class ReplicatedStrategy(Strategy):
     """One process, or DDP: every rank holds everything."""
+
+    def inference(self) -> AbstractContextManager[None]:
+        # The weights are fp32, and accelerate wraps autocast around ``forward`` alone. Around a whole call, each weight is
+        # cast once; inside of ``forward``, all of them would be cast again for every token.
+        return self.accelerator.autocast()
 
     def _accumulating(self) -> AbstractContextManager[None]:
         return self.accelerator.no_sync(self.model)
