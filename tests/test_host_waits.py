@@ -153,6 +153,12 @@ def test_a_model_that_takes_no_cache_needs_no_mask_either():
     assert set(batch) == {"input_ids", "labels"}
 
 
+def test_a_model_that_cannot_be_asked_keeps_its_mask():
+    """One of a recipe's own may be no model of transformers, and take its arguments by other names."""
+    collate = CausalCollator(0, 8)
+    assert settled(strategy(torch.nn.Linear(2, 2)), collate) is collate
+
+
 def test_other_collators_stay_as_they_are():
     for collate in (Seq2SeqCollator(0, lambda labels: labels), list):
         assert settled(strategy(made("Llama")), collate) is collate

@@ -162,7 +162,8 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
 
 
 def _tokens(strategy: Strategy, count: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(3, min(strategy.unwrapped.config.vocab_size, 1000), count)
+    words = strategy.unwrapped.get_input_embeddings().num_embeddings
+    return np.random.default_rng(0).integers(3, min(words, 1000), count)
 
 
 def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:
@@ -185,4 +186,4 @@ def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:
 
 
 def _attention(strategy: Strategy) -> str:
-    return str(getattr(strategy.unwrapped.config, "_attn_implementation", None))
+    return str(getattr(getattr(strategy.unwrapped, "config", None), "_attn_implementation", None))
