@@ -269,3 +269,27 @@ def test_a_model_that_drops_the_lengths_still_gets_positions(flash):
     flash.clear()
     model(**{key: value for key, value in collate([packed(9, 13)]).items() if key != "labels"})
     assert [call[0].tolist() for call in flash] == [[0, 9, 22]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: there is no GPU here")
+@pytest.mark.parametrize("attention, pack", [("sdpa", False), ("flash_attention_2", False), ("flash_attention_2", True)])
+def test_a_forward_pass_never_waits_for_a_gpu(attention, pack):
+    """By CUDA's own word, which knows of more than the methods of a tensor."""
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn", reason="not run: flash-attn is not installed")
+    config = transformers.LlamaConfig(**ROPE | {"hidden_size": 128})  # flash attention takes heads of 32 and more
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    model.config.use_cache = False
+    device = torch.device("cuda")
+    measured = strategy(model.to(device).train())
+    measured.device = device
+    collate = settled(measured, PackedCollator(0, 8, flatten=True) if pack else CausalCollator(0, 8))
+    batch = to_device(collate([packed(9, 13, 4)] if pack else rows(20, 13, 5)), device)
+    labels = batch.pop("labels")
+    causal_lm_loss(model(**batch).logits, labels).backward()  # what the first pass alone sets up may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
