@@ -59,7 +59,7 @@ def main() -> None:
 
     model = load_causal_lm(config, strategy)
     check_fit(model, tokenizer, data)
-    collate = causal_collator(tokenizer, model, packed=config.packing)
+    collate = causal_collator(tokenizer, model, packed=config.packing, length=config.block_size)
     scorers = task_scorers(config, tokenizer, model, "causal")
     loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
     loop.run()

@@ -75,7 +75,7 @@ def main() -> None:
         seed=config.seed,
         revision=config.model_revision,
     )
-    collate = causal_collator(tokenizer, model, packed=config.packing)
+    collate = causal_collator(tokenizer, model, packed=config.packing, length=config.max_seq_length)
     scorers = task_scorers(config, tokenizer, model, "causal")
     loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
     loop.run()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from zerobook.data.collate import PackedCollator
+from zerobook.data.collate import PackedCollator, to_device
 from zerobook.data.feed import IGNORE
 from zerobook.errors import ConfigError
-from zerobook.isolation import isolating, leakage
+from zerobook.isolation import isolating
 from zerobook.loss import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
@@ -34,7 +36,7 @@ def load(tiny, name, attention):
 def run(model, row, start, flatten=False):
     """(logits, loss, gradients) of the tokens of B, which stands at ``start``."""
     batch = isolating(strategy(model), PackedCollator(0, pad_to_multiple_of=8, flatten=flatten))([row, packed(A)])
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    batch = to_device(batch, model.device)
     labels = batch.pop("labels")
     labels[0, :start] = labels[0, start + len(B) :] = labels[1:] = IGNORE
     model.zero_grad()
@@ -97,20 +99,14 @@ def test_a_model_is_measured_before_it_is_trained(tiny, attention):
     model = load(tiny, "llama", attention).train()
     collate = PackedCollator(0)
     assert isolating(strategy(model), collate) is collate
-    leak, allowed = leakage(strategy(model), collate)
-    assert leak < 1e-5 < allowed
     assert model.training, "it is left as it was"
-    falcon = load(tiny, "falcon", attention)
-    assert leakage(strategy(falcon), collate)[0] > 1e-2, "the control: Falcon does not look at the positions"
+    falcon = load(tiny, "falcon", attention)  # it does not look at the positions
     assert isolating(strategy(falcon), collate).mask is (torch.bool if attention == "sdpa" else torch.float32)
 
 
 def test_what_cannot_isolate_is_refused(tiny):
     class Ones(PackedCollator):
         """As a collator would be that does not know of packs."""
-
-        def masking(self, dtype):
-            return self
 
         def __call__(self, rows):
             batch = super().__call__(rows)
@@ -123,6 +119,57 @@ def test_what_cannot_isolate_is_refused(tiny):
     falcon.config.sliding_window = 8  # a mask spelt out would do away with it
     with pytest.raises(ConfigError, match="packing: in FalconForCausalLM"):
         isolating(strategy(falcon), PackedCollator(0))
+
+
+def deep(kind, **changes):
+    """A narrow model of 24 layers in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 24, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**sizes | changes), dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.config.use_cache = False
+    return model
+
+
+def test_rounding_in_a_deep_model_is_no_leak():
+    """In bf16 this one's logits differ by 13 % from those of the sample alone, whose attention sums in another order."""
+    from transformers import MixtralConfig
+
+    model = deep(MixtralConfig, initializer_range=0.1, num_local_experts=8)
+    collate = PackedCollator(0)
+    assert isolating(strategy(model), collate) is collate
+
+
+def test_a_faint_leak_in_bf16_is_found():
+    from transformers import LlamaConfig
+
+    model = deep(LlamaConfig)
+
+    def carry(layer, args):
+        hidden = args[0].clone()
+        hidden[:, 12:] += 0.01 * hidden[:, :1]
+        return (hidden, *args[1:])
+
+    model.model.layers[-1].register_forward_pre_hook(carry)
+    with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM"):
+        isolating(strategy(model), PackedCollator(0))
+
+
+def test_positions_that_run_on_are_refused(tiny):
+    model = load(tiny, "gpt2", "sdpa")
+    table = model.transformer.wpe
+    table.register_forward_pre_hook(lambda _, args: (torch.arange(args[0].size(-1)).expand_as(args[0]),))
+    with pytest.raises(ConfigError, match="positions do not begin anew"):
+        isolating(strategy(model), PackedCollator(0))
+
+
+def test_logits_that_are_no_numbers_are_not_taken_for_isolated(tiny):
+    model = load(tiny, "llama", "sdpa")
+    model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="packing"):
+        isolating(strategy(model), PackedCollator(0))
 
 
 @pytest.mark.parametrize("name, attention", [("bloom", "eager"), ("falcon-rw", "eager"), ("falcon-rw", "sdpa")])
@@ -156,6 +203,49 @@ def test_an_error_that_is_not_of_the_mask_is_not_taken_for_one(tiny):
     model.lm_head.forward = full
     with pytest.raises(torch.OutOfMemoryError):
         isolating(strategy(model), PackedCollator(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mask_is_built_where_the_model_is(dtype, workers):
+    rows = [packed(A, B), packed(B)]
+    plain = PackedCollator(0)(rows)
+    collate = PackedCollator(0, mask=dtype)
+    [batch] = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate, num_workers=workers)
+    mask = batch.pop("attention_mask")
+    assert not isinstance(mask, torch.Tensor)
+    length = plain["input_ids"].size(1)
+    assert len(pickle.dumps(mask)) < 4 * 2 * length + 2_000, "an int32 a token travels"
+    there = mask.to("meta")
+    assert (there.device.type, there.dtype, tuple(there.shape)) == ("meta", dtype, (2, 1, length, length))
+    here = to_device({"attention_mask": mask}, torch.device("cpu"))["attention_mask"]
+    attends = here if dtype is torch.bool else here == 0
+    assert dtype is torch.bool or here.min() == torch.finfo(dtype).min
+    for row, sizes in enumerate(([len(A), len(B)], [len(B), length - len(B)])):
+        blocks = torch.block_diag(*(torch.ones(n, n).tril() for n in sizes)).bool()
+        assert torch.equal(attends[row, 0], blocks)
+
+
+def test_flex_attention_sees_one_shape(tiny):
+    """It is compiled anew for every length."""
+    from zerobook.data.collate import causal_collator
+    from zerobook.data.pack import best_fit_decreasing
+
+    capacity, rng = 48, np.random.default_rng(0)
+    lengths = rng.integers(2, capacity, 60)
+    plan = best_fit_decreasing(lengths, capacity)
+    samples = [rng.integers(3, 99, n) for n in lengths]
+    rows = [packed(*(samples[i] for i in plan.members[a:b])) for a, b in itertools.pairwise(plan.offsets)]
+    short = [row for row in rows if len(row["input_ids"]) < capacity]
+    assert short, "some rows are not full"
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
+    collate = causal_collator(SimpleNamespace(pad_token_id=0), model, packed=True, length=capacity)
+    batches = [collate([row]) for row in rows]
+    assert {tuple(batch[key].shape) for batch in batches for key in batch} == {(1, capacity)}
+    for row, batch in zip(rows, batches, strict=True):
+        size = len(row["input_ids"])
+        assert (batch["labels"][0, size:] == IGNORE).all()
+        assert batch["position_ids"][0, size:].tolist() == list(range(capacity - size)), "padding is a sample of its own"
 
 
 def test_flattened_rows_keep_their_borders():

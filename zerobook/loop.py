@@ -17,12 +17,13 @@ from zerobook.bars import tqdm
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.data.collate import to_device
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
 from zerobook.errors import CheckpointError, DivergenceError
 from zerobook.evaluation import held_out
-from zerobook.isolation import isolating
+from zerobook.isolation import settled
 from zerobook.loss import Objective
 from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
@@ -54,7 +55,8 @@ class TrainingLoop:
     Between log points nothing waits for the device.
 
     Args:
-        collate: list of rows -> dict of tensors, with ``labels``.
+        collate: list of rows -> the model's arguments by name, tensors above all, with ``labels``. One of a causal recipe is
+            replaced by the form of it that costs the prepared model least: see `zerobook.isolation.settled`.
         objective: the loss and which labels it counts.
         scorers: measure more than the loss at every evaluation.
     """
@@ -103,8 +105,7 @@ class TrainingLoop:
         self._saved: int | None = self.progress.step if self.keeper.goes_on_in_place else None
         if self._saved != self.end_step:
             self.keeper.check_space(self.end_step - self.progress.step)
-        if data.train.isolated:
-            self.collate = self.feed.collate = isolating(strategy, collate)
+        self.collate = self.feed.collate = settled(strategy, collate)
         self.recovery = Recovery(self)
         self.evaluation_seconds = 0.0
         self.waited = 0.0  # s for data, since the last log point
@@ -386,7 +387,7 @@ class TrainingLoop:
         self.bar.update(1)
 
     def _summed_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        batch = {key: value.to(self.strategy.device, non_blocking=True) for key, value in batch.items()}
+        batch = to_device(batch, self.strategy.device)
         labels = batch.pop("labels")
         return self.objective.loss(self.strategy.model(**batch).logits, labels)
 

@@ -63,10 +63,12 @@ def write(record):
         file.write(json.dumps(record) + "\n")
 
 
-def samples(batch):
+def samples(batch, pad):
     """The tokens of every sample in a batch, packed or not, without padding."""
-    if "position_ids" not in batch:
+    if "attention_mask" in batch and "position_ids" not in batch:
         return [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    if "position_ids" not in batch:  # causal rows have no mask; a last token that equals the padding is left out too
+        return [ids[: int((ids != pad).nonzero().max()) + 1] for ids in batch["input_ids"]]
     found = []
     for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
         cuts = (positions == 0).nonzero().flatten().tolist()[1:]
@@ -90,7 +92,7 @@ def watch(loop, tokenizer):
                 os.kill(os.getppid(), getattr(signal, asked["signal"]))
             os.kill(os.getpid(), getattr(signal, asked["signal"]))
         hashes = []
-        for ids in samples(kwargs):
+        for ids in samples(kwargs, tokenizer.pad_token_id):
             hashes.append(hashlib.sha256(tokenizer.decode(ids).encode()).hexdigest()[:16])
         write({"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
         micro[step] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,35 +32,131 @@ def attention_mask(sequences: Sequence[Sequence[int]], length: int) -> torch.Ten
     return (torch.arange(length) < sizes[:, None]).long()
 
 
+class NoCache:
+    """A key-value cache that keeps nothing, for ``past_key_values``.
+
+    Where a model of transformers gets neither a mask nor a cache, it reads the positions back from the device in every
+    forward pass, to see whether the rows are packed. With a cache it does not.
+    """
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what came: there is nothing before it."""
+        return keys, values
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return (number of keys, position of the first)."""
+        return length, 0
+
+
+class SampleMask:
+    """A block-diagonal causal mask that is not built until it is moved to a device: ``to`` returns it, built there.
+
+    What travels is one int32 a token; the mask has one number for each pair of tokens.
+
+    Args:
+        samples: int32 [rows, length], the number of each token's sample in its row.
+        dtype: torch.bool (True attends) or a floating dtype (0 attends, the lowest number does not).
+
+    >>> SampleMask(torch.tensor([[1, 1, 2]], dtype=torch.int32), torch.bool).to("cpu").int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+
+    def __init__(self, samples: torch.Tensor, dtype: torch.dtype):
+        self.samples = samples
+        self.dtype = dtype
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> torch.Tensor:
+        """Return the mask, ``dtype`` [rows, 1, length, length], on ``device``."""
+        samples = self.samples.to(device, non_blocking=non_blocking)
+        attends = (samples[:, None, :, None] == samples[:, None, None, :]).tril_()
+        if self.dtype is torch.bool:
+            return attends
+        mask = torch.zeros(attends.shape, dtype=self.dtype, device=attends.device)
+        return mask.masked_fill_(attends.logical_not_(), torch.finfo(self.dtype).min)
+
+    def pin_memory(self) -> SampleMask:
+        """Return the same in pinned memory; the DataLoader calls it."""
+        return SampleMask(self.samples.pin_memory(), self.dtype)
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A collator's batch with its tensors and masks on ``device``; numbers stay on the host."""
+    return {key: value.to(device, non_blocking=True) if hasattr(value, "to") else value for key, value in batch.items()}
+
+
+def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
+    """What variable-length flash attention needs to know of the rows, as transformers takes it.
+
+    Without them it derives them from the positions in every layer, and the host waits for the device there.
+
+    Args:
+        position_ids: int64 [rows, length], on the host. A sample begins with each row, and where a position does not
+            follow the one before.
+
+    Returns:
+        ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [samples + 1], where each sample begins in the flattened rows, and the
+        end; ``max_length_q``, ``max_length_k``: int, tokens of the longest sample.
+
+    >>> sequence_lengths(torch.tensor([[0, 1, 2, 0, 1]]))["cu_seq_lens_q"].tolist()
+    [0, 3, 5]
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    ends = torch.tensor([position_ids.numel()])
+    borders = torch.cat([begins.flatten().nonzero().flatten(), ends]).to(torch.int32)
+    longest = int(borders.diff().max())
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+
+
+@dataclass(frozen=True)
 class CausalCollator:
     """Pads a list of rows on the right.
 
     Args:
-        pad_token_id: id that fills ``input_ids``; it is masked from attention and loss, so any id serves.
+        pad_token_id: id that fills ``input_ids``; it is masked from loss, and no token before it sees it, so any id serves.
         pad_to_multiple_of: round the length up to this (8 suits tensor cores); 1 pads to the longest row.
+        mask: hand over an attention mask. A model with causal attention needs none: see `zerobook.isolation.settled`.
+        lengths: hand over the `sequence_lengths`, for flash attention.
+        no_cache: hand over a `NoCache`.
 
     Returns (by calling):
-        ``input_ids``, ``attention_mask``, ``labels``: int64 [rows, length].
+        ``input_ids``, ``labels``: int64 [rows, length]; with ``mask`` also ``attention_mask``, int64 [rows, length]; with
+        ``lengths`` and ``no_cache`` what they name.
 
     >>> batch = CausalCollator(0)([{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6], [7, 0]], [[-100, 6], [7, -100]], [[1, 1], [1, 0]])
     """
 
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1):
-        self.pad_token_id = pad_token_id
-        self.multiple = pad_to_multiple_of
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
+    mask: bool = field(default=True, kw_only=True)
+    lengths: bool = field(default=False, kw_only=True)
+    no_cache: bool = field(default=False, kw_only=True)
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids = [row["input_ids"] for row in rows]
-        batch = padded(ids, self.pad_token_id, multiple=self.multiple)
-        return {
-            "input_ids": batch,
-            "attention_mask": attention_mask(ids, batch.size(1)),
-            "labels": padded([row["labels"] for row in rows], IGNORE, multiple=self.multiple),
+        batch: dict[str, Any] = {
+            "input_ids": padded(ids, self.pad_token_id, multiple=self.pad_to_multiple_of),
+            "labels": padded([row["labels"] for row in rows], IGNORE, multiple=self.pad_to_multiple_of),
         }
+        count, length = batch["input_ids"].shape
+        if self.mask:
+            batch["attention_mask"] = attention_mask(ids, length)
+        if self.lengths:
+            batch |= sequence_lengths(torch.arange(length).expand(count, -1))
+        if self.no_cache:
+            batch["past_key_values"] = NoCache()
+        return batch
 
 
+@dataclass(frozen=True)
 class PackedCollator:
     """Rows of several samples each, told apart by ``position_ids`` that begin anew with every sample.
 
@@ -72,10 +169,15 @@ class PackedCollator:
         flatten: join all rows into one, without padding between; variable-length flash attention needs it so.
         mask: for models that do not look at the positions, a block-diagonal causal mask: torch.bool (True attends) or a
             floating dtype (0 attends, the lowest number does not).
+        at_least: pad every row to this many tokens: with the packs' capacity, all batches have one shape, and flex attention
+            compiles once.
+        lengths: hand over the `sequence_lengths`, for flash attention.
+        no_cache: hand over a `NoCache`, with ``lengths`` only: the model then looks for no borders itself.
 
     Returns (by calling):
         ``input_ids``, ``position_ids``, ``labels``: int64 [rows, length], or [1, tokens] flattened; with ``mask`` also
-        ``attention_mask`` [rows, 1, length, length].
+        ``attention_mask``, a `SampleMask` that is [rows, 1, length, length] on a device; with ``lengths`` and ``no_cache``
+        what they name.
 
     >>> row = {"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]}
     >>> batch = PackedCollator(0, pad_to_multiple_of=4)([row])
@@ -83,34 +185,33 @@ class PackedCollator:
     ([[5, 6, 7, 0]], [[-100, 6, -100, -100]], [[0, 1, 0, 0]])
     """
 
-    def __init__(self, pad_token_id: int, pad_to_multiple_of: int = 1, flatten: bool = False, mask: torch.dtype | None = None):
-        self.fill = {"input_ids": pad_token_id, "labels": IGNORE, "position_ids": 0}
-        self.multiple = pad_to_multiple_of
-        self.flatten = flatten
-        self.mask = mask
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
+    flatten: bool = False
+    mask: torch.dtype | None = None
+    at_least: int = field(default=0, kw_only=True)
+    lengths: bool = field(default=False, kw_only=True)
+    no_cache: bool = field(default=False, kw_only=True)
 
-    def masking(self, dtype: torch.dtype) -> PackedCollator:
-        """The same collator with an explicit mask."""
-        return PackedCollator(self.fill["input_ids"], self.multiple, self.flatten, dtype)
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
         rows = [_with_positions(row) for row in rows]
         if self.flatten:
-            rows = [{key: np.concatenate([row[key] for row in rows]) for key in self.fill}]
-        batch = {key: padded([row[key] for row in rows], fill, multiple=self.multiple) for key, fill in self.fill.items()}
+            rows = [{key: np.concatenate([row[key] for row in rows]) for key in fills}]
+        batch: dict[str, Any] = {
+            key: padded([row[key] for row in rows], fill, multiple=self.pad_to_multiple_of, at_least=self.at_least)
+            for key, fill in fills.items()
+        }
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
         if self.mask is not None:
-            batch["attention_mask"] = _block_diagonal(batch["position_ids"], self.mask)
+            samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
+            batch["attention_mask"] = SampleMask(samples, self.mask)
+        if self.lengths:
+            batch |= sequence_lengths(batch["position_ids"])
+        if self.no_cache:
+            batch["past_key_values"] = NoCache()
         return batch
-
-
-def _block_diagonal(position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    sample = (position_ids == 0).cumsum(-1)
-    attends = (sample[:, None, :, None] == sample[:, None, None, :]).tril()
-    if dtype is torch.bool:
-        return attends
-    return torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)
 
 
 def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
@@ -118,13 +219,20 @@ def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
     return row if "position_ids" in row else row | {"position_ids": np.arange(len(row["input_ids"]))}
 
 
-def causal_collator(tokenizer: Any, model: Any, *, packed: bool) -> CausalCollator | PackedCollator:
-    """The collator that suits ``model``, where it is and how it attends."""
+def causal_collator(tokenizer: Any, model: Any, *, packed: bool, length: int) -> CausalCollator | PackedCollator:
+    """The collator that suits ``model``, where it is and how it attends.
+
+    Args:
+        packed: rows hold several samples.
+        length: tokens that a row may have.
+    """
     multiple = 8 if torch.cuda.is_available() else 1  # what tensor cores like
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
-    flatten = "flash" in str(model.config._attn_implementation)
-    return PackedCollator(tokenizer.pad_token_id, multiple, flatten)
+    attention = str(model.config._attn_implementation)
+    # flex attention is compiled anew for every length
+    at_least = length if attention == "flex_attention" else 0
+    return PackedCollator(tokenizer.pad_token_id, multiple, "flash" in attention, at_least=at_least)
 
 
 class DecoderInput:

@@ -25,7 +25,7 @@ from zerobook.strategy.base import parameter_groups
 
 class Shape(NamedTuple):
     """Of a micro-batch: ``rows``, and tokens of a source (or text) and of a target. ``padded``: some of them are padding,
-    so that attention needs a mask."""
+    for which an encoder-decoder needs a mask."""
 
     rows: int
     source: int
@@ -163,7 +163,7 @@ class Job:
             batch |= {"labels": labels, "decoder_input_ids": labels.clone()}
         if self.config.packing:
             batch["position_ids"] = ids.clone()
-        elif shape.padded:
+        elif shape.padded and self.seq2seq:
             batch["attention_mask"] = ids.clone()
         return batch
 

@@ -133,11 +133,12 @@ def watch_loop(result: Path) -> None:
     def forwarding(self: Any, batch: Any) -> Any:
         if self.progress.step + 1 != STEP or "saved" in found:
             return forward(self, batch)
-        mask = batch.get("attention_mask")
-        found["batch"] = {key: list(value.shape) for key, value in batch.items()}
+        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        found["batch"] = {key: list(value.shape) for key, value in tensors.items()}
+        mask = tensors.get("attention_mask")
         found["padded"] = mask is not None and not bool(mask.all())
         model = self.strategy.model
-        with Saved(lambda: [*model.parameters(), *model.buffers(), *batch.values()]) as saved:
+        with Saved(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             loss = forward(self, batch)
         found["saved"] = saved.bytes
         return loss
