@@ -183,12 +183,17 @@ def sequence(found: dict[tuple[int, int, int], list[str]], first: int, last: int
 
 def calls(output: Path, rank: int = 0) -> dict[str, int]:
     """What the spy counted on ``rank`` over the whole run: collectives by name, ``layer_forwards``, and most ``workers``."""
-    counts: dict[str, int] = {}
-    for line in (output / f"spy-{rank}.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "calls":
-            counts = record["counts"]
-    return counts
+    return _last_calls(output, rank)["counts"]
+
+
+def timeouts(output: Path, rank: int = 0) -> list[float]:
+    """Seconds that each process group of ``rank`` waits for its other ranks, at the end of the run."""
+    return _last_calls(output, rank)["timeouts"]
+
+
+def _last_calls(output: Path, rank: int) -> dict[str, Any]:
+    records = [json.loads(line) for line in (output / f"spy-{rank}.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "calls"][-1]
 
 
 def reseal(checkpoint: Path) -> None:

@@ -49,6 +49,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     on_cpu = plan.device == "cpu"
     set_environment(plan)
     _hush(plan)
+    _let_later_groups_wait()
     _meet_after_restart(on_cpu)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
@@ -103,6 +104,16 @@ def set_environment(plan: LaunchPlan) -> None:
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+
+
+def _let_later_groups_wait() -> None:
+    """Give groups that are made without a timeout `COLLECTIVE_TIMEOUT`, not torch's 10 minutes (NCCL) or 30 (gloo).
+
+    DeepSpeed's groups and those of a device mesh are made so, and do not take over the default group's timeout.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
 
 
 def _meet_after_restart(on_cpu: bool) -> None:

@@ -3,8 +3,9 @@
     accelerate launch ... tests/distributed/spy.py recipes/NAME.py [flags]
 
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
-given. Collectives are counted by wrapping torch.distributed before anything imports it; forwards of layers
-(recomputed ones too) by hooks; and so are the processes that load data.
+given. Collectives are counted by wrapping torch.distributed before anything imports it, those that reduce also by the type of
+their numbers; forwards of layers (recomputed ones too) by hooks; and so are the processes that load data. For every process
+group: how many seconds its collectives wait.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
 ``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal.
 """
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -29,6 +31,9 @@ COUNTS: Counter = Counter()
 def counted(name, inner):
     def wrapped(*args, **kwargs):
         COUNTS[name] += 1
+        if "reduce" in name:
+            tensor = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+            COUNTS[f"{name} {str(tensor.dtype).removeprefix('torch.')}"] += tensor.numel() > 1  # not the losses and norms
         return inner(*args, **kwargs)
 
     return wrapped
@@ -72,6 +77,12 @@ def samples(batch):
         # padding is a sample of its own, of one token over and over
         found += [part for part in ids.tensor_split(cuts) if len(set(part.tolist())) > 1]
     return found
+
+
+def timeouts():
+    """Seconds that each process group of this rank waits for its other ranks."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def watch(loop, tokenizer):
@@ -122,7 +133,7 @@ def main():
 
         def applied(rate):
             result = steps_done(rate)
-            write({"kind": "calls", "counts": dict(COUNTS)})
+            write({"kind": "calls", "counts": dict(COUNTS), "timeouts": timeouts()})
             return result
 
         self.strategy.apply = applied
