@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +55,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
         os.environ.setdefault("WANDB_DIR", config.output_dir)
+    import torch
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -84,11 +86,15 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(**options)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.mixed_precision_policy is not None:
+            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         if on_cpu and plan.offload_param != "none":
             from torch.distributed.fsdp import CPUOffloadPolicy
 
             # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
-            accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
 

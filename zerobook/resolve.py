@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zerobook import deepspeed_file
+from zerobook import deepspeed_file, gpus
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError
@@ -18,12 +18,15 @@ from zerobook.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What this machine offers. ``gpus`` is a count; ``flash_attention`` means the package imports."""
+    """What this machine offers. ``gpus`` is a count; ``flash_attention`` means the package imports; ``unused`` says why torch
+    does not see the GPUs that this process may use, and is None where it sees them, where there are none, and where the
+    environment hides them."""
 
     gpus: int = 0
     gpu_name: str | None = None
     bf16: bool = True
     flash_attention: bool = False
+    unused: str | None = None
 
     @property
     def device(self) -> str:
@@ -37,7 +40,7 @@ class Hardware:
         import torch
 
         if not torch.cuda.is_available():
-            return cls()
+            return cls(unused=gpus.unused(torch.__version__, torch.version.cuda))
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
@@ -134,6 +137,8 @@ def resolve(
         _read_fsdp(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
+    elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
+        plan.problems.append(hardware.unused)
     deepspeed_file.check_device(plan)
     local = int(environ.get("LOCAL_WORLD_SIZE", 1))
     if launched and not on_cpu and local > hardware.gpus:

@@ -41,6 +41,8 @@ def counted(name, inner):
 
 for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
     setattr(dist, _name, counted(_name, getattr(dist, _name)))
+if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
+    dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
 
 
 def reduced(group, bucket):

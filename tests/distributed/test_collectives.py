@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import calls, timeouts
 from zerobook.launch import COLLECTIVE_TIMEOUT
 
@@ -24,3 +25,20 @@ def test_every_group_waits_as_long_as_the_default_one(watched, strategy, process
         found = timeouts(run.output, rank)
         assert len(found) >= groups, "the strategy makes groups of its own"
         assert set(found) == {COLLECTIVE_TIMEOUT.total_seconds()}
+
+
+@pytest.mark.launch
+def test_replicas_all_reduce_once_a_step(watched, launches):
+    run = watched("fsdp_hybrid", 4)
+    counted = calls(run.output)
+    assert counted["reduce_scatter_tensor float32"] == 2 * counted["all_reduce float32"] > 0, "two micro-batches a step"
+    one = launches("single", 1, 4, 2, max_train_steps=3, num_warmup_steps=0)
+    assert largest_difference(run.losses, one.losses) < TOLERANCE
+    assert largest_difference(run.norms, one.norms) < TOLERANCE
+
+
+@pytest.mark.launch
+def test_gradients_are_reduced_in_fp32_under_bf16(watched):
+    counted = calls(watched("fsdp", 2, mixed_precision="bf16").output)
+    assert counted.get("reduce_scatter_tensor float32", 0) > 0
+    assert "reduce_scatter_tensor bfloat16" not in counted
