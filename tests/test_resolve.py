@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -238,6 +239,37 @@ def test_an_optimizer_section_that_fixes_values_is_taken_or_refused(tmp_path):
     for params, expected in (({"betas": 0.9}, "expected two numbers"), ({"lr": "fast"}, 'lr is "fast", expected a number')):
         plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW", "params": params}))
         assert len(plan.problems) == 1 and expected in plan.problems[0]
+
+
+NO_NVCC = dict.fromkeys(("async_io", "fused_adam"), "it needs nvcc")
+
+
+def test_no_optimizer_of_a_json_needs_an_op_that_cannot_be_compiled(tmp_path):
+    gpus = replace(A100, missing_ops=NO_NVCC)
+    for hardware in (CPU, gpus, A100):  # the same optimizer everywhere
+        plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {"lr": "auto"}}), hardware)
+        params = plan.deepspeed_config["optimizer"]["params"]
+        assert params["torch_adam"] is True and params["fused"] is True and not plan.problems
+        assert any("in place of DeepSpeed's FusedAdam" in note for note in plan.notes)
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW"}, zero_optimization=offloaded), gpus)
+    assert "torch_adam" not in plan.deepspeed_config["optimizer"]["params"], "DeepSpeedCPUAdam needs no nvcc"
+    for key in ("torch_adam", "bias_correction"):
+        environ = deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {key: False}})
+        (problem,) = plan_for(environ, gpus)[0].problems
+        assert "FusedAdam" in problem and "it needs nvcc" in problem and f"remove {key} from the params" in problem
+        assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer="AdamW"), gpus)
+    assert "optimizer.type is null" in plan.problems[0], "a section that is none is one problem"
+
+
+def test_nvme_without_its_op_is_one_problem(tmp_path):
+    nvme = {"device": "nvme", "nvme_path": "/fast"}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    environ = deepspeed(tmp_path, zero_optimization=zero)
+    (problem,) = plan_for(environ, replace(A100, missing_ops=NO_NVCC))[0].problems
+    assert "device is nvme" in problem and "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
+    assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
 
 
 @pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])

@@ -27,15 +27,14 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
     found, driver_cuda = devices(), cuda_of_driver()
     if not found or driver_cuda is None:
         return None
-    built, other = "without CUDA", f"install a torch built for CUDA {driver_cuda} or older"
     if built_for is None:
-        way_out = f"I{other[1:]}"
+        built, way_out = "without CUDA", f"Install a torch built for CUDA {driver_cuda} or older"
+    elif _numbers(driver_cuda) < _numbers(built_for):
+        built = f"for CUDA {built_for}"
+        way_out = f"Update the driver, or install a torch built for CUDA {driver_cuda} or older"
     else:
         built = f"for CUDA {built_for}"
-        if _numbers(driver_cuda) < _numbers(built_for):
-            way_out = f"Update the driver, or {other}"
-        else:
-            way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
+        way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
     return (
         f"torch {torch_version} sees no GPU, but this process may use {len(found)} NVIDIA GPU(s) ({', '.join(found)}): "
         f"torch is built {built}, and the driver, version {driver_version()}, supports CUDA {driver_cuda}. {way_out}. "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zerobook import deepspeed_file, gpus
+from zerobook import deepspeed_file, gpus, ops
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError
@@ -20,13 +20,14 @@ from zerobook.errors import CheckpointError
 class Hardware:
     """What this machine offers. ``gpus`` is a count; ``flash_attention`` means the package imports; ``unused`` says why torch
     does not see the GPUs that this process may use, and is None where it sees them, where there are none, and where the
-    environment hides them."""
+    environment hides them; ``missing_ops`` says of DeepSpeed's ops that cannot be compiled here why."""
 
     gpus: int = 0
     gpu_name: str | None = None
     bf16: bool = True
     flash_attention: bool = False
     unused: str | None = None
+    missing_ops: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -46,6 +47,7 @@ class Hardware:
             gpu_name=torch.cuda.get_device_name(0),
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=importlib.util.find_spec("flash_attn") is not None,
+            missing_ops=ops.missing(),
         )
 
 
@@ -161,6 +163,7 @@ def resolve(
     _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
     if plan.deepspeed_config is not None:
         deepspeed_file.fill(plan, config, sources)
+        deepspeed_file.check_ops(plan, hardware.missing_ops)
     _check_model_choices(plan, config, hardware, on_cpu)
     return plan
 
