@@ -578,6 +578,15 @@ def test_every_ring_between_two_nodes_counts():
     assert between_nodes(flows(weights, [weights], spread), 2) == 4 * 6400, "all gradients, from each node once"
 
 
+def test_fsdp_reduces_in_fp32_and_over_replicas_once_a_step():
+    weights = [Weight("w", (64, 100), 4, True, "layer")]
+    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8, precision="bf16")
+    sizes = {flow.what: flow.size for flow in flows(weights, [weights], spread, accumulation=3)}
+    assert sizes["weights, forward"] == sizes["weights, backward"] == 3 * 2 * 6400
+    assert sizes["gradients"] == 3 * 4 * 6400
+    assert sizes["gradients, copies"] == 4 * 6400 / 8
+
+
 # --- machines
 @pytest.mark.parametrize(
     "flags, said",
