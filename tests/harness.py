@@ -130,7 +130,7 @@ def launch(
     Args:
         spy: environment for tests/distributed/spy.py, which then wraps the recipe; ``{}`` to watch only.
         through: another script that wraps it.
-        environment: variables besides.
+        environment: variables besides; None takes one away.
         expect: the exit status to insist on; None takes any.
     """
     skip_without_op(strategy)
@@ -142,9 +142,9 @@ def launch(
     if others:  # the shell is then the launcher: it fails where one of the two does
         script = f"{shlex.join(others[0])} & other=$!; {shlex.join(line)}; code=$?; [ $code = 0 ] || kill $other; "
         line = ["bash", "-c", script + "wait $other && exit $code"]
-    given = {key: str(value) for key, value in (environment or {}).items()}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | given
-    environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    environment |= {f"ZEROBOOK_SPY_{k.upper()}": v for k, v in (spy or {}).items()}
+    environment = {key: str(value) for key, value in environment.items() if value is not None}
     hang = output / "hanging"
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if spy and "hang_at_step" in spy:
@@ -200,6 +200,11 @@ def calls(output: Path, rank: int = 0) -> dict[str, int]:
 def timeouts(output: Path, rank: int = 0) -> list[float]:
     """Seconds that each process group of ``rank`` waits for its other ranks, at the end of the run."""
     return _last_calls(output, rank)["timeouts"]
+
+
+def threads(output: Path, rank: int = 0) -> int:
+    """Threads that ``rank`` computes with, at the end of the run."""
+    return _last_calls(output, rank)["threads"]
 
 
 def _last_calls(output: Path, rank: int) -> dict[str, Any]:

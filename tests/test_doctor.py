@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from zerobook import launch, ops
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch, worker_environment
 from zerobook.errors import ConfigError
-from zerobook.launcher import launcher_flags, left_unsaid
+from zerobook.launcher import chose_threads, launcher_flags, left_unsaid
 from zerobook.resolve import Hardware, LaunchPlan
 
 ZERO3 = """
@@ -86,6 +87,42 @@ def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
 )
 def test_the_launchers_own_flags_are_found(command, expected):
     assert launcher_flags(command) == expected
+
+
+ACCELERATE = ["python", "-m", "accelerate.commands.launch"]
+
+
+@pytest.mark.parametrize(
+    "command, before, expected",
+    [
+        ([*ACCELERATE, "a.py"], {}, True),
+        ([*ACCELERATE, "a.py", "--num_cpu_threads_per_process", "4"], {}, True),
+        ([*ACCELERATE, "a.py"], {"OMP_NUM_THREADS": "1"}, False),
+        ([*ACCELERATE, "--num_cpu_threads_per_process", "1", "a.py"], {}, False),
+        (["python", "/venv/bin/torchrun", "--nproc_per_node", "2", "a.py"], {}, True),
+        (["python", "-m", "torch.distributed.run", "a.py"], {"OMP_NUM_THREADS": "2"}, False),
+        (["bash"], {}, False),
+    ],
+)
+def test_threads_that_a_person_chose_stay(monkeypatch, command, before, expected):
+    parent = SimpleNamespace(cmdline=lambda: command, environ=lambda: before)
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: parent))
+    assert chose_threads() is expected
+
+
+def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean, written, tmp_path):
+    clean.setenv("LOCAL_WORLD_SIZE", "4")
+    clean.setattr(launch, "chose_threads", lambda: True)
+    clean.setattr(launch, "usable_cores", lambda: 22)
+    config, sources = RecipeConfig(output_dir=str(tmp_path)), Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    for flags, expected in ((["--config_file", written(ZERO3.format(use_cpu="true")), "a.py"], 5), (["a.py"], None)):
+        clean.setattr(launch, "parent_flags", lambda flags=flags: flags)
+        for name, value in worker_environment(flags[:-1])[0].items():
+            clean.setenv(name, value)
+        clean.setenv("LOCAL_WORLD_SIZE", "4")
+        assert launch.plan_for_this_process(config, sources).host_threads == expected
+        for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_CPU"):
+            clean.delenv(name, raising=False)
 
 
 def test_what_accelerate_does_not_hand_over(written):

@@ -58,6 +58,25 @@ def test_a_gpu_that_only_emulates_bf16_does_not_count_as_having_it(monkeypatch):
     assert plan.problems == ["mixed_precision: bf16 is not supported by V100. Use fp16."]
 
 
+SRUN = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
+
+
+def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps():
+    one = Hardware(gpus=1, gpu_name="A100")
+    for local in ("0", "7"):  # all ranks say the same: one that went on would wait for the others
+        (problem,) = plan_for(SRUN | {"SLURM_LOCALID": local, "LOCAL_RANK": local}, one)[0].problems
+        assert "8 processes on this machine, of which this one sees 1 GPU(s)" in problem
+        assert "--gpu-bind=none" in problem and "--num_processes" not in problem
+    assert not plan_for(SRUN, A100)[0].problems
+    assert not plan_for(SRUN | {"SLURM_TASKS_PER_NODE": "1(x16)"}, one)[0].problems
+    launcher = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}  # fmt: skip
+    (problem,) = plan_for(launcher, one)[0].problems
+    assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, started by srun"
+    (problem,) = plan_for({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, one)[0].problems
+    assert "LOCAL_RANK 3" in problem and "1 GPU(s)" in problem
+
+
 def test_use_cpu_never_drops_sharding(tmp_path):
     plan, _ = plan_for(deepspeed(tmp_path) | {"ACCELERATE_USE_CPU": "true"}, A100)
     assert (plan.kind, plan.zero_stage, plan.device, plan.backend) == ("deepspeed", 2, "cpu", "gloo")

@@ -9,11 +9,12 @@ import os
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launcher import left_unsaid, parent_flags
+from zerobook.launcher import chose_threads, left_unsaid, parent_flags
 from zerobook.resolve import Hardware, LaunchPlan, resolve, true
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -31,6 +32,12 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan = resolve(environ, Hardware.detect(), config, sources, precision)
+    if plan.offload_optimizer != "none" and chose_threads():
+        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        plan.notes.append(
+            f"the optimizer steps in host memory, with {plan.host_threads} thread(s) a process: the machine's cores, shared by "
+            "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
+        )
     earlier = earlier_run(config)
     if earlier:
         plan.problems.append(earlier)
@@ -47,15 +54,19 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     all the data), DeepSpeed is told that it has a CPU, and FSDP2, which accelerate offers to
     accelerators only, gets the small shim below.
     """
+    import torch
+
     on_cpu = plan.device == "cpu"
     set_environment(plan)
     _hush(plan)
     _let_later_groups_wait()
+    if plan.host_threads:
+        torch.set_num_threads(plan.host_threads)
+        os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
     _meet_after_restart(on_cpu)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
         os.environ.setdefault("WANDB_DIR", config.output_dir)
-    import torch
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -97,6 +108,19 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: those it is bound to, without hyper-threads, and within its container's quota."""
+    import psutil
+
+    logical = psutil.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) * (psutil.cpu_count(logical=False) or logical) // logical
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return max(1, cores)
+    return max(1, cores if quota == "max" else min(cores, int(quota) // int(period)))
 
 
 def set_environment(plan: LaunchPlan) -> None:

@@ -34,6 +34,28 @@ def parent_flags() -> list[str] | None:
         return None
 
 
+def chose_threads() -> bool:
+    """True where ``OMP_NUM_THREADS`` is this process's launcher's own choice: nobody had set it, nor typed a number.
+
+    accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
+    """
+    import psutil
+
+    try:
+        parent = psutil.Process().parent()
+        command, given = parent.cmdline(), parent.environ()
+    except (psutil.Error, AttributeError):
+        return False
+    flags = launcher_flags(command)
+    if flags is None:
+        ours = any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
+        return ours and "OMP_NUM_THREADS" not in given
+    from accelerate.commands.launch import launch_command_parser
+
+    typed = launch_command_parser().parse_args(flags).num_cpu_threads_per_process
+    return typed is None and "OMP_NUM_THREADS" not in given
+
+
 def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
 

@@ -6,6 +6,7 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -67,6 +68,7 @@ class LaunchPlan:
     secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
+    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
     config_file: str | None = None
     deepspeed_config: dict[str, Any] | None = None
     asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
@@ -142,12 +144,8 @@ def resolve(
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
         plan.problems.append(hardware.unused)
     deepspeed_file.check_device(plan)
-    local = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    if launched and not on_cpu and local > hardware.gpus:
-        plan.problems.append(
-            f"num_processes: {local} processes on this machine, which has {hardware.gpus} GPU(s); each process needs one of "
-            f"its own. Pass --num_processes {hardware.gpus * (world // local)}."
-        )
+    if launched and not on_cpu:
+        _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
@@ -170,6 +168,30 @@ def resolve(
 
 def true(value: Any) -> bool:
     return str(value).lower() in ("1", "true", "yes")
+
+
+def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
+    """A GPU for each process of this machine, which finds its own by LOCAL_RANK."""
+    local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
+    if "SLURM_LOCALID" in environ and environ.get("SLURM_NTASKS") == str(plan.world_size):
+        tasks = re.match(r"\d+", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
+        local = max(local, rank + 1, int(tasks[0]) if tasks else 1)
+        if local > gpus:
+            plan.problems.append(
+                f"srun: {local} processes on this machine, of which this one sees {gpus} GPU(s). A process takes the GPU of "
+                "its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
+                "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
+            )
+    elif local > gpus:
+        plan.problems.append(
+            f"num_processes: {local} processes on this machine, which has {gpus} GPU(s); each process needs one of its own. "
+            f"Pass --num_processes {gpus * (plan.world_size // local)}."
+        )
+    elif rank >= gpus:
+        plan.problems.append(
+            f"LOCAL_RANK {rank}: this process sees {gpus} GPU(s), and takes the one of its LOCAL_RANK, counted from 0. Let "
+            "each process see all GPUs of the machine, or start fewer."
+        )
 
 
 def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

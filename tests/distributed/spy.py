@@ -5,7 +5,7 @@
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
 given. Collectives are counted by wrapping torch.distributed before anything imports it, those that reduce also by the type of
 their numbers; forwards of layers (recomputed ones too) by hooks; and so are the processes that load data. For every process
-group: how many seconds its collectives wait.
+group: how many seconds its collectives wait. And the threads that torch computes with.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
 ``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal.
 """
@@ -135,7 +135,7 @@ def main():
 
         def applied(rate):
             result = steps_done(rate)
-            write({"kind": "calls", "counts": dict(COUNTS), "timeouts": timeouts()})
+            write({"kind": "calls", "counts": dict(COUNTS), "timeouts": timeouts(), "threads": torch.get_num_threads()})
             return result
 
         self.strategy.apply = applied

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import calls, timeouts
-from zerobook.launch import COLLECTIVE_TIMEOUT
+from tests.harness import calls, threads, timeouts
+from zerobook.launch import COLLECTIVE_TIMEOUT, usable_cores
 
 
 @pytest.fixture
@@ -42,3 +42,12 @@ def test_gradients_are_reduced_in_fp32_under_bf16(watched):
     counted = calls(watched("fsdp", 2, mixed_precision="bf16").output)
     assert counted.get("reduce_scatter_tensor float32", 0) > 0
     assert "reduce_scatter_tensor bfloat16" not in counted
+
+
+@pytest.mark.launch
+def test_an_optimizer_in_host_memory_uses_the_cores(launches):
+    flags = dict(max_train_steps=2, num_warmup_steps=0, spy={})
+    left_open = launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags)
+    assert threads(left_open.output) == usable_cores()
+    assert threads(launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": 1}, **flags).output) == 1, "as asked"
+    assert threads(launches("zero2", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags).output) == 1, "the launcher's"
