@@ -89,6 +89,38 @@ def test_the_launchers_own_flags_are_found(command, expected):
     assert launcher_flags(command) == expected
 
 
+TWO_NODES = ["--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+
+
+@pytest.mark.parametrize(
+    "file, gpus, address, interface, said",
+    [
+        ("ddp", 0, "127.0.1.1", "", "resolves to 127.0.1.1"),
+        ("fsdp", 2, "::1", "", "resolves to ::1"),  # gloo stands beside NCCL there
+        ("fsdp", 2, None, "", "resolves to no address"),
+        ("fsdp", 2, "127.0.1.1", "eth0", None),
+        ("fsdp", 2, "10.0.0.1", "", None),
+        ("zero2", 2, "127.0.1.1", "", None),
+    ],
+)
+def test_a_host_name_that_others_cannot_reach_is_said(monkeypatch, file, gpus, address, interface, said):
+    def addresses(name, port):
+        if address is None:
+            raise OSError("Name or service not known")
+        return [(0, 0, 0, "", (address, 0))]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("socket.getaddrinfo", addresses)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    flags = ["--config_file", f"accelerate_configs/{file}.yaml"]
+    plan, _, _, _ = inspect_launch([*flags, *TWO_NODES], Hardware(gpus=gpus, gpu_name="A100"))
+    found = [note for note in plan.notes if "GLOO_SOCKET_IFNAME" in note]
+    assert (len(found) == 1 and "node7" in found[0] and said in found[0]) if said else not found
+    plan, _, _, _ = inspect_launch([*flags, "--num_processes", "2"], Hardware(gpus=gpus, gpu_name="A100"))
+    assert not any("GLOO_SOCKET_IFNAME" in note for note in plan.notes), "one machine"
+
+
 ACCELERATE = ["python", "-m", "accelerate.commands.launch"]
 
 

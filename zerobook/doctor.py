@@ -18,7 +18,7 @@ import yaml
 from zerobook import ops
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
-from zerobook.launcher import left_unsaid
+from zerobook.launcher import left_unsaid, loopback_note
 from zerobook.recipe_file import RUNS, config_class
 from zerobook.resolve import Hardware, LaunchPlan, resolve
 from zerobook.terminal import console
@@ -82,7 +82,10 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         environ, precision = worker_environment(launch_flags)
     except ConfigError as error:
         return None, problems + error.problems, config, sources
-    return resolve(environ, hardware, config, sources, precision), problems, config, sources
+    plan = resolve(environ, hardware, config, sources, precision)
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
+    return plan, problems, config, sources
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launcher import chose_threads, left_unsaid, parent_flags
+from zerobook.launcher import chose_threads, left_unsaid, loopback_note, parent_flags
 from zerobook.resolve import Hardware, LaunchPlan, resolve, true
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -38,6 +38,8 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
             f"the optimizer steps in host memory, with {plan.host_threads} thread(s) a process: the machine's cores, shared by "
             "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
         )
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
     earlier = earlier_run(config)
     if earlier:
         plan.problems.append(earlier)
