@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from zerobook.checkpoint import store
 from zerobook.fresh import kill_family
+from zerobook.resolve import Hardware
 from zerobook.runlog.writer import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,6 +106,13 @@ def command(
     return line
 
 
+def skip_without_op(strategy: str | list[str]) -> None:
+    """Skip the test where ``strategy`` offloads to NVMe and this machine cannot compile DeepSpeed's op for that."""
+    why = Hardware.detect().missing_ops.get("async_io") if "nvme" in str(strategy) else None
+    if why:
+        pytest.skip(f"not run: async_io cannot be compiled here: {why}")
+
+
 def launch(
     strategy: str | list[str],
     processes: int,
@@ -120,9 +130,10 @@ def launch(
     Args:
         spy: environment for tests/distributed/spy.py, which then wraps the recipe; ``{}`` to watch only.
         through: another script that wraps it.
-        environment: variables besides.
+        environment: variables besides; None takes one away.
         expect: the exit status to insist on; None takes any.
     """
+    skip_without_op(strategy)
     through = SPY if spy is not None else through
     meetings = on_two_machines() if strategy in TWO_MACHINES else [ALONE]
     line, *others = [
@@ -131,9 +142,9 @@ def launch(
     if others:  # the shell is then the launcher: it fails where one of the two does
         script = f"{shlex.join(others[0])} & other=$!; {shlex.join(line)}; code=$?; [ $code = 0 ] || kill $other; "
         line = ["bash", "-c", script + "wait $other && exit $code"]
-    given = {key: str(value) for key, value in (environment or {}).items()}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | given
-    environment |= {f"ZEROBOOK_SPY_{k.upper()}": str(v) for k, v in (spy or {}).items()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    environment |= {f"ZEROBOOK_SPY_{k.upper()}": v for k, v in (spy or {}).items()}
+    environment = {key: str(value) for key, value in environment.items() if value is not None}
     hang = output / "hanging"
     process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if spy and "hang_at_step" in spy:
@@ -183,12 +194,22 @@ def sequence(found: dict[tuple[int, int, int], list[str]], first: int, last: int
 
 def calls(output: Path, rank: int = 0) -> dict[str, int]:
     """What the spy counted on ``rank`` over the whole run: collectives by name, ``layer_forwards``, and most ``workers``."""
-    counts: dict[str, int] = {}
-    for line in (output / f"spy-{rank}.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "calls":
-            counts = record["counts"]
-    return counts
+    return _last_calls(output, rank)["counts"]
+
+
+def timeouts(output: Path, rank: int = 0) -> list[float]:
+    """Seconds that each process group of ``rank`` waits for its other ranks, at the end of the run."""
+    return _last_calls(output, rank)["timeouts"]
+
+
+def threads(output: Path, rank: int = 0) -> int:
+    """Threads that ``rank`` computes with, at the end of the run."""
+    return _last_calls(output, rank)["threads"]
+
+
+def _last_calls(output: Path, rank: int) -> dict[str, Any]:
+    records = [json.loads(line) for line in (output / f"spy-{rank}.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "calls"][-1]
 
 
 def reseal(checkpoint: Path) -> None:

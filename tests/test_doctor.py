@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from zerobook import launch, ops
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import inspect_launch, worker_environment
 from zerobook.errors import ConfigError
-from zerobook.launcher import launcher_flags, left_unsaid
+from zerobook.launcher import chose_threads, launcher_flags, left_unsaid
 from zerobook.resolve import Hardware, LaunchPlan
 
 ZERO3 = """
@@ -86,6 +87,74 @@ def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
 )
 def test_the_launchers_own_flags_are_found(command, expected):
     assert launcher_flags(command) == expected
+
+
+TWO_NODES = ["--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+
+
+@pytest.mark.parametrize(
+    "file, gpus, address, interface, said",
+    [
+        ("ddp", 0, "127.0.1.1", "", "resolves to 127.0.1.1"),
+        ("fsdp", 2, "::1", "", "resolves to ::1"),  # gloo stands beside NCCL there
+        ("fsdp", 2, None, "", "resolves to no address"),
+        ("fsdp", 2, "127.0.1.1", "eth0", None),
+        ("fsdp", 2, "10.0.0.1", "", None),
+        ("zero2", 2, "127.0.1.1", "", None),
+    ],
+)
+def test_a_host_name_that_others_cannot_reach_is_said(monkeypatch, file, gpus, address, interface, said):
+    def addresses(name, port):
+        if address is None:
+            raise OSError("Name or service not known")
+        return [(0, 0, 0, "", (address, 0))]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("socket.getaddrinfo", addresses)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    flags = ["--config_file", f"accelerate_configs/{file}.yaml"]
+    plan, _, _, _ = inspect_launch([*flags, *TWO_NODES], Hardware(gpus=gpus, gpu_name="A100"))
+    found = [note for note in plan.notes if "GLOO_SOCKET_IFNAME" in note]
+    assert (len(found) == 1 and "node7" in found[0] and said in found[0]) if said else not found
+    plan, _, _, _ = inspect_launch([*flags, "--num_processes", "2"], Hardware(gpus=gpus, gpu_name="A100"))
+    assert not any("GLOO_SOCKET_IFNAME" in note for note in plan.notes), "one machine"
+
+
+ACCELERATE = ["python", "-m", "accelerate.commands.launch"]
+
+
+@pytest.mark.parametrize(
+    "command, before, expected",
+    [
+        ([*ACCELERATE, "a.py"], {}, True),
+        ([*ACCELERATE, "a.py", "--num_cpu_threads_per_process", "4"], {}, True),
+        ([*ACCELERATE, "a.py"], {"OMP_NUM_THREADS": "1"}, False),
+        ([*ACCELERATE, "--num_cpu_threads_per_process", "1", "a.py"], {}, False),
+        (["python", "/venv/bin/torchrun", "--nproc_per_node", "2", "a.py"], {}, True),
+        (["python", "-m", "torch.distributed.run", "a.py"], {"OMP_NUM_THREADS": "2"}, False),
+        (["bash"], {}, False),
+    ],
+)
+def test_threads_that_a_person_chose_stay(monkeypatch, command, before, expected):
+    parent = SimpleNamespace(cmdline=lambda: command, environ=lambda: before)
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: parent))
+    assert chose_threads() is expected
+
+
+def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean, written, tmp_path):
+    clean.setenv("LOCAL_WORLD_SIZE", "4")
+    clean.setattr(launch, "chose_threads", lambda: True)
+    clean.setattr(launch, "usable_cores", lambda: 22)
+    config, sources = RecipeConfig(output_dir=str(tmp_path)), Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    for flags, expected in ((["--config_file", written(ZERO3.format(use_cpu="true")), "a.py"], 5), (["a.py"], None)):
+        clean.setattr(launch, "parent_flags", lambda flags=flags: flags)
+        for name, value in worker_environment(flags[:-1])[0].items():
+            clean.setenv(name, value)
+        clean.setenv("LOCAL_WORLD_SIZE", "4")
+        assert launch.plan_for_this_process(config, sources).host_threads == expected
+        for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_CPU"):
+            clean.delenv(name, raising=False)
 
 
 def test_what_accelerate_does_not_hand_over(written):

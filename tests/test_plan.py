@@ -562,13 +562,16 @@ HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation
     "where, model, file, rule",
     [
         (nodes(4), "gpt2_xl", "zero3_hpz", "hpZ on slow links"),
-        (nodes(2), "gpt2_xl", "fsdp_hybrid", "hybrid on slow links"),  # a replica is a node there
+        # a replica is a node there, and replicas meet once for two micro-batches
+        (nodes(2), "gpt2_xl, twice", "fsdp_hybrid", "hybrid on slow links"),
         (nodes(4, "1600Gbps"), "gpt2_xl", None, None),
-        (nodes(4), "blenderbot_400m", "fsdp", None),  # so small that ZeRO-3 gathers once a step anyway
+        (nodes(4, "60Gbps"), "blenderbot_400m", "zero3", None),  # so small that it gathers once a step anyway
     ],
 )
 def test_slow_links_between_nodes(where, model, file, rule):
-    recipe, lengths = ("causal_lm", {}) if model == "gpt2_xl" else ("seq2seq_chatbot", BLENDERBOT)
+    recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if model == "blenderbot_400m" else ("causal_lm", {})
+    if model.endswith(", twice"):
+        model, lengths = model.removesuffix(", twice"), {"gradient_accumulation_steps": 2}
     traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF, **lengths)
     advice = recommend(traced, list(rows.values()), where, lambda *_: (traced, list(rows.values())))
     assert file is None or advice.row.file == file
@@ -622,6 +625,15 @@ def test_every_ring_between_two_nodes_counts():
     weights = [Weight("w", (64, 100), 4, True, "layer")]
     spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8)
     assert between_nodes(flows(weights, [weights], spread), 2) == 4 * 6400, "all gradients, from each node once"
+
+
+def test_fsdp_reduces_in_fp32_and_over_replicas_once_a_step():
+    weights = [Weight("w", (64, 100), 4, True, "layer")]
+    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8, precision="bf16")
+    sizes = {flow.what: flow.size for flow in flows(weights, [weights], spread, accumulation=3)}
+    assert sizes["weights, forward"] == sizes["weights, backward"] == 3 * 2 * 6400
+    assert sizes["gradients"] == 3 * 4 * 6400
+    assert sizes["gradients, copies"] == 4 * 6400 / 8
 
 
 # --- machines

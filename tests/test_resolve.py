@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -120,6 +121,25 @@ def test_flash_attention_is_there_where_it_runs(gpu, machine, said):
 def test_flash_attention_is_refused_in_fp32(kind, given, refused):
     plan, _ = plan_for({}, A100, kind=kind, attn_implementation="flash_attention_2", **given)
     assert ["fp32" in problem for problem in plan.problems] == ([True] if refused else [])
+
+
+SRUN = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
+
+
+def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps():
+    one = Hardware(gpus=1, gpu_name="A100")
+    for local in ("0", "7"):  # all ranks say the same: one that went on would wait for the others
+        (problem,) = plan_for(SRUN | {"SLURM_LOCALID": local, "LOCAL_RANK": local}, one)[0].problems
+        assert "8 processes on this machine, of which this one sees 1 GPU(s)" in problem
+        assert "--gpu-bind=none" in problem and "--num_processes" not in problem
+    assert not plan_for(SRUN, A100)[0].problems
+    assert not plan_for(SRUN | {"SLURM_TASKS_PER_NODE": "1(x16)"}, one)[0].problems
+    launcher = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}  # fmt: skip
+    (problem,) = plan_for(launcher, one)[0].problems
+    assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, started by srun"
+    (problem,) = plan_for({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, one)[0].problems
+    assert "LOCAL_RANK 3" in problem and "1 GPU(s)" in problem
 
 
 def test_use_cpu_never_drops_sharding(tmp_path):
@@ -303,6 +323,37 @@ def test_an_optimizer_section_that_fixes_values_is_taken_or_refused(tmp_path):
     for params, expected in (({"betas": 0.9}, "expected two numbers"), ({"lr": "fast"}, 'lr is "fast", expected a number')):
         plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW", "params": params}))
         assert len(plan.problems) == 1 and expected in plan.problems[0]
+
+
+NO_NVCC = dict.fromkeys(("async_io", "fused_adam"), "it needs nvcc")
+
+
+def test_no_optimizer_of_a_json_needs_an_op_that_cannot_be_compiled(tmp_path):
+    gpus = replace(A100, missing_ops=NO_NVCC)
+    for hardware in (CPU, gpus, A100):  # the same optimizer everywhere
+        plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {"lr": "auto"}}), hardware)
+        params = plan.deepspeed_config["optimizer"]["params"]
+        assert params["torch_adam"] is True and params["fused"] is True and not plan.problems
+        assert any("in place of DeepSpeed's FusedAdam" in note for note in plan.notes)
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW"}, zero_optimization=offloaded), gpus)
+    assert "torch_adam" not in plan.deepspeed_config["optimizer"]["params"], "DeepSpeedCPUAdam needs no nvcc"
+    for key in ("torch_adam", "bias_correction"):
+        environ = deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {key: False}})
+        (problem,) = plan_for(environ, gpus)[0].problems
+        assert "FusedAdam" in problem and "it needs nvcc" in problem and f"remove {key} from the params" in problem
+        assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer="AdamW"), gpus)
+    assert "optimizer.type is null" in plan.problems[0], "a section that is none is one problem"
+
+
+def test_nvme_without_its_op_is_one_problem(tmp_path):
+    nvme = {"device": "nvme", "nvme_path": "/fast"}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    environ = deepspeed(tmp_path, zero_optimization=zero)
+    (problem,) = plan_for(environ, replace(A100, missing_ops=NO_NVCC))[0].problems
+    assert "device is nvme" in problem and "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
+    assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
 
 
 @pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])

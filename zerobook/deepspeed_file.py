@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 HPZ = "zero_hpz_partition_size"
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+FUSED_ONLY = ("bias_correction", "set_grad_none")
+"""Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
 NEVER = 1e30
 """A norm that nothing reaches: DeepSpeed computes the gradient norm only where it clips."""
 
@@ -99,6 +101,28 @@ def check_device(plan: LaunchPlan) -> None:
                 f"{plan.config_file}: zero_optimization.{key} is {json.dumps(zero[key])}; DeepSpeed quantises on GPUs only. "
                 "Set it to false to train on a CPU."
             )
+
+
+def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
+    """Ops that the config needs and this machine cannot compile; ``missing`` says why. Call it once the config is filled."""
+    if plan.device == "cpu":
+        return
+    for what in ("optimizer", "param"):
+        if getattr(plan, f"offload_{what}") == "nvme" and "async_io" in missing:
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.offload_{what}.device is nvme, and DeepSpeed's op async_io cannot be "
+                f"compiled here: {missing['async_io']}. Install that toolkit and run make setup, or offload to cpu "
+                "(accelerate_configs/zero3_offload.yaml)."
+            )
+            break  # one missing op is one problem
+    section = (plan.deepspeed_config or {}).get("optimizer")
+    params = section.get("params") if isinstance(section, dict) else None
+    if params and not params.get("torch_adam") and plan.offload_optimizer == "none" and "fused_adam" in missing:
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.params ask for DeepSpeed's FusedAdam, and its op fused_adam cannot be compiled "
+            f"here: {missing['fused_adam']}. Install that toolkit and run make setup, or remove "
+            f"{', '.join(sorted({'torch_adam', *FUSED_ONLY} & params.keys()))} from the params: torch's Adam then steps."
+        )
 
 
 def _inline(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -206,6 +230,13 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
     for index, (present, key) in enumerate(zip(betas, ("adam_beta1", "adam_beta2"), strict=True)):
         _agree(plan, f"optimizer.params.betas[{index}]", present, key, config, sources)
     params["betas"] = [config.adam_beta1, config.adam_beta2]
+    if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
+        params["torch_adam"] = True
+        params["fused"] = plan.precision != "fp16"  # as without the section
+        plan.notes.append(
+            f"optimizer: torch's fused Adam steps in place of DeepSpeed's FusedAdam, which needs nvcc on a GPU; "
+            f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'
+        )
 
 
 def _agree(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> None:

@@ -18,7 +18,7 @@ import yaml
 from zerobook import ops
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
-from zerobook.launcher import left_unsaid
+from zerobook.launcher import left_unsaid, loopback_note
 from zerobook.recipe_file import RUNS, config_class
 from zerobook.resolve import Hardware, LaunchPlan, resolve
 from zerobook.terminal import console
@@ -47,6 +47,8 @@ def doctor(argv: list[str]) -> int:
         problems += config_problems + (plan.problems if plan else [])
         if plan is not None:
             _strategy(out, plan, config, sources)
+    elif hardware.unused:
+        problems.append(hardware.unused)
     for number, problem in enumerate(problems, 1):
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)
@@ -80,7 +82,10 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         environ, precision = worker_environment(launch_flags)
     except ConfigError as error:
         return None, problems + error.problems, config, sources
-    return resolve(environ, hardware, config, sources, precision), problems, config, sources
+    plan = resolve(environ, hardware, config, sources, precision)
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
+    return plan, problems, config, sources
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
@@ -111,12 +116,12 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(args)
         args.main_process_port = 0  # any free one: nothing is started
-        if args.use_deepspeed:
+        if args.use_deepspeed and not args.cpu:
             fields = list(defaults.deepspeed_config) if defaults else []
             args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
             _, environ = prepare.prepare_deepspeed_cmd_env(args)
             launched = True
-        elif args.use_fsdp or args.multi_gpu:
+        elif (args.use_fsdp or args.multi_gpu) and not args.cpu:
             environ = prepare.prepare_multi_gpu_env(args)
             launched = True
         else:
@@ -161,6 +166,7 @@ def _machine(out: Any, hardware: Hardware) -> list[str]:
 
     table = Table(title="this machine", title_justify="left", show_header=False)
     gpu = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}" if hardware.gpus else "none"
+    gpu = "none that torch sees" if hardware.unused else gpu
     table.add_row("GPUs", gpu)
     missing = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
     table.add_row("flash attention 2", "runs here" if hardware.flash_attention else f"does not run here: {missing}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launcher import left_unsaid, parent_flags
+from zerobook.launcher import chose_threads, left_unsaid, loopback_note, parent_flags
 from zerobook.resolve import Hardware, LaunchPlan, resolve, true
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -30,6 +32,14 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan = resolve(environ, Hardware.detect(), config, sources, precision)
+    if plan.offload_optimizer != "none" and chose_threads():
+        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        plan.notes.append(
+            f"the optimizer steps in host memory, with {plan.host_threads} thread(s) a process: the machine's cores, shared by "
+            "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
+        )
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
     earlier = earlier_run(config)
     if earlier:
         plan.problems.append(earlier)
@@ -46,9 +56,15 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
     all the data), DeepSpeed is told that it has a CPU, and FSDP2, which accelerate offers to
     accelerators only, gets the small shim below.
     """
+    import torch
+
     on_cpu = plan.device == "cpu"
     set_environment(plan)
     _hush(plan)
+    _let_later_groups_wait()
+    if plan.host_threads:
+        torch.set_num_threads(plan.host_threads)
+        os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
     _meet_after_restart(on_cpu)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
@@ -83,13 +99,30 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
             PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(**options)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.mixed_precision_policy is not None:
+            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
         if on_cpu and plan.offload_param != "none":
             from torch.distributed.fsdp import CPUOffloadPolicy
 
             # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
-            accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         return FullyShardedStrategy(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: those it is bound to, without hyper-threads, and within its container's quota."""
+    import psutil
+
+    logical = psutil.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) * (psutil.cpu_count(logical=False) or logical) // logical
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return max(1, cores)
+    return max(1, cores if quota == "max" else min(cores, int(quota) // int(period)))
 
 
 def set_environment(plan: LaunchPlan) -> None:
@@ -103,6 +136,16 @@ def set_environment(plan: LaunchPlan) -> None:
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+
+
+def _let_later_groups_wait() -> None:
+    """Give groups that are made without a timeout `COLLECTIVE_TIMEOUT`, not torch's 10 minutes (NCCL) or 30 (gloo).
+
+    DeepSpeed's groups and those of a device mesh are made so, and do not take over the default group's timeout.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
 
 
 def _meet_after_restart(on_cpu: bool) -> None:

@@ -8,8 +8,8 @@ cache may lie on a network disk, and a compile elsewhere cannot be seen from her
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +24,8 @@ OPS = {
 }
 """Ops that the shipped strategy files use: offload, its pinned buffers, NVMe, collectives on a CPU, Adam on a GPU."""
 
+NEED_NVCC = ("async_io", "fused_adam")
+"""Ops whose builders ask for a CUDA toolkit on a machine with GPUs; async_io does so for its headers and libraries."""
 
 STALE_AFTER_S = 5 * 60
 """No op takes as long to compile; the slowest took 78 s on two CPU cores."""
@@ -110,6 +112,24 @@ def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
     return removed
 
 
+def missing() -> dict[str, str]:
+    """Ops that cannot be compiled on this machine, which has GPUs: {op: why}. Empty where there is a CUDA toolkit.
+
+    Ops that DeepSpeed was installed with are not among them.
+    """
+    import torch
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    if home and (Path(home) / "bin" / "nvcc").is_file():
+        return {}
+    where = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
+    why = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {where}"
+    found = importlib.util.find_spec("deepspeed")
+    installed = Path(found.origin).parent / "ops" if found and found.origin else Path()
+    return {op: why for op in NEED_NVCC if not any(installed.glob(f"*/{op}_op*.so"))}
+
+
 def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
     """Compile those of the ``wanted`` ops that this machine can use. Returns (op, what happened); prints a line before each.
 
@@ -124,12 +144,15 @@ def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    lacking = {} if on_cpu else missing()
     results = []
     for op in wanted:
         builder = accelerator.create_op_builder(OPS[op])
-        if builder is None or (op == "shm_comm" and accelerator.device_name() != "cpu"):
+        if builder is None or (op == "shm_comm" and not on_cpu) or (op == "fused_adam" and on_cpu):
             continue
-        if op == "fused_adam" and (accelerator.device_name() == "cpu" or shutil.which("nvcc") is None):
+        if op in lacking:
+            results.append((op, f"skipped: {lacking[op]}"))
             continue
         if not builder.is_compatible(verbose=False):
             need = "install libaio-dev" if op == "async_io" else "not supported here"

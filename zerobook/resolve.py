@@ -6,11 +6,12 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from zerobook import deepspeed_file
+from zerobook import deepspeed_file, gpus, ops
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError
@@ -21,14 +22,23 @@ FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What this machine offers. ``gpus`` is a count; ``flash_attention`` means that flash attention 2 runs on all of them,
-    and ``no_flash_attention`` says why it does not."""
+    """What this machine offers.
+
+    Attributes:
+        gpus: how many torch sees.
+        flash_attention: flash attention 2 runs on all of them; ``no_flash_attention`` says why it does not.
+        unused: why torch does not see the GPUs that this process may use; None where it sees them, where there are none, and
+            where the environment hides them.
+        missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
+    """
 
     gpus: int = 0
     gpu_name: str | None = None
     bf16: bool = True
     flash_attention: bool = False
     no_flash_attention: str = "the flash-attn package is not installed"
+    unused: str | None = None
+    missing_ops: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -40,7 +50,7 @@ class Hardware:
         import torch
 
         if not torch.cuda.is_available():
-            return cls()
+            return cls(unused=gpus.unused(torch.__version__, torch.version.cuda))
         missing = _no_flash_attention()
         return cls(
             gpus=torch.cuda.device_count(),
@@ -48,11 +58,12 @@ class Hardware:
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=not missing,
             no_flash_attention=missing,
+            missing_ops=ops.missing(),
         )
 
 
 def _no_flash_attention() -> str:
-    """Why flash attention 2 does not run on this machine's GPUs; empty where it does."""
+    """Return why flash attention 2 does not run on this machine's GPUs; empty where it does."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -91,6 +102,7 @@ class LaunchPlan:
     secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
+    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
     config_file: str | None = None
     deepspeed_config: dict[str, Any] | None = None
     asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
@@ -163,13 +175,11 @@ def resolve(
         _read_fsdp(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
+    elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
+        plan.problems.append(hardware.unused)
     deepspeed_file.check_device(plan)
-    local = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    if launched and not on_cpu and local > hardware.gpus:
-        plan.problems.append(
-            f"num_processes: {local} processes on this machine, which has {hardware.gpus} GPU(s); each process needs one of "
-            f"its own. Pass --num_processes {hardware.gpus * (world // local)}."
-        )
+    if launched and not on_cpu:
+        _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
@@ -192,12 +202,37 @@ def resolve(
         config.dtype, sources["dtype"] = dtype, plan.precision_source
     if plan.deepspeed_config is not None:
         deepspeed_file.fill(plan, config, sources)
+        deepspeed_file.check_ops(plan, hardware.missing_ops)
     _check_model_choices(plan, config, hardware, on_cpu)
     return plan
 
 
 def true(value: Any) -> bool:
     return str(value).lower() in ("1", "true", "yes")
+
+
+def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
+    """A GPU for each process of this machine, which finds its own by LOCAL_RANK."""
+    local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
+    if "SLURM_LOCALID" in environ and environ.get("SLURM_NTASKS") == str(plan.world_size):
+        tasks = re.match(r"\d+", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
+        local = max(local, rank + 1, int(tasks[0]) if tasks else 1)
+        if local > gpus:
+            plan.problems.append(
+                f"srun: {local} processes on this machine, of which this one sees {gpus} GPU(s). A process takes the GPU of "
+                "its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
+                "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
+            )
+    elif local > gpus:
+        plan.problems.append(
+            f"num_processes: {local} processes on this machine, which has {gpus} GPU(s); each process needs one of its own. "
+            f"Pass --num_processes {gpus * (plan.world_size // local)}."
+        )
+    elif rank >= gpus:
+        plan.problems.append(
+            f"LOCAL_RANK {rank}: this process sees {gpus} GPU(s), and takes the one of its LOCAL_RANK, counted from 0. Let "
+            "each process see all GPUs of the machine, or start fewer."
+        )
 
 
 def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

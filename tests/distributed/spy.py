@@ -3,8 +3,9 @@
     accelerate launch ... tests/distributed/spy.py recipes/NAME.py [flags]
 
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
-given. Collectives are counted by wrapping torch.distributed before anything imports it; forwards of layers
-(recomputed ones too) by hooks; and so are the processes that load data.
+given. Collectives are counted by wrapping torch.distributed before anything imports it, those that reduce also by the type of
+their numbers; forwards of layers (recomputed ones too) by hooks; and so are the processes that load data. For every process
+group: how many seconds its collectives wait. And the threads that torch computes with.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
 ``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal, and with
 ``..._SIGNAL_LAUNCHER=1`` its launcher as well, as from a scheduler that signals every process of a job.
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -30,6 +32,9 @@ COUNTS: Counter = Counter()
 def counted(name, inner):
     def wrapped(*args, **kwargs):
         COUNTS[name] += 1
+        if "reduce" in name:
+            tensor = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+            COUNTS[f"{name} {str(tensor.dtype).removeprefix('torch.')}"] += tensor.numel() > 1  # not the losses and norms
         return inner(*args, **kwargs)
 
     return wrapped
@@ -37,6 +42,8 @@ def counted(name, inner):
 
 for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
     setattr(dist, _name, counted(_name, getattr(dist, _name)))
+if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
+    dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
 
 
 def reduced(group, bucket):
@@ -75,6 +82,12 @@ def samples(batch, pad):
         # padding is a sample of its own, of one token over and over
         found += [part for part in ids.tensor_split(cuts) if len(set(part.tolist())) > 1]
     return found
+
+
+def timeouts():
+    """Seconds that each process group of this rank waits for its other ranks."""
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def watch(loop, tokenizer):
@@ -127,7 +140,7 @@ def main():
 
         def applied(rate):
             result = steps_done(rate)
-            write({"kind": "calls", "counts": dict(COUNTS)})
+            write({"kind": "calls", "counts": dict(COUNTS), "timeouts": timeouts(), "threads": torch.get_num_threads()})
             return result
 
         self.strategy.apply = applied

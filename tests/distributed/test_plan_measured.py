@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_parity import record
+from tests.harness import skip_without_op
 from zerobook.cli import main
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster, Device
@@ -76,6 +77,7 @@ CASES = [
     [pytest.param(*case, marks=[] if case in SAMPLE else full, id="-".join(map(str, case))) for case in CASES],
 )
 def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks, name):
+    skip_without_op(strategy)
     recipe, model, flags = JOBS[name]
     flags = {"model_name_or_path": tiny / model, "per_device_train_batch_size": 2, "validation_split_percentage": 0} | flags
     flags["train_file"] = tiny / flags["train_file"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -59,6 +61,17 @@ def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_p
     # its own first: log(step) up to the peak in 2 steps, then 6 - 2 equal ones down to 0.
     assert [s["learning_rate"] for s in run.steps] == pytest.approx([0, 0, 3e-3, 3e-3, 2.25e-3, 1.5e-3])
     assert run.losses[-1] < run.losses[1]
+
+
+@pytest.mark.launch
+def test_the_adam_of_a_json_is_the_recipes_own(launches, tmp_path):
+    """Without an op that would have to be compiled."""
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    file = tmp_path / "adam.json"
+    file.write_text(json.dumps(config | {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}))
+    run, own = launches(["--use_deepspeed", "--deepspeed_config_file", str(file)], 2, 2, 1), launches("zero2", 2, 2, 1)
+    assert run.event("run_start")["live"]["optimizer_class"] == "AdamW"
+    assert largest_difference(run.losses, own.losses) < 1e-6
 
 
 def test_every_layer_of_the_base_is_nf4_with_double_quantisation(tiny):

@@ -169,6 +169,8 @@ def here(processes: str | None) -> Cluster:
     found, host = Hardware.detect(), psutil.virtual_memory()
     if processes is not None and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"--gpus: {processes!r} is no number of processes; give 1 or more.")
+    if found.unused:
+        raise ConfigError(found.unused)
     disk = shutil.disk_usage(Path.cwd()).free
     if not found.gpus:
         cores = int(processes or psutil.cpu_count(logical=False) or 1)

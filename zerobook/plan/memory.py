@@ -125,8 +125,19 @@ def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, whole: i
         root, layers = units.pop("", 0), sorted(units.values(), reverse=True)
         # a layer in use, the next one on its way, and the flat buffer that it comes in
         unsharded = root + sum(layers[:2]) + (layers[0] if layers else 0)
-        return unsharded + (2 * layers[0] if backward and layers else 0)  # a layer's gradients, and the buffer they leave in
+        # a layer's gradients, and the fp32 buffer that they are reduced in
+        leaving = max((size for unit, size in _trained(groups).items() if unit), default=0)
+        return unsharded + (leaving * (spread.compute + 4) if backward else 0)
     return 0
+
+
+def _trained(groups: Groups) -> dict[str, int]:
+    """Trained elements of each unit."""
+    found: dict[str, int] = defaultdict(int)
+    for group in groups:
+        for w in group:
+            found[w.unit] += w.numel
+    return found
 
 
 def _units(weights: Sequence[Weight], spread: Spread) -> dict[str, int]:

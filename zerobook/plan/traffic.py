@@ -102,18 +102,16 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     def size(some: Sequence[Weight]) -> int:
         return sum(_rows_up(w, n) * (spread.compute if spread.precision != "no" else w.element) for w in some)
 
-    trained = size([w for group in groups for w in group])
+    gradients = 4 * sum(_rows_up(w, n) for group in groups for w in group)  # fp32 in every precision
     layers = size([w for w in weights if w.unit]) if spread.reshards else 0
     found = [
         Flow("weights, forward", "all-gather", accumulation * size(weights), n, within=n <= spread.node),
         Flow("weights, backward", "all-gather", accumulation * layers, n, within=n <= spread.node),
-        Flow("gradients", "reduce-scatter", accumulation * trained, n, within=n <= spread.node),
+        Flow("gradients", "reduce-scatter", accumulation * gradients, n, within=n <= spread.node),
     ]
-    if n < spread.ranks:
+    if n < spread.ranks:  # in the last micro-batch alone
         rings = min(n, spread.node)
-        found.append(
-            Flow("gradients, copies", "all-reduce", accumulation * trained / n, spread.ranks // n, worth=2, rings=rings)
-        )
+        found.append(Flow("gradients, copies", "all-reduce", gradients / n, spread.ranks // n, worth=2, rings=rings))
     return found
 
 

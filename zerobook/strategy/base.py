@@ -413,8 +413,8 @@ def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Non
     if state:
         return
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's AdamW in a tensor
-    if isinstance(optimizer, torch.optim.AdamW):
+    # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's Adam in a tensor
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     elif "step" not in optimizer.param_groups[0]:
         state["step"] = 0

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class FullyShardedStrategy(Strategy):
     """FSDP2, full or hybrid: parameters, gradients and moments are DTensors.
 
-    Gradients are reduce-scattered at every micro-batch, so they stay sharded while accumulating.
+    Gradients are reduce-scattered at every micro-batch, so they stay sharded while accumulating. The replicas of hybrid
+    sharding all-reduce them in the last micro-batch of a step only.
     """
 
     shards_parameters = True
@@ -43,6 +44,14 @@ class FullyShardedStrategy(Strategy):
         # layers are gathered by the hooks of the whole model only.
         register_fsdp_forward_method(prepared[0], "generate")
         return prepared
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        self.model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_all_reduce(True)
 
     def after_forwards(self) -> None:
         from torch.distributed.fsdp import FSDPModule

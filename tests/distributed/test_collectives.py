@@ -1,0 +1,53 @@
+"""How ranks talk: how long they wait for each other, how often they reduce, and in which precision."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.test_parity import TOLERANCE, largest_difference
+from tests.harness import calls, threads, timeouts
+from zerobook.launch import COLLECTIVE_TIMEOUT, usable_cores
+
+
+@pytest.fixture
+def watched(launches):
+    def run(strategy, processes, **flags):
+        return launches(strategy, processes, 1, 2, max_train_steps=3, num_warmup_steps=0, spy={}, **flags)
+
+    return run
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy, processes, groups", [("zero2", 2, 2), ("zero3_hpz", 4, 3), ("fsdp_hybrid", 4, 3)])
+def test_every_group_waits_as_long_as_the_default_one(watched, strategy, processes, groups):
+    run = watched(strategy, processes)
+    for rank in range(processes):
+        found = timeouts(run.output, rank)
+        assert len(found) >= groups, "the strategy makes groups of its own"
+        assert set(found) == {COLLECTIVE_TIMEOUT.total_seconds()}
+
+
+@pytest.mark.launch
+def test_replicas_all_reduce_once_a_step(watched, launches):
+    run = watched("fsdp_hybrid", 4)
+    counted = calls(run.output)
+    assert counted["reduce_scatter_tensor float32"] == 2 * counted["all_reduce float32"] > 0, "two micro-batches a step"
+    one = launches("single", 1, 4, 2, max_train_steps=3, num_warmup_steps=0)
+    assert largest_difference(run.losses, one.losses) < TOLERANCE
+    assert largest_difference(run.norms, one.norms) < TOLERANCE
+
+
+@pytest.mark.launch
+def test_gradients_are_reduced_in_fp32_under_bf16(watched):
+    counted = calls(watched("fsdp", 2, mixed_precision="bf16").output)
+    assert counted.get("reduce_scatter_tensor float32", 0) > 0
+    assert "reduce_scatter_tensor bfloat16" not in counted
+
+
+@pytest.mark.launch
+def test_an_optimizer_in_host_memory_uses_the_cores(launches):
+    flags = dict(max_train_steps=2, num_warmup_steps=0, spy={})
+    left_open = launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags)
+    assert threads(left_open.output) == usable_cores()
+    assert threads(launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": 1}, **flags).output) == 1, "as asked"
+    assert threads(launches("zero2", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags).output) == 1, "the launcher's"

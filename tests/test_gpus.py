@@ -1,0 +1,114 @@
+"""GPUs that a process may use and torch does not see: refused with both versions, unless the CPU was asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import pytest
+
+from tests.harness import ROOT
+from tests.test_resolve import WORKER, plan_for
+from zerobook import gpus, launch
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.doctor import doctor, inspect_launch
+from zerobook.errors import ConfigError
+from zerobook.resolve import Hardware
+
+VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: gcc 12\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\n"
+
+
+class Library:
+    """As much of libcuda as is asked for its version."""
+
+    @staticmethod
+    def cuDriverGetVersion(pointer):
+        pointer._obj.value = 12020
+        return 0
+
+
+@pytest.fixture
+def node(monkeypatch, tmp_path):
+    """A machine with two GPUs and a driver for CUDA 12.2."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (tmp_path / "version").write_text(VERSION)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    for name in ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "")  # put back after the test, whatever it sets
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def test_gpus_that_torch_does_not_see_are_a_problem(node):
+    for environ in ({}, WORKER):
+        (problem,) = plan_for(environ, Hardware.detect())[0].problems
+        assert "2 NVIDIA GPU(s)" in problem and "nvidia0" in problem and "nvidiactl" not in problem
+        assert "for CUDA 13.0" in problem and "535.104.05, supports CUDA 12.2" in problem
+        assert "Update the driver, or install a torch built for CUDA 12.2 or older" in problem and "use_cpu: true" in problem
+
+
+def test_the_way_out_is_the_reasons(node, monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    (node / "version").write_text(OPEN)
+    problem = Hardware.detect().unused
+    assert "torch is built without CUDA" in problem and "560.35.03" in problem and "Update the driver" not in problem
+    monkeypatch.setattr("torch.version.cuda", "12.1")
+    problem = Hardware.detect().unused
+    assert "nvidia-smi" in problem and "Update the driver" not in problem, "the driver is new enough"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", " "])
+def test_gpus_that_are_hidden_are_none(node, monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert Hardware.detect().unused is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert Hardware.detect().unused
+
+
+def test_what_belongs_to_the_host_alone_does_not_count(node, monkeypatch):
+    """A container may see the driver of its host in /proc, and even files that it cannot open."""
+    with monkeypatch.context() as patched:
+
+        def denied(path, *rest):
+            raise PermissionError
+
+        patched.setattr(os, "open", denied)
+        assert Hardware.detect().unused is None
+    for name in ("nvidia0", "nvidia1"):
+        (node / name).unlink()
+    assert Hardware.detect().unused is None
+    (node / "nvidia0").touch()
+    assert Hardware.detect().unused
+
+    def missing(name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert Hardware.detect().unused is None, "without libcuda no process can use a GPU"
+
+
+def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    expected = Hardware.detect().unused
+    monkeypatch.setattr(launch, "parent_flags", lambda: None)
+    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    with pytest.raises(ConfigError) as caught:
+        launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
+    assert caught.value.problems == [expected]
+
+    flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
+    for line in ([], flags):
+        assert doctor(line) == 1
+        assert "sees no GPU, but this process may use 2 NVIDIA GPU(s)" in " ".join(capsys.readouterr().out.split())
+    plan, *_ = inspect_launch([*flags, "--cpu"], Hardware.detect())
+    assert (plan.kind, plan.device) == ("single", "cpu") and not plan.problems, "accelerate starts one process with --cpu"
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    plan = launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
+    assert plan.device == "cpu"

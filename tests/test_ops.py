@@ -1,0 +1,78 @@
+"""DeepSpeed's ops on a machine with GPUs and no CUDA toolkit: what cannot be compiled is left out, with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness import ROOT
+
+WITHOUT_TOOLKIT = """
+import json, sys
+import torch
+from torch.utils import cpp_extension
+
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda index: (8, 0)
+torch.version.cuda = "13.0"
+cpp_extension.CUDA_HOME = {home!r}
+load = cpp_extension.load
+
+
+def quick(**options):  # C++ alone would compile, and take a minute
+    return load(**options) if options["with_cuda"] else type(sys)("op")
+
+
+cpp_extension.load = quick
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.op_builder import builder
+
+set_accelerator(CUDA_Accelerator())
+builder.OpBuilder.has_function = lambda *args, **kwargs: True  # libaio-dev is there
+from zerobook import ops
+"""
+COMPILE = """
+print(json.dumps(dict(ops.compile_ops())))
+"""
+FAIL = """
+failed = []
+for op, name in ops.OPS.items():
+    made = get_accelerator().create_op_builder(name)
+    try:
+        made and made.load(verbose=False)
+    except Exception:
+        failed.append(op)
+print(json.dumps(failed))
+"""
+
+
+def on_gpus(code, tmp_path, home):
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("DS_ACCELERATOR", None)
+    script = WITHOUT_TOOLKIT.format(home=home) + code
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("home", [None, "/runtime/only"])
+def test_set_up_leaves_out_what_needs_a_toolkit(tmp_path, home):
+    results = on_gpus(COMPILE, tmp_path, home)
+    assert set(results) == {"cpu_adam", "pin_memory", "async_io", "fused_adam"}
+    for op in ("cpu_adam", "pin_memory"):
+        assert results[op].startswith("ready"), results
+    for op in ("async_io", "fused_adam"):
+        assert results[op].startswith("skipped: it needs nvcc") and "13.0" in results[op], results
+        assert (home or "CUDA_HOME is not set") in results[op]
+
+
+def test_those_ops_are_the_ones_that_fail(tmp_path):
+    from zerobook import ops
+
+    assert sorted(on_gpus(FAIL, tmp_path, None)) == sorted(ops.NEED_NVCC)

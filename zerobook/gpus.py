@@ -1,0 +1,88 @@
+"""NVIDIA GPUs that this process may use, found without torch: what stands between them and torch is then said.
+
+torch answers "no GPU" alike where there is none, where the driver is too old for it, and where it was built without CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+DEVICES = Path("/dev")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def unused(torch_version: str, built_for: str | None) -> str | None:
+    """Say which GPUs torch does not see, and why; None where there are none or where the environment hides them.
+
+    Call it where torch sees no GPU.
+
+    Args:
+        torch_version: ``torch.__version__``.
+        built_for: ``torch.version.cuda``; None for a build without CUDA.
+    """
+    if hidden():
+        return None
+    found, driver_cuda = devices(), cuda_of_driver()
+    if not found or driver_cuda is None:
+        return None
+    if built_for is None:
+        built, way_out = "without CUDA", f"Install a torch built for CUDA {driver_cuda} or older"
+    elif _numbers(driver_cuda) < _numbers(built_for):
+        built = f"for CUDA {built_for}"
+        way_out = f"Update the driver, or install a torch built for CUDA {driver_cuda} or older"
+    else:
+        built = f"for CUDA {built_for}"
+        way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
+    return (
+        f"torch {torch_version} sees no GPU, but this process may use {len(found)} NVIDIA GPU(s) ({', '.join(found)}): "
+        f"torch is built {built}, and the driver, version {driver_version()}, supports CUDA {driver_cuda}. {way_out}. "
+        'To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
+    )
+
+
+def hidden() -> bool:
+    """True where ``CUDA_VISIBLE_DEVICES`` names no device: it is empty, or begins with a word that is none, such as -1."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return False
+    first = visible.split(",")[0].strip()
+    return not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
+
+
+def devices() -> list[str]:
+    """Device files of GPUs that this process can open. A container, or a job's control group, may deny those of its host."""
+    found = []
+    for file in sorted(DEVICES.glob("nvidia[0-9]*"), key=lambda file: (len(file.name), file.name)):
+        try:
+            os.close(os.open(file, os.O_RDWR))
+        except OSError:
+            continue
+        found.append(str(file))
+    return found
+
+
+def driver_version() -> str:
+    """The kernel driver's version, as 535.104.05."""
+    try:
+        words = DRIVER.read_text().partition("Kernel Module")[2].split()
+    except OSError:
+        words = []
+    return next((word for word in words if word[0].isdigit()), "unknown")
+
+
+def cuda_of_driver() -> str | None:
+    """The newest CUDA that the driver's library supports, as 12.2; None without that library: CUDA cannot run."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
