@@ -229,6 +229,7 @@ def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "an older card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert not Hardware.detect().bf16
 
