@@ -84,7 +84,8 @@ def samples(batch):
 def timeouts():
     """Seconds that each process group of this rank waits for its other ranks."""
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def watch(loop, tokenizer):
