@@ -84,8 +84,9 @@ def samples(batch):
 def timeouts():
     """Seconds that each process group of this rank waits for its other ranks."""
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    return [backend.options._timeout.total_seconds() for backend in backends]
+    return [
+        min(group._get_backend(device).options._timeout.total_seconds() for device in group._device_types) for group in groups
+    ]
 
 
 def watch(loop, tokenizer):
