@@ -7,7 +7,8 @@ given. Collectives are counted by wrapping torch.distributed before anything imp
 their numbers; forwards of layers (recomputed ones too) by hooks; and so are the processes that load data. For every process
 group: how many seconds its collectives wait. And the threads that torch computes with.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
-``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal.
+``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal; ``..._CORES=N`` is the
+number of cores that the machine then seems to have.
 """
 
 import hashlib
@@ -121,7 +122,11 @@ def watch(loop, tokenizer):
 def main():
     from transformers import AutoTokenizer
 
+    from zerobook import launch
     from zerobook.loop import TrainingLoop
+
+    if "cores" in asked:
+        launch.usable_cores = lambda: int(asked["cores"])
 
     make, run = TrainingLoop.__init__, TrainingLoop.run
 
