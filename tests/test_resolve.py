@@ -134,10 +134,13 @@ def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps()
         assert "--gpu-bind=none" in problem and "--num_processes" not in problem
     assert not plan_for(SRUN, A100)[0].problems
     assert not plan_for(SRUN | {"SLURM_TASKS_PER_NODE": "1(x16)"}, one)[0].problems
-    launcher = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1", "LOCAL_RANK": "1",
-                "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}  # fmt: skip
-    (problem,) = plan_for(launcher, one)[0].problems
-    assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, started by srun"
+    mixed = SRUN | {"SLURM_NTASKS": "6", "WORLD_SIZE": "6", "SLURM_TASKS_PER_NODE": "4,2"}
+    assert not plan_for(mixed, Hardware(gpus=2, gpu_name="A100"))[0].problems, "it may be the second node"
+    for tasks in ("1", "2"):
+        launcher = {"SLURM_LOCALID": "0", "SLURM_NTASKS": tasks, "SLURM_TASKS_PER_NODE": tasks, "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+        (problem,) = plan_for(launcher, one)[0].problems
+        assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, in a job"
     (problem,) = plan_for({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, one)[0].problems
     assert "LOCAL_RANK 3" in problem and "1 GPU(s)" in problem
 

@@ -234,7 +234,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         params["torch_adam"] = True
         params["fused"] = plan.precision != "fp16"  # as without the section
         plan.notes.append(
-            f"optimizer: torch's fused Adam steps in place of DeepSpeed's FusedAdam, which needs nvcc on a GPU; "
+            "optimizer: torch's Adam steps in place of DeepSpeed's FusedAdam, which has to be compiled, on GPUs with nvcc; "
             f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'
         )
 

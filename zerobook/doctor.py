@@ -132,7 +132,8 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
         raise ConfigError(f"accelerate refuses this launch: {error}") from error
     if launched:
         local = args.num_processes // int(args.num_machines or 1)
-        environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes)}
+        environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes),
+                    "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     return unsaid | environ, typed
 
 

@@ -121,7 +121,7 @@ def missing() -> dict[str, str]:
     from torch.utils import cpp_extension
 
     home = cpp_extension.CUDA_HOME
-    if home and (Path(home) / "bin" / "nvcc").is_file():
+    if torch.version.hip or (home and (Path(home) / "bin" / "nvcc").is_file()):  # ROCm compiles with its own
         return {}
     where = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
     why = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {where}"

@@ -214,9 +214,9 @@ def true(value: Any) -> bool:
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
     """A GPU for each process of this machine, which finds its own by LOCAL_RANK."""
     local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
-    if "SLURM_LOCALID" in environ and environ.get("SLURM_NTASKS") == str(plan.world_size):
-        tasks = re.match(r"\d+", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
-        local = max(local, rank + 1, int(tasks[0]) if tasks else 1)
+    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:  # srun started this
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
+        local = max(local, rank + 1, int(tasks[1]) if tasks else 1)
         if local > gpus:
             plan.problems.append(
                 f"srun: {local} processes on this machine, of which this one sees {gpus} GPU(s). A process takes the GPU of "

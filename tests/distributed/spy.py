@@ -8,7 +8,8 @@ their numbers; forwards of layers (recomputed ones too) by hooks; and so are the
 group: how many seconds its collectives wait. And the threads that torch computes with.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
 ``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal, and with
-``..._SIGNAL_LAUNCHER=1`` its launcher as well, as from a scheduler that signals every process of a job.
+``..._SIGNAL_LAUNCHER=1`` its launcher as well, as from a scheduler that signals every process of a job. ``..._CORES=N`` is the
+number of cores that the machine then seems to have.
 """
 
 import hashlib
@@ -87,7 +88,9 @@ def samples(batch, pad):
 def timeouts():
     """Seconds that each process group of this rank waits for its other ranks."""
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [
+        min(group._get_backend(device).options._timeout.total_seconds() for device in group._device_types) for group in groups
+    ]
 
 
 def watch(loop, tokenizer):
@@ -124,7 +127,11 @@ def watch(loop, tokenizer):
 def main():
     from transformers import AutoTokenizer
 
+    from zerobook import launch
     from zerobook.loop import TrainingLoop
+
+    if "cores" in asked:
+        launch.usable_cores = lambda: int(asked["cores"])
 
     make, run = TrainingLoop.__init__, TrainingLoop.run
 

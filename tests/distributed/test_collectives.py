@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import calls, threads, timeouts
-from zerobook.launch import COLLECTIVE_TIMEOUT, usable_cores
+from zerobook.launch import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture
@@ -45,9 +45,11 @@ def test_gradients_are_reduced_in_fp32_under_bf16(watched):
 
 
 @pytest.mark.launch
-def test_an_optimizer_in_host_memory_uses_the_cores(launches):
-    flags = dict(max_train_steps=2, num_warmup_steps=0, spy={})
-    left_open = launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags)
-    assert threads(left_open.output) == usable_cores()
-    assert threads(launches("zero2_offload", 1, 4, 1, environment={"OMP_NUM_THREADS": 1}, **flags).output) == 1, "as asked"
-    assert threads(launches("zero2", 1, 4, 1, environment={"OMP_NUM_THREADS": None}, **flags).output) == 1, "the launcher's"
+@pytest.mark.parametrize(
+    "strategy, given, expected",
+    [("zero2_offload", None, 3), ("zero2_offload", 1, 1), ("fsdp_offload", None, 3), ("zero2", None, 1)],
+)
+def test_an_optimizer_in_host_memory_shares_the_cores(launches, strategy, given, expected):
+    flags = dict(max_train_steps=2, num_warmup_steps=0, environment={"OMP_NUM_THREADS": given}, spy={"cores": 6})
+    run = launches(strategy, 2, 2, 1, **flags)
+    assert [threads(run.output, rank) for rank in range(2)] == [expected, expected]
