@@ -369,7 +369,7 @@ def _table(setting: Setting, make: Callable[[Bench], Any], left: float, rows: di
     say = partial(print, "   ", flush=True)
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         made = make(Bench(Path(name), setting.tiny, 1, where, budget, say, quick=True, until=until))
-    return made.to_json() | ({"died": made.died} if made.died else {})
+    return {key: value for key, value in made.to_json().items() if key != "died" or value}
 
 
 # --- speed

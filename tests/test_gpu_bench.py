@@ -14,6 +14,7 @@ import pytest
 from benchmarks import gpu
 from scripts import gpu_status
 from tests.harness import ROOT
+from zerobook import fresh
 
 STAMP = {"date": "2026-11-22", "versions": {"torch": "2.13.0"}}
 
@@ -65,6 +66,20 @@ def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
 def test_curves_of_another_length_are_not_alike():
     assert gpu._furthest([1.0, 2.0], [1.0, 4.0]) == 0.5
     assert math.isinf(gpu._furthest([1.0], [1.0, 2.0])) and math.isinf(gpu._furthest([], []))
+
+
+def test_a_table_that_came_through_has_not_died(tmp_path):
+    from zerobook.tables.table import Table
+
+    setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
+    for died in ("", "exit status 1"):
+        row = gpu._table(setting, lambda bench, died=died: Table("A", "a title", "a source", died=died), 1.0, {})
+        assert row.get("died", "") == died and ("died" in row) == bool(died) and row["letter"] == "A"
+
+
+def test_the_error_of_a_dead_run_is_its_message():
+    said = "Traceback:\n    raise NotImplementedError(\nNotImplementedError: no such kernel\nChildFailedError: of rank 0"
+    assert fresh.last_error(said) == "NotImplementedError: no such kernel"
 
 
 # --- README

@@ -66,4 +66,5 @@ def kill_family(process: subprocess.Popen) -> None:
 def last_error(text: str) -> str:
     """The line of a dead run's output that says why; torchrun's own summary says nothing."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    lines = [line for line in lines if not line.startswith("raise ")] or lines  # a traceback's source line
     return lines[0][:300] if lines else "it said nothing of an error"
