@@ -207,7 +207,8 @@ class TrainingLoop:
         asked = config.per_device_eval_batch_size
         if self.data.held_out and (rows := self._rows_evaluated()) < asked:
             tqdm.write(
-                f"  note: {rows} row(s) at once are evaluated, not per_device_eval_batch_size {asked}, to bound the logits"
+                f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, could have "
+                f"more than {held_out.LOGITS:,} logits"
             )
         if self.progress.step < self.end_step:
             tqdm.write(f"{self.feed.padding():.1%} of a batch's tokens are padding")
