@@ -98,7 +98,7 @@ class Setting:
 
 # --- what is there
 def machine(setting: Setting) -> dict[str, Case]:
-    return {"libraries": partial(_libraries, setting), "compiled ops": _ops, "rates": partial(_rates, setting)}
+    return {"libraries": partial(_libraries, setting), "compiled ops": _ops, "rates": partial(_measured_rates, setting)}
 
 
 def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
@@ -131,12 +131,17 @@ def _ops(left: float, rows: dict[str, Row]) -> Row:
     return _died(code, text, left) or {"ops": dict(json.loads(text.strip().splitlines()[-1]))}
 
 
-def _rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
-    """Operations a second of matrix products and bytes a second of a copy, the median of 10 on random numbers."""
-    import torch
+def _measured_rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
+    """`rates`, in a process of its own: its CUDA context would stay on the device behind it."""
+    size, device = 256 if setting.tiny else 8192, "cpu" if setting.cpu else "cuda"
+    line = [sys.executable, "-c", f"import json; from benchmarks import gpu; print(json.dumps(gpu.rates({size}, {device!r})))"]
+    code, text = fresh.run(line, left, cwd=ROOT)
+    return _died(code, text, left) or json.loads(text.strip().splitlines()[-1])
 
-    size = 256 if setting.tiny else 8192
-    device = "cpu" if setting.cpu else "cuda"
+
+def rates(size: int, device: str) -> Row:
+    """Return operations a second of matrix products and bytes a second of a copy, the median of 10 on random numbers."""
+    import torch
 
     def median(work: Callable[[], object]) -> float:
         times = []
@@ -157,8 +162,6 @@ def _rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
     source = torch.randn(size * size * 8, device=device)
     target = torch.empty_like(source)
     found["copy, bytes/s read and written"] = 2 * source.numel() * 4 / median(partial(target.copy_, source))
-    del one, other, source, target
-    torch.cuda.empty_cache()  # the cases behind this one have the memory
     return found
 
 

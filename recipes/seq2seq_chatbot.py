@@ -59,7 +59,7 @@ def main() -> None:
 
     from torch.utils.data import ConcatDataset
 
-    from zerobook.data.collate import DecoderInput, Seq2SeqCollator
+    from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import Seq2SeqEncoder
     from zerobook.evaluation.generation import GenerationScorer, answer_as_measured
@@ -82,7 +82,7 @@ def main() -> None:
     collate = Seq2SeqCollator(
         tokenizer.pad_token_id,
         DecoderInput(model),
-        pad_to_multiple_of=8 if strategy.device.type == "cuda" else 1,
+        pad_to_multiple_of=length_multiple(model),
         source_length=config.max_source_length if config.pad_to_max_length else 0,
         target_length=config.max_target_length if config.pad_to_max_length else 0,
     )

@@ -38,7 +38,7 @@ def resolved(kind=LoraConfig, environ=None, **given):
         (LoraConfig, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "bfloat16"),
         (LoraConfig, {}, {"mixed_precision": "no"}, "float32"),
         (LoraConfig, {}, {"mixed_precision": "bf16", "dtype": "float32"}, "float32"),
-        (LoraConfig, {}, {"mixed_precision": "bf16", "load_in_4bit": True}, "float32"),
+        (LoraConfig, {}, {"mixed_precision": "bf16", "load_in_4bit": True}, "bfloat16"),
         (CausalLMConfig, {}, {"mixed_precision": "bf16"}, "float32"),
     ],
 )

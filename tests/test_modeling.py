@@ -97,6 +97,29 @@ def test_attention_is_what_model_and_device_have(tiny):
 
 
 @pytest.mark.parametrize(
+    "kind, keys, why",
+    [
+        ("bart", {}, "encoder-decoder"),
+        ("pegasus", {}, "encoder-decoder"),
+        ("gpt_neo", {}, "local window"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("gemma", {"head_dim": 512}, "heads of 512"),
+    ],
+)
+def test_flash_attention_is_not_for_models_that_train_wrong_with_it(kind, keys, why):
+    """Their classes say that they support it."""
+    gpu = Hardware(gpus=1, flash_attention=True)
+    assert attends(kind, gpu, **keys) is None
+    with pytest.raises(ConfigError, match=why):
+        attends(kind, gpu, causal(attn_implementation="flash_attention_2"), **keys)
+
+
+def test_flash_attention_is_for_their_like():
+    gpu = Hardware(gpus=1, flash_attention=True)
+    assert attends("falcon", gpu) == attends("gemma", gpu) == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
     "kind, keys",
     [
         ("llama", {"attention_dropout": 0.1}),
@@ -121,6 +144,41 @@ def test_flash_attention_is_refused_before_an_fp32_model_loads(tiny):
     )
     with pytest.raises(ConfigError, match="fp32"):
         load_causal_lm(asked, alone())
+
+
+def test_flex_attention_may_be_compiled_for_many_shapes(tiny, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    load_causal_lm(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="sdpa"), alone())
+    assert torch._dynamo.config.recompile_limit == 8
+    load_causal_lm(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="flex_attention"), alone())
+    assert torch._dynamo.config.recompile_limit > 30
+
+
+@pytest.mark.parametrize("gpu, positions, multiple", [(True, 1024, 8), (True, 100, 1), (False, 1024, 1)])
+def test_rows_are_not_padded_beyond_a_models_positions(monkeypatch, gpu, positions, multiple):
+    from zerobook.data.collate import causal_collator
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    model = SimpleNamespace(config=AutoConfig.for_model("gpt2", n_positions=positions))
+    collate = causal_collator(SimpleNamespace(pad_token_id=0), model, packed=False, length=positions)
+    batch = collate([{"input_ids": [5] * 99, "labels": [5] * 99}])
+    assert batch["input_ids"].shape[1] == -(-99 // multiple) * multiple
+
+
+def test_a_hub_that_cannot_be_reached_is_left_to_what_loads(monkeypatch):
+    """The model may be in the cache. The network's errors are of no class that Python knows."""
+    import huggingface_hub
+
+    from zerobook import hub
+
+    class ConnectError(Exception):
+        pass
+
+    def refuse(*args, **options):
+        raise ConnectError("Connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
+    hub.fetch("somebody/model", "main", weights=True)
 
 
 def prepared(folder, documents):

@@ -167,13 +167,13 @@ class RecipeConfig(BaseModel):
     def loaded_dtype(self, precision: str) -> str:
         """Return the dtype that the model is loaded in: ``dtype`` where a person gave it, or where its weights are trained.
 
-        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. A 4-bit one keeps fp32
-        for the few weights that are not quantised.
+        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. The weights of a 4-bit
+        one that are not quantised decide in which dtype its layers hand on activations.
 
         Args:
             precision: of the run: ``no``, ``bf16`` or ``fp16``.
         """
-        if not self.trains_adapters or "dtype" in self.model_fields_set or getattr(self, "load_in_4bit", False):
+        if not self.trains_adapters or "dtype" in self.model_fields_set:
             return self.dtype
         return {"bf16": "bfloat16", "fp16": "float16"}.get(precision, self.dtype)
 

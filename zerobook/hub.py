@@ -25,7 +25,7 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
         return
     from huggingface_hub import HfApi, snapshot_download
 
-    with suppress(OSError, ValueError):
+    with suppress(Exception):  # errors of the network are of httpx's classes, whose module depends on the hub's version
         wanted = needed(HfApi().list_repo_files(name, revision=revision), weights=weights)
         snapshot_download(name, revision=revision, allow_patterns=wanted)
 

@@ -173,7 +173,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
     model.eval()
     try:
         given = ({key: value for key, value in batch.items() if key != "labels"} for batch in batches)
-        return [model(**to_device(batch, strategy.device)).logits[0, where].float() for batch in given]
+        return [model(**to_device(batch, strategy.device)).logits[0, where].to(torch.float32, copy=True) for batch in given]
     finally:
         model.train(was_training)
         strategy.after_forwards()  # also behind an error: the next forward must not meet weights that stayed gathered

@@ -52,7 +52,7 @@ class TrainingLoop:
 
     The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
     micro-batches. That count is known beforehand from the sample ids, so no rank has to ask another.
-    Between log points nothing waits for the device.
+    Between log points nothing waits for the device. DeepSpeed does so itself in each step, and so does fp16's loss scaling.
 
     Args:
         collate: list of rows -> the model's arguments by name, tensors above all, with ``labels``. One of a causal recipe is

@@ -26,6 +26,9 @@ MADE_OF = "made_of.json"
 """What an initial model was made of stands beside it: another model or seed is another start."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
+FLASH_HEAD = 256
+"""Numbers of the largest head that flash attention 2 takes."""
+
 
 def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
     """Return a name that ``from_pretrained`` takes. Collective.
@@ -103,13 +106,17 @@ def choose_attention(
         None where transformers is to choose: SDPA, or eager for a model without it.
 
     Raises:
-        ConfigError: a person asked for flash attention 2 in fp32, or for flex attention with attention dropout.
+        ConfigError: a person asked for flash attention 2 in fp32 or for a model that does not train right with it, or for flex
+            attention with attention dropout.
     """
     asked, dropout = config.attn_implementation, attention_dropout(model_config.to_dict())
+    unfit = unfit_for_flash(model_config)
     dtype = str(model_config.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
     half = computes_in_half(config, precision, dtype)
     if asked == "flash_attention_2" and not half:
         raise ConfigError(fp32_flash_attention(precision, dtype))
+    if asked == "flash_attention_2" and unfit:
+        raise ConfigError(f"attn_implementation: flash_attention_2 was asked for, but {unfit}. Use auto, sdpa or eager.")
     if asked == "flex_attention" and dropout:
         raise ConfigError(
             f"attn_implementation: flex_attention has no dropout, and the model's config asks for {dropout:g} in attention. "
@@ -117,12 +124,41 @@ def choose_attention(
         )
     if asked != "auto":
         return asked
-    flash = getattr(model_class, "_supports_flash_attn", False)
+    flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
     only = getattr(model_class, "_compatible_flash_implementations", None)  # GPT-OSS has kernels of its own
     if hardware.gpus and hardware.flash_attention and half and flash and (not only or "flash_attention_2" in only):
         return "flash_attention_2"
     flex = hardware.gpus and config.packing and not dropout and getattr(model_class, "_supports_flex_attn", False)
     return "flex_attention" if flex else None
+
+
+def unfit_for_flash(model_config: Any) -> str | None:
+    """Return why a model does not train right with flash attention 2 in transformers 5.23; None where nothing is known.
+
+    The model's class says that it supports it in all these cases.
+    """
+    facts, kind = model_config.to_dict(), model_config.model_type
+    if model_config.is_encoder_decoder:
+        return (
+            f"{kind} is an encoder-decoder: its cross-attention takes the mask of the source's padding for one of the target, "
+            "and the encoder's gradients are wrong"
+        )
+    if kind == "gpt_neo":
+        return "gpt_neo's flash attention leaves out the local window of every second layer"
+    if facts.get("alibi"):
+        return f"{kind} has ALiBi, for which transformers' flash attention raises an error"
+    largest = _largest_head(facts)
+    if largest > FLASH_HEAD:
+        return f"{kind} has heads of {largest} numbers, and flash attention 2 takes at most {FLASH_HEAD}"
+    return None
+
+
+def _largest_head(facts: dict[str, Any]) -> int:
+    """Return the largest head dimension that a config names, also in the configs inside of it; 0 where there is none."""
+    inside = [value for value in facts.values() if isinstance(value, dict)]
+    inside += [part for value in facts.values() if isinstance(value, list) for part in value if isinstance(part, dict)]
+    named = [value for key, value in facts.items() if str(key).endswith("head_dim") and isinstance(value, int)]
+    return max([*named, *map(_largest_head, inside)], default=0)
 
 
 def attention_dropout(facts: dict[str, Any]) -> float:
@@ -187,6 +223,10 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
     keep_4bit_layout(model)
     model.config.use_cache = False
+    if model.config._attn_implementation == "flex_attention":
+        # a shape, a kind of mask and whether gradients are needed make a compilation each; behind 8 of them, torch's default,
+        # it computes without kernels
+        torch._dynamo.config.recompile_limit = 64
     dropped = keep_all_layers(model)
     if strategy.is_main and dropped:
         print(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")

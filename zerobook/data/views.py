@@ -69,8 +69,13 @@ class Blocks:
 
     isolated = False
 
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Where each stretch ends among the joined tokens, int64 [stretches]."""
+        return np.cumsum(self.stops - self.starts)
+
     def __len__(self) -> int:
-        return int((self.stops - self.starts).sum()) // self.length
+        return int(self._ends[-1]) // self.length if len(self._ends) else 0
 
     @property
     def lengths(self) -> np.ndarray:
@@ -87,7 +92,7 @@ class Blocks:
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        ends = np.cumsum(self.stops - self.starts)
+        ends = self._ends
         wanted, parts = self.length, []
         stretch = int(np.searchsorted(ends, row * self.length, side="right"))
         position = int(self.stops[stretch] - (ends[stretch] - row * self.length))

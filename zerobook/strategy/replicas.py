@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from zerobook.strategy.ranks import Ranks
 
+_PART = 1 << 24
+"""Numbers of a weight that are summed at once."""
+
 
 class Replicas(NamedTuple):
     """Copies of the weights that differ. ``tensors`` of them do; ``name`` is the first, with each rank's checksum, the
@@ -56,7 +59,7 @@ class Replicas(NamedTuple):
 def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas | None:
     """None where all ranks hold the same. Reads every weight once; the first that differs is looked at more closely.
     Collective."""
-    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
+    sums = torch.stack([_sum_of_bits(p) for _, p in named])
     every = [torch.empty_like(sums) for _ in range(ranks.world_size)]
     dist.all_gather(every, sums)
     table = torch.stack(every)
@@ -71,6 +74,11 @@ def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas |
     places = sorted({place for rank in ranks.gather(odd) for place in rank})
     values = ranks.gather(parameter.detach().flatten()[places].float().tolist())
     return Replicas(name, len(odd_ones), table[:, odd_ones[0]].tolist(), places, values)
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits, int64 []. torch copies what it sums to int64 first, so a large weight is summed in parts."""
+    return torch.stack([part.sum(dtype=torch.int64) for part in _bits(tensor).split(_PART)]).sum()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class ZeroStrategy(Strategy):
         mine = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
         if stop > start:
             mine[: stop - start] = read(start, stop)
-        self.deepspeed_optimizer.set_local_hp_param(mine.to(self.device), parameter, key)
+        self.deepspeed_optimizer.set_local_hp_param(mine, parameter, key)
         if key is None:
             import deepspeed
 
