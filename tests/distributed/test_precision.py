@@ -137,3 +137,17 @@ def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
     )  # fmt: skip
     assert [s["step"] for s in again.steps] == [7, 8, 9, 10]
     assert largest_difference(again.losses, whole.losses[6:]) < 1e-5
+
+
+@pytest.mark.launch
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_qlora_in_bf16_trains_as_one_process_and_holds_less(launches, strategy):
+    """What is not quantised is loaded in bf16 then, unless a person says otherwise."""
+    asked = dict(load_in_4bit=True, mixed_precision="bf16", eval_on_start=True, eval_steps=2)
+    one = launches("single", 1, 4, 1, "lora_finetune", **asked)
+    run = launches(strategy, 2, 2, 1, "lora_finetune", **asked)
+    assert largest_difference(run.losses, one.losses) < 3e-2
+    fp32 = launches("single", 1, 4, 1, "lora_finetune", **asked, dtype="float32")
+    held, before = (r.event("memory")["per_rank_bytes"][0]["parameters"] for r in (one, fp32))
+    assert held < 0.9 * before and largest_difference(one.losses, fp32.losses) < 3e-2
