@@ -1,4 +1,4 @@
-"""What one real GPU says, without a network: a list of cases, each written down as it ends.
+"""Measure what one real GPU can show, without a network: a list of cases, each written down as it ends.
 
     python benchmarks/gpu.py all [--minutes 8]
     python benchmarks/gpu.py machine|tests|parity|precision|planner|tables|speed
@@ -61,7 +61,7 @@ Case = Callable[[float, dict[str, Row]], Row]
 
 @dataclass
 class Setting:
-    """Where cases run. ``tiny`` models are for trying the cases themselves."""
+    """The device and folder that cases run on and in. ``tiny`` models are for trying the cases themselves."""
 
     tiny: bool
     cpu: bool

@@ -21,7 +21,7 @@ MORE = "Several GPUs together were not run. How to run it, and what each part sh
 
 
 def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
-    """What the rows of a part say together; empty where there is nothing to say beside how many ran."""
+    """Return what the rows of a part show together; empty where there is nothing to say beside how many ran."""
     if part == "tests":
         return "; ".join(row["said"] for row in rows.values() if "said" in row)
     if part == "parity":

@@ -290,6 +290,8 @@ def test_a_forward_pass_never_waits_for_a_gpu(attention, pack):
     causal_lm_loss(model(**batch).logits, labels).backward()  # what the first pass alone sets up may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(**batch)
+        logits = model(**batch).logits
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            logits.sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")

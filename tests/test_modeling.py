@@ -174,11 +174,15 @@ def test_a_hub_that_cannot_be_reached_is_left_to_what_loads(monkeypatch):
     class ConnectError(Exception):
         pass
 
-    def refuse(*args, **options):
+    asked = []
+
+    def refuse(self, name, **options):
+        asked.append(name)
         raise ConnectError("Connection refused")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
     hub.fetch("somebody/model", "main", weights=True)
+    assert asked == ["somebody/model"]
 
 
 def prepared(folder, documents):

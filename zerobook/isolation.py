@@ -1,4 +1,4 @@
-"""Whether tokens that must not see each other do not: measured on the model, not believed."""
+"""Measure on the model that tokens which must not see each other do not."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], sli
 
 @torch.no_grad()
 def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
-    """Whether the second sample of a row has the positions that it has alone, in a model with a table of them. Collective.
+    """Return whether a row's second sample has the positions that it has alone, in a model with a table of them. Collective.
 
     Its logits in the row must be nearer to those of the sample alone than half as far as positions that begin later put them.
     """
@@ -180,7 +180,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
 
 
 def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:
-    """The same with a `NoCache`, unless activations are recomputed: transformers then takes it away again, with a warning."""
+    """Yield the collator with a `NoCache`, unless activations are recomputed: transformers then removes it, with a warning."""
     if not any(getattr(module, "gradient_checkpointing", False) for module in strategy.unwrapped.modules()):
         yield replace(collate, no_cache=True)
 

@@ -22,7 +22,7 @@ FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What this machine offers.
+    """GPUs of this machine, and what runs on them.
 
     Attributes:
         gpus: how many torch sees.
@@ -212,7 +212,7 @@ def true(value: Any) -> bool:
 
 
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
-    """A GPU for each process of this machine, which finds its own by LOCAL_RANK."""
+    """Check that each process of this machine has a GPU of its own, which it finds by LOCAL_RANK."""
     local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
     if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:  # srun started this
         tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
@@ -353,7 +353,7 @@ def _choose_precision(
 
 
 def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
-    """Whether the model's attention sees fp16 or bf16.
+    """Return whether the model's attention computes in fp16 or bf16.
 
     Without mixed precision, trained weights are fp32 whatever they were loaded in, and only frozen ones stay as they are.
 

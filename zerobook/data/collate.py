@@ -91,7 +91,7 @@ def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
-    """What variable-length flash attention needs to know of the rows, as transformers takes it.
+    """Return the lengths that variable-length flash attention needs, by the names that transformers gives them.
 
     Without them it derives them from the positions in every layer, and the host waits for the device there.
 

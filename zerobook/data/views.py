@@ -71,7 +71,7 @@ class Blocks:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Where each stretch ends among the joined tokens, int64 [stretches]."""
+        """Ends of the stretches among the joined tokens, int64 [stretches]."""
         return np.cumsum(self.stops - self.starts)
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ class Device:
 
     @property
     def nvlink(self) -> bool:
-        """Whether NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
+        """True where NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
         return self.link > self.pcie
 
     def speed_of(self, name: str, memory: int) -> Device:

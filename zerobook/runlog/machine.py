@@ -65,7 +65,7 @@ def allocator() -> dict[str, int] | None:
 
 
 def out_of_memory() -> str:
-    """What to do where a GPU had no room for another tensor, with what torch's allocator held."""
+    """Return advice where a GPU had no room for another tensor, with what torch's allocator held."""
     held, words = allocator(), []
     if held is not None:
         words.append(
