@@ -177,6 +177,18 @@ def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf, capsys):
     assert "copy.jsonl is trained on as well" in "".join(capsys.readouterr())
 
 
+def test_a_file_that_is_in_a_mixture_twice_with_other_limits_is_said(tmp_path, shelf, capsys):
+    a = chats(tmp_path / "a.jsonl", 20)
+
+    def mixture(*limits, **given):
+        shelf(datasets=[DatasetSpec(path=a, name=f"n{i}", limit=limit) for i, limit in enumerate(limits)], **given)
+        return "is in datasets more than once" in "".join(capsys.readouterr())
+
+    assert mixture(10, 20) and mixture(10, None)
+    assert not mixture(10, 10), "both hold out the same samples"
+    assert not mixture(10, 20, validation_split_percentage=0)
+
+
 @pytest.mark.parametrize("name", ["input_ids.bin", "labels.bin", "supervised.npy", "input_ids.offsets.npy"])
 def test_a_folder_with_a_file_that_was_cut_off_is_made_again(tmp_path, shelf, name):
     """As a loss of power leaves it. The ids that are missing would be rows without tokens."""

@@ -218,3 +218,40 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path, monkeypatch):
     assert [s["step"] for s in history.steps(living=True)] == list(range(1, STEPS + 1))
     assert sum(history.time().steps_given_up.values()) == given_up
     assert [point.step for point in curves.read(run.output)] == list(range(1, STEPS + 1))
+
+
+def test_a_rollback_that_a_kill_interrupts_is_finished_by_the_next_attempt(tiny, tmp_path, monkeypatch, capfd):
+    see, load = Watch.see, Keeper.load
+
+    def seeing(self, records):
+        see(self, records)
+        if records[-1]["step"] != 5:
+            return None
+        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=5, to_step=2)
+
+    def killed(self, step=None):
+        if step is not None:
+            raise KeyboardInterrupt
+        return load(self)
+
+    monkeypatch.setattr(Watch, "see", seeing)
+    monkeypatch.setattr(Keeper, "load", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", **flags(tiny))
+    monkeypatch.undo()
+    capfd.readouterr()
+    run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny))
+    assert run.event("resume")["step"] == 2, "step 4 may hold the damage"
+    assert "went back to step 2: set aside step-000004.abandoned" in capfd.readouterr().out
+    (tmp_path / "run/checkpoints/step-000012").rename(tmp_path / "step-000012")
+    run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny))
+    assert [e["step"] for e in run.events if e["type"] == "resume"] == [2, 10], "a rollback is finished once"
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_becomes_a_good_one(tiny, tmp_path):
+    first = train(tmp_path / "run", **flags(tiny))
+    for step in (8, 10, 12):
+        shutil.rmtree(first.output / "checkpoints" / f"step-{step:06d}")
+    run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | {"num_train_epochs": 3})
+    proven = [e["step"] for e in run.events if e["type"] == "checkpoint" and e["state"] == "proven_good"]
+    assert proven == [2, 6, 8], "the first attempt proved 2"

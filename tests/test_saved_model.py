@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from recipes.seq2seq_chatbot import Seq2SeqConfig
+from tests.alone import train
 from tests.harness import reseal
 from zerobook.adapters import add_lora
 from zerobook.chat import Conversation
@@ -272,7 +273,7 @@ def test_an_adapter_is_put_onto_the_revision_that_it_was_trained_on(hub, trained
     export([str(run), "--output", str(tmp_path / "merged")])
     export([str(run), "--output", str(tmp_path / "kept"), "--keep_adapter"])
     for folder in (run / "adapter", tmp_path / "kept"):
-        assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "v1"
+        assert json.loads((folder / "adapter_config.json").read_text())["revision"] == "b" * 40
         for file in ("tokenizer_config.json", "tokenizer.json"):
             (folder / file).unlink()  # then it takes its base's tokenizer, of that revision too
     for folder in (run / "adapter", tmp_path / "kept", tmp_path / "merged"):
@@ -281,6 +282,28 @@ def test_an_adapter_is_put_onto_the_revision_that_it_was_trained_on(hub, trained
             assert (loaded.model(tokens).logits - wanted).abs().max() < 0.1, f"{folder} is on another revision"
         assert loaded.tokenizer.eos_token == "<|im_end|>"
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<|im_end|>"
+
+
+def test_adapters_stay_on_the_commit_that_they_were_trained_beside(hub, trained, tmp_path, tiny):
+    from huggingface_hub import constants
+
+    import recipes.lora_finetune
+
+    flags = dict(
+        recipe=recipes.lora_finetune, model_name_or_path=hub, model_revision="v1", lora_r=2, lora_alpha=4, max_seq_length=64,
+        train_file=tiny / "few.jsonl", validation_split_percentage=0, save_steps=2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    run = train(tmp_path / "run", **flags, max_train_steps=2).output
+    refs = Path(constants.HF_HUB_CACHE) / "models--somebody--base" / "refs"
+    (refs / "v1").write_text("a" * 40)  # the branch moves on
+    with pytest.raises(CheckpointError, match=f"--model_revision {'b' * 40}"):
+        train(run, **flags, max_train_steps=4, resume_from_checkpoint="auto")
+    train(run, **flags | {"model_revision": "b" * 40}, max_train_steps=4, resume_from_checkpoint="auto")
+    export([str(run), "--output", str(tmp_path / "merged")])
+    tokens = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        wanted = load_result(run / "adapter").model(tokens).logits
+        assert (load_result(tmp_path / "merged").model(tokens).logits - wanted).abs().max() < 1e-4
 
 
 # --- modes

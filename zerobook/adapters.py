@@ -46,7 +46,7 @@ def add_lora(
         dropout: before the adapters.
         targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
         seed: adapters start alike on every rank and under every strategy.
-        revision: of the model on the hub; the saved adapter's config names it.
+        revision: of the model on the hub. The saved adapter's config names the commit, or this where the commit is unknown.
 
     Raises:
         ConfigError: a target that the model does not have.
@@ -58,7 +58,7 @@ def add_lora(
     set_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM")
     try:
-        adapted = get_peft_model(model, config, revision=revision)
+        adapted = get_peft_model(model, config, revision=getattr(model, "base_commit", None) or revision)
     except ValueError as error:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(

@@ -30,6 +30,16 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
         snapshot_download(name, revision=revision, allow_patterns=wanted)
 
 
+def commit(name: str, revision: str) -> str | None:
+    """Return the commit that ``revision`` of a model has in the hub's cache on this machine; None for a folder."""
+    if Path(name).exists():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
 def needed(files: Iterable[str], *, weights: bool) -> list[str]:
     """Return which files of a repository to download: configs, tokenizers, code, and at most one kind of weights.
 

@@ -91,6 +91,7 @@ class TrainingLoop:
         strategy.on_main(self._open_log)
         self.progress = state.read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
         self._check_data(checkpoint)
+        self._check_base(checkpoint, model)
         ladder = self._decided_before(checkpoint)
         self.watch = Watch(config, strategy, self.keeper, self.log, detector=self.progress.detector, ladder=ladder)
         self.feed = self.training_feed()
@@ -142,6 +143,17 @@ class TrainingLoop:
                         f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
                         "would come twice or never. Bring the old value back, or start a new run from the exported model."
                     )
+
+    def _check_base(self, checkpoint: Path | None, model: nn.Module) -> None:
+        """Refuse to put adapters onto another commit of their base: a branch on the hub can move while a run is stopped."""
+        if checkpoint is None or not self.config.trains_adapters:
+            return
+        was, now = store.read_json(checkpoint / "config.json").get("base_commit"), getattr(model, "base_commit", None)
+        if was and now and was != now:
+            raise CheckpointError(
+                f"{checkpoint}: its adapters were trained beside commit {was} of {self.config.model_name_or_path}, and "
+                f"--model_revision {self.config.model_revision} is commit {now} now. Pass --model_revision {was}."
+            )
 
     def training_feed(self) -> Feed:
         """From where the progress stands, without what is left out."""
@@ -220,6 +232,7 @@ class TrainingLoop:
             tqdm.write(plain(f"passed over: {reason}"))
         _, bytes_read = self.keeper.load()
         verified, differing = self.verify(self.progress.following)
+        self.watch.saved(self.progress.step)  # it was not proven good while the last attempt ran, perhaps
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
             aside = store.set_aside(self.keeper.folder, self.progress.step, self.keeper.passed_over)

@@ -188,7 +188,8 @@ def load_seq2seq_lm(config: RecipeConfig, strategy: Strategy, quantization: Any 
 
 
 def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
-    """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading.
+    """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Its ``base_commit`` is
+    the commit on the hub, None where it has none.
 
     Args:
         kind: the transformers auto class that makes it.
@@ -204,14 +205,16 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     dtype = DTYPES[config.dtype]
     hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    name = config.model_name_or_path
+    name, commit = config.model_name_or_path, None
     config_name = getattr(config, "config_name", None)
     if name is None:
         assert config_name is not None
         name = _initialise(auto_class, config, config_name, strategy)
     else:
         name = locate(name, strategy, config.model_revision, weights=True)
-        options["revision"] = config.model_revision
+        # rank 0's, for every node: a branch in another node's cache can be an older commit
+        commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
+        options["revision"] = commit or config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
     model_class = auto_class._model_mapping.get(type(model_config), None)
     attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
@@ -221,6 +224,7 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     if config.device_map:
         options["device_map"] = config.device_map
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
+    model.base_commit = commit
     keep_4bit_layout(model)
     model.config.use_cache = False
     if model.config._attn_implementation == "flex_attention":

@@ -91,15 +91,16 @@ def export_checkpoint(
     kept = store.read_json(checkpoint / "config.json")
     config = kept["config"]
     notes: list[str] = []
-    model, base = _base_model(config, checkpoint, trust_remote_code)
-    tokenizer = _tokenizer(config, kept.get("chat_template"), base, trust_remote_code)
+    revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
+    model, base = _base_model(config, checkpoint, revision, trust_remote_code)
+    tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
     if config["chat_template"] and "chat_template" not in kept:
         notes.append(
             f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
         )
     adapted = "lora_r" in config
     if adapted:
-        model = _adapted(model, config)
+        model = _adapted(model, config, revision)
     _fill(model, checkpoint)
     if adapted and config.get("load_in_4bit"):
         notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
@@ -128,13 +129,13 @@ def export_checkpoint(
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
-def _base_model(config: dict[str, Any], checkpoint: Path, trust_remote_code: bool) -> tuple[nn.Module, str]:
+def _base_model(config: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
     """Return the model that the run began with, in fp32, and where it is found."""
     import transformers
 
     name = config["model_name_or_path"]
     source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
-    options = {"trust_remote_code": trust_remote_code, "revision": config["model_revision"]}
+    options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
         kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
@@ -147,21 +148,21 @@ def _base_model(config: dict[str, Any], checkpoint: Path, trust_remote_code: boo
         ) from error
 
 
-def _tokenizer(config: dict[str, Any], template: str | None, base: str, trust_remote_code: bool) -> Any:
-    """Return the run's tokenizer, with the chat template from the checkpoint."""
-    name = embedded.located(config["tokenizer_name"]) if config["tokenizer_name"] else base
-    tokenizer, _ = open_tokenizer(
-        name, template=template, revision=config["model_revision"], trust_remote_code=trust_remote_code
-    )
+def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool) -> Any:
+    """Return the run's tokenizer, with the chat template from the checkpoint. ``revision`` is the base's."""
+    name = base
+    if config["tokenizer_name"]:
+        name, revision = embedded.located(config["tokenizer_name"]), config["model_revision"]
+    tokenizer, _ = open_tokenizer(name, template=template, revision=revision, trust_remote_code=trust_remote_code)
     return tokenizer
 
 
-def _adapted(model: nn.Module, config: dict[str, Any]) -> nn.Module:
+def _adapted(model: nn.Module, config: dict[str, Any], revision: str) -> nn.Module:
     from zerobook.adapters import add_lora
 
     return add_lora(
         model, rank=config["lora_r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"],
-        targets=config["lora_target_modules"], seed=config["seed"], revision=config["model_revision"],
+        targets=config["lora_target_modules"], seed=config["seed"], revision=revision,
     )  # fmt: skip
 
 

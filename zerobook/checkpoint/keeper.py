@@ -15,6 +15,7 @@ from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
 from zerobook.config import RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
+from zerobook.runlog.attempt import unfinished_rollback
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.terminal import plain
@@ -46,7 +47,23 @@ class Keeper:
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: store.hold(self.folder))
         asked = config.resume_from_checkpoint
+        if asked == "auto":
+            strategy.on_main(self._finish_rollback)
         self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
+
+    def _finish_rollback(self) -> None:
+        """Set aside what a rollback was to give up, where the process ended before it had. Rank 0.
+
+        Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
+        """
+        step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
+        if step is None or store.damage(self._of(step), thorough=True) is not None:
+            return
+        aside = store.set_aside(self.folder, step)
+        if aside:
+            tqdm.write(
+                f"the last attempt ended while it went back to step {step}: set aside {', '.join(c.name for c in aside)}"
+            )
 
     @property
     def goes_on_in_place(self) -> bool:
@@ -151,6 +168,7 @@ class Keeper:
                 "asked": self.strategy.plan.asked,
                 "config": self.config.model_dump(),
                 "chat_template": self.config.chat_template_text,
+                "base_commit": getattr(self.strategy.unwrapped, "base_commit", None),
             },
         )
         if not self.config.async_save:

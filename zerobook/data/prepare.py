@@ -135,6 +135,7 @@ class Library:
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
             shelves.append(_Shelf(spec, train, held_out))
+        self._warn_of_a_leak([shelf for shelf in shelves if shelf.train and not shelf.held_out])
         if self.config.validation_file:
             spec = self.config.validation_spec()
             source = open_source(spec.path).train
@@ -145,6 +146,20 @@ class Library:
                 tqdm.write(f"WARNING: {source.name} is trained on as well: the held-out loss says nothing about other data")
             shelves.append(_Shelf(spec, None, held_out))
         return shelves
+
+    def _warn_of_a_leak(self, shelves: list[_Shelf]) -> None:
+        """Warn where one source stands in ``datasets`` twice, prepared differently: each holds out other samples."""
+        if self.config.validation_file or not self.config.validation_split_percentage:
+            return
+        folders: dict[str, Path] = {}
+        for shelf in shelves:
+            assert shelf.train is not None
+            source = (_meta(shelf.train) or {}).get("settings", {}).get("source")
+            if folders.setdefault(source, shelf.train) != shelf.train:
+                tqdm.write(
+                    f"WARNING: {shelf.spec.path} is in datasets more than once, with different settings. What is held out of "
+                    "one entry is trained on by the other. Give --validation_file, or --validation_split_percentage 0."
+                )
 
     def _splits(self, spec: DatasetSpec) -> Splits:
         streaming = self.config.streaming

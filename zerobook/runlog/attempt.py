@@ -152,6 +152,17 @@ def decided(folder: Path) -> Decided:
     return found
 
 
+def unfinished_rollback(folder: Path) -> int | None:
+    """Return the step that the newest attempt was about to go back to when it ended; None where it was not about to."""
+    for record in backwards(folder / EVENTS):
+        kind = record and record["type"]
+        if kind == "resume" or (kind == "rollback" and record["phase"] == "outcome"):
+            return None
+        if kind == "rollback":
+            return record["to_step"]
+    return None
+
+
 @contextmanager
 def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterator[None]:
     """Around the training: samples the machine, and an error that ends it is written down before it goes on its way.
