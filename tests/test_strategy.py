@@ -245,3 +245,32 @@ def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there
     assert near.words(lambda name, place: 0.51).startswith("rank 1's copy")
     assert near.words(lambda name, place: 0.6).startswith("the copies of w on ranks [0, 1] differ"), "that is not clear"
     assert "the copies of w on ranks [0, 1] differ" in near.words(None)
+
+
+def _copies_on_a_rank(rank, folder, queue):
+    """A process of the test below."""
+    import torch.distributed as dist
+
+    from zerobook.strategy.ranks import Ranks
+    from zerobook.strategy.replicas import differing
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    ranks = Ranks(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        copy = torch.ones(2, 4, dtype=dtype)
+        assert differing(ranks, [("same", copy)]) is None
+        copy[0, 3] += rank
+        queue.put((str(dtype), rank, differing(ranks, [("same", torch.ones(2)), ("odd", copy)])))
+    dist.destroy_process_group()
+
+
+def test_copies_that_differ_are_told_in_every_precision(tmp_path):
+    import torch.multiprocessing as mp
+
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_copies_on_a_rank, (tmp_path, queue), nprocs=2)
+    found = [queue.get() for _ in range(6)]
+    assert len({(dtype, rank) for dtype, rank, _ in found}) == 6
+    for _, _, replicas in found:
+        assert replicas.name == "odd" and replicas.tensors == 1
+        assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]

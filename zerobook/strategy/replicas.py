@@ -69,7 +69,7 @@ def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas |
     name, parameter = named[odd_ones[0]]
     mine = _bits(parameter)
     reference = mine.clone()
-    dist.broadcast(reference, src=0)
+    dist.broadcast(reference.view(torch.uint8), src=0)  # the same memory; neither NCCL nor gloo sends 2-byte integers
     odd = (mine != reference).nonzero().flatten()[:16].tolist()
     places = sorted({place for rank in ranks.gather(odd) for place in rank})
     values = ranks.gather(parameter.detach().flatten()[places].float().tolist())
