@@ -338,6 +338,8 @@ def test_no_optimizer_of_a_json_needs_an_op_that_cannot_be_compiled(tmp_path):
         params = plan.deepspeed_config["optimizer"]["params"]
         assert params["torch_adam"] is True and params["fused"] is True and not plan.problems
         assert any("in place of DeepSpeed's FusedAdam" in note for note in plan.notes)
+    plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW"}, fp16={"enabled": True}), gpus)
+    assert plan.precision == "fp16" and plan.deepspeed_config["optimizer"]["params"]["fused"] is True
     offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     plan, _ = plan_for(deepspeed(tmp_path, optimizer={"type": "AdamW"}, zero_optimization=offloaded), gpus)
     assert "torch_adam" not in plan.deepspeed_config["optimizer"]["params"], "DeepSpeedCPUAdam needs no nvcc"

@@ -17,6 +17,7 @@ from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
 from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy.base import MOMENTS
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
 
@@ -115,6 +116,37 @@ def test_the_norm_may_be_looked_at_before_the_step_under_a_loss_scaler(make):
     torch.testing.assert_close(seen, wanted)
     for a, b in zip(again.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_overflow_in_fp16_changes_nothing_and_counts_no_step(make):
+    strategy = make(Fp16OnCpu, weight_decay=0.1)
+    strategy.materialise_optimizer()
+    strategy.set_adam_steps(6)  # as behind a resume
+    step(strategy)
+
+    def held():
+        return [strategy.get_tensor(p, key).clone() for _, p in strategy.trainable() for key in (None, *MOMENTS)]
+
+    before, scale = held(), strategy.accelerator.scaler.get_scale()
+    _, norm = step(strategy, scale=float("inf"))
+    assert not math.isfinite(norm) and strategy.adam_steps() == 7
+    assert all(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
+    assert strategy.accelerator.scaler.get_scale() == scale / 2
+    step(strategy)
+    assert strategy.adam_steps() == 8 and not any(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_adam_is_fused_in_every_precision(make, precision):
+    """``fused=False`` is more than not fused: torch then takes no foreach kernels either."""
+    strategy = make()
+    strategy.plan.precision = precision
+    config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
+    optimizer = strategy._adamw(strategy.model, config)
+    assert optimizer.defaults["fused"] and optimizer._step_supports_amp_scaling
+    strategy.plan.offload_optimizer = "cpu"
+    offloaded = strategy._adamw(strategy.model, config)
+    assert offloaded.defaults["fused"] and not offloaded._step_supports_amp_scaling, "the scaler itself waits for its word"
 
 
 def zero_like(dynamic):

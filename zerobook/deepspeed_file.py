@@ -231,8 +231,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         _agree(plan, f"optimizer.params.betas[{index}]", present, key, config, sources)
     params["betas"] = [config.adam_beta1, config.adam_beta2]
     if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
-        params["torch_adam"] = True
-        params["fused"] = plan.precision != "fp16"  # as without the section
+        params["torch_adam"] = params["fused"] = True  # as without the section
         plan.notes.append(
             "optimizer: torch's Adam steps in place of DeepSpeed's FusedAdam, which has to be compiled, on GPUs with nvcc; "
             f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'

@@ -111,15 +111,19 @@ class Strategy(Ranks):
         }
 
     def _adamw(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             self._groups(model, config.weight_decay),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            # The fused one can leave a step out on the device's own word; fp16's scaler does so by itself.
-            fused=self.plan.precision != "fp16",
+            # It can leave a step out on the device's own word. And ``fused=False`` switches the foreach kernels off as well.
+            fused=True,
         )
+        if self.plan.offload_optimizer != "none":
+            # The scaler would hand it a copy of its word that may still be on its way from the GPU. It then decides by itself.
+            optimizer._step_supports_amp_scaling = False
+        return optimizer
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         return parameter_groups(model, weight_decay, self.shape)
@@ -174,9 +178,8 @@ class Strategy(Ranks):
             group["lr"] = learning_rate
         norm = self.gradient_norm()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
-        inner = self._torch_optimizer()
-        if inner.defaults.get("fused"):
-            inner.found_inf = (~torch.isfinite(norm)).float()  # decided on the device: the host need not wait
+        # Decided on the device: the host need not wait. fp16's scaler puts its own word in this one's place.
+        self._torch_optimizer().found_inf = (~torch.isfinite(norm)).float()
         self.optimizer.step()
         self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
