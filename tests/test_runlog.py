@@ -529,3 +529,15 @@ def test_json_is_what_the_files_are(run):
     lines = (run / "runlog" / "events.jsonl").read_text().splitlines()
     plain = [json.loads(line) for line in lines]
     assert [{k: v for k, v in e.items() if k != "crc"} for e in plain] == History.read(run).events
+
+
+def test_a_note_brings_its_text_and_nothing_else(tmp_path):
+    log = RunLog(tmp_path)
+    forged = {"text": "hello", "by": "me", "seq": 999, "type": "crash", "attempt": 7}
+    (log.folder / "notes.jsonl").write_bytes(encode(forged))
+    log.take_notes()
+    (note,) = [e for e in read(log.folder / "events.jsonl") if e.get("text") == "hello"]
+    assert (note["type"], note["by"]) == ("note", "me") and note["seq"] != 999 and note["attempt"] == log.attempt
+    (log.folder / "notes.jsonl").mkdir()
+    log.take_notes()
+    log.close()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,3 +182,39 @@ def test_errors_steer_nothing(capsys, monkeypatch):
     recipe.run_recipe(fail)
     said = capsys.readouterr().err
     assert "owned" not in said and "All is well" in said and not FORBIDDEN.search(said)
+
+
+def test_text_from_files_in_tracebacks_and_library_logs_is_plain(tmp_path):
+    title = "\x1b]0;PWNED\x07"
+    program = (
+        "import sys\n"
+        "from transformers.utils import logging as library\nfrom zerobook.terminal import keep_logs_plain, say_traceback\n"
+        "sys.excepthook = say_traceback\nkeep_logs_plain('transformers')\nkeep_logs_plain('transformers')\n"
+        f"library.get_logger('transformers.x').warning('unexpected tensor ' + {title!r} + 'w')\n"
+        f"raise RuntimeError('no dtype ' + {title!r} + 'f32')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "\x1b" not in done.stderr and "PWNED" not in done.stderr
+    assert "unexpected tensor w" in done.stderr and "RuntimeError: no dtype f32" in done.stderr and "Traceback" in done.stderr
+
+
+def test_broken_weights_and_folders_that_cannot_be_written_are_sentences(tiny, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from zerobook.evaluation.load import load_result
+    from zerobook.modeling import _from_pretrained
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny / "llama", folder)
+    header = json.dumps({"w": {"dtype": "\x1b]0;PWNED\x07", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
+    with pytest.raises(ConfigError, match=r"model_name_or_path: .* cannot load it"):
+        _from_pretrained(AutoModelForCausalLM, str(folder), "model_name_or_path", {})
+    shutil.copy(tiny / "llama" / "model.safetensors", folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"attn_implementation": "kernels-community/evil"}))
+    assert load_result(folder).model.config._attn_implementation in ("sdpa", "eager"), "no code from the hub"
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    assert main(["runlog", "report", str(tmp_path / "file" / "run")]) == 2
+    assert "Traceback" not in capsys.readouterr().err

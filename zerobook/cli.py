@@ -52,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     from zerobook.errors import ZerobookError
-    from zerobook.terminal import say
+    from zerobook.terminal import say, say_traceback
 
+    sys.excepthook = say_traceback
     try:
         module, function = COMMANDS[known.command]
         return getattr(import_module(module), function)(arguments[1:])
@@ -65,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a folder that cannot be read or written
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

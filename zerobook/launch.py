@@ -16,6 +16,7 @@ from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.launcher import chose_threads, left_unsaid, loopback_note, parent_flags
 from zerobook.resolve import Hardware, LaunchPlan, resolve, true
+from zerobook.terminal import keep_logs_plain
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for each other before they call it a hang."""
@@ -175,6 +176,7 @@ def _hush(plan: LaunchPlan) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    keep_logs_plain("transformers")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
 

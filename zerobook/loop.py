@@ -25,6 +25,7 @@ from zerobook.errors import CheckpointError, DivergenceError
 from zerobook.evaluation import held_out
 from zerobook.isolation import settled
 from zerobook.loss import Objective
+from zerobook.modeling import pin_rotary
 from zerobook.preemption import EXIT_CODE, Preemption
 from zerobook.progress import Progress
 from zerobook.recipe import leave
@@ -103,6 +104,10 @@ class TrainingLoop:
             total=self.total_steps,
         )
         strategy.prepare(model, config, self.total_steps)
+        parts = [self.data.train, *self.data.held_out.values()]
+        note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
+        if note and strategy.is_main:
+            tqdm.write(f"  note: {note}")
         self._saved: int | None = self.progress.step if self.keeper.goes_on_in_place else None
         if self._saved != self.end_step:
             self.keeper.check_space(self.end_step - self.progress.step)

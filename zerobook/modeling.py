@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from zerobook import hub
@@ -266,6 +267,50 @@ def keep_all_layers(model: nn.Module) -> float:
     return most
 
 
+def drop_foreign_attention(config: Any) -> None:
+    """Let the model's class choose its attention where the config names a kernel on the hub: that is native code of others."""
+    if "/" in str(getattr(config, "_attn_implementation", None) or ""):
+        config._attn_implementation = None
+
+
+def pin_rotary(model: nn.Module, longest: int) -> str | None:
+    """Fix rotary embeddings whose frequencies would change with the lengths of a batch. Returns a sentence about it, or None.
+
+    transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by the longest row,
+    once that is longer than the positions the model was first trained on. ``dynamic`` also keeps the longest row it has seen.
+    So the loss would depend on the cut of a batch, on evaluations between the steps, and on what an attempt did before. Here
+    they are chosen once, for the longest sample of the run.
+
+    Args:
+        longest: tokens of the longest sample, in training and held-out data.
+    """
+    said = None
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None or not hasattr(module, "original_max_seq_len"):
+            continue
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in by_layer.items():
+            if "dynamic" not in kind and kind != "longrope":
+                continue
+            facts = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
+            trained = module.original_max_seq_len if kind != "longrope" else facts["original_max_position_embeddings"]
+            if longest <= trained:
+                continue
+            buffer = module.inv_freq if layer is None else getattr(module, f"{layer}_inv_freq")
+            positions = torch.arange(longest, device=buffer.device)[None]
+            module(buffer, positions, **({} if layer is None else {"layer_type": layer}))  # chooses the frequencies
+            if layer is None:
+                module.rope_type = "pinned"
+            else:
+                module.rope_type = module.rope_type | {layer: "pinned"}
+            said = (
+                f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained} tokens; "
+                f"in this run they are those of its longest sample, {longest} tokens"
+            )
+    return said
+
+
 def check_positions(model: nn.Module, name: str, longest: int) -> None:
     """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -373,7 +418,7 @@ def _made_of(folder: Path) -> dict[str, Any] | None:
 def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}") from error

@@ -19,11 +19,12 @@ from zerobook.errors import ZerobookError
 from zerobook.files import modes_by_umask
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import Strategy
-from zerobook.terminal import console, say
+from zerobook.terminal import console, say, say_traceback
 
 
 def run_recipe(main: Callable[[], Any]) -> None:
     """Call ``main``; print a user's error without a traceback, once, and exit with 2."""
+    sys.excepthook = say_traceback
     try:
         main()
     except ZerobookError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+import traceback
+from types import TracebackType
 from typing import Any, TextIO
 
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
@@ -38,6 +41,27 @@ def visible(text: str, besides: str = "") -> str:
 def say(text: str, file: TextIO | None = None) -> None:
     """Print ``text`` as `plain` returns it, and a line end."""
     print(plain(text), file=file, flush=True)
+
+
+def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a traceback as `plain` returns it, for ``sys.excepthook``: an error's message may quote a file."""
+    say("".join(traceback.format_exception(kind, error, trace)), file=sys.stderr)
+
+
+def keep_logs_plain(name: str) -> None:
+    """Let the handlers of a library's logger print as `plain` returns it: models' files are quoted there."""
+    for handler in logging.getLogger(name).handlers:
+        if not isinstance(handler.formatter, _PlainFormatter):
+            handler.setFormatter(_PlainFormatter(handler.formatter or logging.Formatter()))
+
+
+class _PlainFormatter(logging.Formatter):
+    def __init__(self, inner: logging.Formatter):
+        super().__init__()
+        self.inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(self.inner.format(record))
 
 
 def console(width: int = 140, *, markup: bool = False) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from zerobook.checkpoint import store
@@ -20,7 +21,7 @@ from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.files import modes_by_umask
-from zerobook.modeling import open_tokenizer
+from zerobook.modeling import drop_foreign_attention, open_tokenizer
 from zerobook.strategy.base import persistent_buffers
 from zerobook.terminal import say
 
@@ -138,9 +139,10 @@ def _base_model(config: dict[str, Any], checkpoint: Path, revision: str, trust_r
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
+        drop_foreign_attention(facts)
         kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
-        return getattr(transformers, kind).from_pretrained(source, dtype=torch.float32, **options), source
-    except (OSError, ValueError) as error:
+        return getattr(transformers, kind).from_pretrained(source, config=facts, dtype=torch.float32, **options), source
+    except (OSError, ValueError, SafetensorError) as error:
         code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
         raise CheckpointError(
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "

@@ -164,8 +164,11 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str,
 def _load_model(name: str, options: dict[str, Any], shown: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    from zerobook.modeling import drop_foreign_attention
+
     try:
         config = AutoConfig.from_pretrained(name, **options)
+        drop_foreign_attention(config)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         return kind.from_pretrained(name, config=config, dtype="auto", **options)
     except Exception as error:  # files of others: JSON, safetensors, the hub client and torch each raise their own

@@ -295,7 +295,8 @@ def export(known: argparse.Namespace) -> None:
     rows = csv.writer(sys.stdout)
     rows.writerow(columns)
     for record in History.read(known.run).steps(living=not known.all):
-        rows.writerow([record[name] for name in columns])
+        values = (record[name] for name in columns)
+        rows.writerow([plain(value, lines=False) if isinstance(value, str) else value for value in values])
 
 
 def replay(known: argparse.Namespace) -> int | None:

@@ -99,11 +99,11 @@ class RunLog:
     def take_notes(self) -> None:
         """Take in what people have left in `NOTES` while this process holds the log."""
         file = self.folder / NOTES
-        if file.exists():
+        if file.is_file():
             taken = file.with_suffix(".taken")
             file.rename(taken)  # at once, so that no note is taken twice or lost between
             for note in read(taken):
-                self.event("note", **note)
+                self.event("note", **{key: str(note[key]) for key in ("text", "by", "left") if key in note})
             taken.unlink()
 
     def close(self) -> None:
