@@ -63,6 +63,13 @@ def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
     assert gpu.run({"cut": cut}, file) and "died" in json.loads(file.read_text())["cut"]
 
 
+def test_ops_that_no_case_needs_are_not_compiled(monkeypatch):
+    lines = []
+    monkeypatch.setattr(fresh, "run", lambda line, *given, **named: (lines.append(line), (0, '[["cpu_adam", "ready"]]'))[1])
+    assert gpu._ops(1.0, {}) == {"ops": {"cpu_adam": "ready"}}
+    assert "ops.compile_ops(('cpu_adam', 'pin_memory'))" in lines[0][-1]
+
+
 def test_curves_of_another_length_are_not_alike():
     assert gpu._furthest([1.0, 2.0], [1.0, 4.0]) == 0.5
     assert math.isinf(gpu._furthest([1.0], [1.0, 2.0])) and math.isinf(gpu._furthest([], []))
