@@ -257,6 +257,31 @@ def test_a_lowered_rate_leaves_deepspeeds_schedule_as_it_is(kind):
     assert max(scheduled) > 0
 
 
+def test_pieces_of_zero3_stay_where_the_optimizer_is(monkeypatch):
+    """DeepSpeed's getters copy them to its accelerator. On the device meta, they would lose their values."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape, weight.ds_tensor, weight.ds_process_group = torch.Size([2, 3]), torch.empty(4), None
+    flat = torch.arange(12.0)  # the weight is its second third, and begins a rank's part of 4 numbers
+    zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
+    zero.swap_optimizer, zero.fp32_partitioned_groups_flat, zero.grad_position = False, [flat], {0: (0, 4, 4)}
+    zero.optimizer = SimpleNamespace(state={flat: {"exp_avg": flat + 100, "exp_avg_sq": flat + 200}})
+    zero.get_param_id = lambda parameter: 0
+    zero.reduce_and_partition_stream = SimpleNamespace(synchronize=lambda: None)
+    weight.ds_id, weight._z3_optimizer = 0, zero
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.plan, strategy.deepspeed_optimizer = SimpleNamespace(zero_stage=3), zero
+    strategy.accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    strategy.model = torch.nn.ParameterDict({"w": weight})
+    monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "meta")
+    found = [(piece.name, piece.key, piece.start, piece.values.device.type) for piece in strategy.pieces()]
+    assert found == [("w", key, 0, "cpu") for key in (None, *MOMENTS)]
+    values = torch.stack([piece.values for piece in strategy.pieces()])
+    assert torch.equal(values, torch.arange(4.0, 8) + torch.tensor([[0], [100], [200]]))
+
+
 def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
