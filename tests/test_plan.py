@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from zerobook.plan.memory import PARTS, Memory, memory
 from zerobook.plan.paper import paper
 from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
-from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
+from zerobook.plan.rows import Row, Traced, checkpoints, judge, launch_plan, rank, row
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
@@ -903,6 +904,18 @@ def test_a_strategy_that_the_model_cannot_take_has_a_row_that_says_so(tiny, tmp_
         assert not rows[name]["fits"] and rows[name]["memory"] is None
         assert f"{name} cannot run: {problem}" in said
     assert rows["zero2"]["fits"] and not rows["zero2"]["problems"]
+
+
+def test_one_process_has_ddps_buckets_on_a_cpu_alone():
+    """accelerate wraps the model of one process there, and not on a GPU."""
+    from zerobook.plan.spread import spread
+
+    made_job = made("causal_lm", MODELS / "gpt2_xl.json")
+    ddp = next(file for file in FILES if file.stem == "ddp")
+    sources = Resolved(dict.fromkeys(type(made_job.config).model_fields, "default"))
+    gpu = cluster(gpus="1", gpu="a100-80gb")
+    for where, kind in ((gpu, "single"), (replace(gpu, gpus=2), "ddp"), (replace(gpu, cpu=True), "ddp")):
+        assert spread(launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
 
 
 def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):
