@@ -361,6 +361,17 @@ def test_nvme_without_its_op_is_one_problem(tmp_path):
     assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
 
 
+def test_a_deepspeed_that_is_told_of_a_cpu_is_refused_on_gpus(tmp_path):
+    told = {"DS_ACCELERATOR": "cpu"}
+    (problem,) = plan_for(deepspeed(tmp_path) | told, A100)[0].problems
+    assert "DS_ACCELERATOR" in problem and "cpu" in problem and "cuda" in problem and "Unset DS_ACCELERATOR" in problem
+    for environ, hardware in (
+        (deepspeed(tmp_path) | {"DS_ACCELERATOR": "cuda"}, A100), (deepspeed(tmp_path) | told, CPU), (WORKER | told, A100),
+        (deepspeed(tmp_path) | told | {"ACCELERATE_USE_CPU": "true"}, A100),
+    ):  # fmt: skip
+        assert not plan_for(environ, hardware)[0].problems
+
+
 @pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])
 def test_an_optimizer_without_two_moments_is_refused(tmp_path, section):
     (problem,) = plan_for(deepspeed(tmp_path, optimizer=section))[0].problems
