@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from recipes.causal_lm import CausalLMConfig
+from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
 from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
@@ -134,6 +135,15 @@ def test_an_overflow_in_fp16_changes_nothing_and_counts_no_step(make):
     assert strategy.accelerator.scaler.get_scale() == scale / 2
     step(strategy)
     assert strategy.adam_steps() == 8 and not any(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
+
+
+def test_a_step_under_a_loss_scaler_does_not_wait(make):
+    strategy = make(Fp16OnCpu)
+    step(strategy)
+    with strategy.micro_batch(last=True):
+        strategy.backward(strategy.model(torch.ones(2, 4)).sum())
+    with never_waiting():
+        strategy.apply(1e-2)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
