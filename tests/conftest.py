@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import hypothesis
@@ -11,7 +12,13 @@ import pytest
 hypothesis.settings.register_profile("zerobook", deadline=None)
 hypothesis.settings.load_profile("zerobook")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests, which expect what a CPU does, unless those marked ``gpu`` are asked for."""
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

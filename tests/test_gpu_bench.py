@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +62,32 @@ def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
 
     assert not gpu.run({"cut": cut}, file, time.monotonic() + 0.1) and not file.exists()
     assert gpu.run({"cut": cut}, file) and "died" in json.loads(file.read_text())["cut"]
+
+
+@pytest.mark.parametrize(
+    "lacking, said", [(["hypothesis"], "hypothesis is"), (["pytest", "chatterbot_corpus"], "pytest, chatterbot-corpus are")]
+)
+def test_tests_whose_packages_are_missing_are_not_run(tmp_path, monkeypatch, lacking, said):
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in lacking else name)
+    monkeypatch.setattr(fresh, "run", lambda *given, **named: (1, "ModuleNotFoundError: No module"))
+    setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
+    found = [case(1.0, {}) for case in gpu.tests(setting).values()]
+    assert found and all(row == {"not run": f"{said} not installed"} for row in found)
+
+
+def test_no_speed_of_one_gpu_is_called_ddps(tmp_path):
+    setting = gpu.Setting(tiny=True, cpu=False, folder=tmp_path)
+    setting.__dict__["materials"] = SimpleNamespace(text=tmp_path)
+    assert set(gpu.speed(setting)) == {
+        name + words for name in ("single", "zero1", "zero2", "zero3", "fsdp") for words in ("", ", checkpointing")
+    }
+
+
+def test_ops_that_no_case_needs_are_not_compiled(monkeypatch):
+    lines = []
+    monkeypatch.setattr(fresh, "run", lambda line, *given, **named: (lines.append(line), (0, '[["cpu_adam", "ready"]]'))[1])
+    assert gpu._ops(1.0, {}) == {"ops": {"cpu_adam": "ready"}}
+    assert "ops.compile_ops(('cpu_adam', 'pin_memory'))" in lines[0][-1]
 
 
 def test_curves_of_another_length_are_not_alike():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,3 +113,17 @@ def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, cap
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     plan = launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
     assert plan.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    "asked, hidden",
+    [("", True), ("not full", True), ("not gpu and not full", True), ("gpu", False), ("gpu and not launch", False)],
+)
+def test_gpus_are_hidden_from_tests_that_do_not_ask_for_them(monkeypatch, asked, hidden):
+    from tests import conftest
+
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    conftest.pytest_configure(SimpleNamespace(getoption=lambda name: asked))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
+    assert os.environ.get("DS_ACCELERATOR") == ("cpu" if hidden else None)

@@ -48,6 +48,8 @@ MODELS = {
     "RecurrentGemma": {**SIZES, "intermediate_size": 48, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": 32,
                        "attention_window_size": 8},
 }  # fmt: skip
+SIDES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64}  # fmt: skip
 WAITS = ("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "cpu", "nonzero")
 
 
@@ -178,6 +180,27 @@ def test_recomputed_activations_bring_no_warning(caplog):
     assert not caplog.records
     loss.backward()
     same((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])), expected)
+
+
+@pytest.mark.parametrize(
+    "name, waits, sizes",
+    [("Bart", 3, SIDES), ("Blenderbot", 3, SIDES), ("T5", 2, {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2})],
+)
+def test_encoder_decoders_wait_as_often_as_is_said(name, waits, sizes, monkeypatch):
+    """In zerobook/loop.py and docs/data.md: transformers looks whether the mask masks anything."""
+    config = getattr(transformers, f"{name}Config")(**WORDS, decoder_start_token_id=2, **sizes)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").train()
+    model.config.use_cache = False
+    batch = Seq2SeqCollator(0, lambda labels: labels.clamp(min=0))(rows(20, 13, 5))
+    del batch["labels"]
+    seen = []
+    for wait in WAITS:
+        method = getattr(torch.Tensor, wait)
+        counted = lambda *given, wait=wait, method=method, **named: (seen.append(wait), method(*given, **named))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, wait, counted)
+    model(**batch)
+    monkeypatch.undo()
+    assert seen == ["__bool__"] * waits
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import gc
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +28,7 @@ from zerobook.plan.memory import PARTS, Memory, memory
 from zerobook.plan.paper import paper
 from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time, time
-from zerobook.plan.rows import Row, Traced, checkpoints, judge, rank, row
+from zerobook.plan.rows import Row, Traced, checkpoints, judge, launch_plan, rank, row
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
@@ -904,6 +906,18 @@ def test_a_strategy_that_the_model_cannot_take_has_a_row_that_says_so(tiny, tmp_
     assert rows["zero2"]["fits"] and not rows["zero2"]["problems"]
 
 
+def test_one_process_has_ddps_buckets_on_a_cpu_alone():
+    """accelerate wraps the model of one process there, and not on a GPU."""
+    from zerobook.plan.spread import spread
+
+    made_job = made("causal_lm", MODELS / "gpt2_xl.json")
+    ddp = next(file for file in FILES if file.stem == "ddp")
+    sources = Resolved(dict.fromkeys(type(made_job.config).model_fields, "default"))
+    gpu = cluster(gpus="1", gpu="a100-80gb")
+    for where, kind in ((gpu, "single"), (replace(gpu, gpus=2), "ddp"), (replace(gpu, cpu=True), "ddp")):
+        assert spread(launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
+
+
 def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):
     line = ["plan", "--gpus", "2", "--nodes", "2", "--interconnect", "100Gbps"]
     flags = [str(tiny / "llama"), "--mixed_precision", "bf16", "--block_size", "64"]
@@ -1192,3 +1206,48 @@ def test_formulas_alone_need_nothing_heavy():
         "assert not {'torch', 'transformers', 'numpy', 'rich', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+# --- the probe
+def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(tmp_path, monkeypatch):
+    import zerobook.recipe
+    from zerobook.loop import TrainingLoop
+    from zerobook.plan import measure, probe
+
+    file, weight = tmp_path / "result.json", torch.ones(4, requires_grad=True)
+
+    class Slow(Saved):
+        def _pack(self, tensor):
+            sleep(0.3)
+            return super()._pack(tensor)
+
+    def stepping(loop):
+        loop._summed_loss({"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 4)}).backward()
+        loop.strategy.apply(0.1)
+        loop.progress.step += 1
+
+    def running(loop):
+        for _ in range(measure.STEPS):
+            assert not file.with_suffix(".0.json").exists()
+            loop._step()
+        loop.save()
+
+    def saving(*_, **__):
+        raise AssertionError("what a few steps trained is not saved")
+
+    monkeypatch.setattr("zerobook.plan.trace.Saved", Slow)
+    for name, fake in (("_step", stepping), ("run", running), ("save", saving),
+                       ("_summed_loss", lambda loop, batch: (weight * weight).sum())):  # fmt: skip
+        monkeypatch.setattr(TrainingLoop, name, fake)
+    monkeypatch.setattr(zerobook.recipe, "save_model", saving)
+    probe.watch_loop(file)
+    loop = TrainingLoop.__new__(TrainingLoop)
+    loop.progress = SimpleNamespace(step=0)
+    loop.strategy = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), device=torch.device("cpu"), rank=0, memory=lambda: {"parameters": 1}, apply=lambda rate: 0
+    )  # fmt: skip
+    loop.run()
+    zerobook.recipe.save_model()
+    found = json.loads(file.with_suffix(".0.json").read_text())
+    assert found["saved"] == 16 and found["held"] == {"parameters": 1} and found["batch"]["labels"] == [1, 4]
+    assert 0 < found["seconds"] < 0.2

@@ -154,6 +154,7 @@ def test_use_cpu_never_drops_sharding(tmp_path):
 @pytest.mark.parametrize("hardware", [CPU, A100], ids=["cpu", "8xA100"])
 def test_every_shipped_file_resolves_on_a_laptop_and_on_eight_gpus(file, hardware, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the tests' own, on a machine without GPUs
     processes = 1 if file.stem == "single" else 4 if hardware is CPU else 8
     plan, problems, _, _ = inspect_launch(["--config_file", str(file), "--num_processes", str(processes)], hardware)
     assert plan is not None and not problems and not plan.problems
@@ -359,6 +360,17 @@ def test_nvme_without_its_op_is_one_problem(tmp_path):
     (problem,) = plan_for(environ, replace(A100, missing_ops=NO_NVCC))[0].problems
     assert "device is nvme" in problem and "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
     assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
+
+
+def test_a_deepspeed_that_is_told_of_a_cpu_is_refused_on_gpus(tmp_path):
+    told = {"DS_ACCELERATOR": "cpu"}
+    (problem,) = plan_for(deepspeed(tmp_path) | told, A100)[0].problems
+    assert "DS_ACCELERATOR" in problem and "cpu" in problem and "cuda" in problem and "Unset DS_ACCELERATOR" in problem
+    for environ, hardware in (
+        (deepspeed(tmp_path) | {"DS_ACCELERATOR": "cuda"}, A100), (deepspeed(tmp_path) | told, CPU), (WORKER | told, A100),
+        (deepspeed(tmp_path) | told | {"ACCELERATE_USE_CPU": "true"}, A100),
+    ):  # fmt: skip
+        assert not plan_for(environ, hardware)[0].problems
 
 
 @pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from recipes.causal_lm import CausalLMConfig
+from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
 from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
@@ -136,6 +137,15 @@ def test_an_overflow_in_fp16_changes_nothing_and_counts_no_step(make):
     assert strategy.adam_steps() == 8 and not any(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
 
 
+def test_a_step_under_a_loss_scaler_does_not_wait(make):
+    strategy = make(Fp16OnCpu)
+    step(strategy)
+    with strategy.micro_batch(last=True):
+        strategy.backward(strategy.model(torch.ones(2, 4)).sum())
+    with never_waiting():
+        strategy.apply(1e-2)
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_adam_is_fused_in_every_precision(make, precision):
     """``fused=False`` is more than not fused: torch then takes no foreach kernels either."""
@@ -255,6 +265,31 @@ def test_a_lowered_rate_leaves_deepspeeds_schedule_as_it_is(kind):
         zero.apply(zero.learning_rate() * share)
     assert zero.model.used == pytest.approx([a * b for a, b in zip(scheduled, shares, strict=True)])
     assert max(scheduled) > 0
+
+
+def test_pieces_of_zero3_stay_where_the_optimizer_is(monkeypatch):
+    """DeepSpeed's getters copy them to its accelerator. On the device meta, they would lose their values."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape, weight.ds_tensor, weight.ds_process_group = torch.Size([2, 3]), torch.empty(4), None
+    flat = torch.arange(12.0)  # the weight is its second third, and begins a rank's part of 4 numbers
+    zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
+    zero.swap_optimizer, zero.fp32_partitioned_groups_flat, zero.grad_position = False, [flat], {0: (0, 4, 4)}
+    zero.optimizer = SimpleNamespace(state={flat: {"exp_avg": flat + 100, "exp_avg_sq": flat + 200}})
+    zero.get_param_id = lambda parameter: 0
+    zero.reduce_and_partition_stream = SimpleNamespace(synchronize=lambda: None)
+    weight.ds_id, weight._z3_optimizer = 0, zero
+    strategy = ZeroStrategy.__new__(ZeroStrategy)
+    strategy.plan, strategy.deepspeed_optimizer = SimpleNamespace(zero_stage=3), zero
+    strategy.accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    strategy.model = torch.nn.ParameterDict({"w": weight})
+    monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "meta")
+    found = [(piece.name, piece.key, piece.start, piece.values.device.type) for piece in strategy.pieces()]
+    assert found == [("w", key, 0, "cpu") for key in (None, *MOMENTS)]
+    values = torch.stack([piece.values for piece in strategy.pieces()])
+    assert torch.equal(values, torch.arange(4.0, 8) + torch.tensor([[0], [100], [200]]))
 
 
 def test_an_emulated_bf16_is_not_called_supported(monkeypatch):

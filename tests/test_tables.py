@@ -9,15 +9,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zerobook import fresh
 from zerobook.plan.hardware import Cluster, Device
-from zerobook.tables import one_device, pages
+from zerobook.tables import dialogue, one_device, pages
 from zerobook.tables.bench import Bench
 from zerobook.tables.capped import is_refusal
 from zerobook.tables.table import Finding, Line, Table
@@ -205,6 +207,54 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
         time.sleep(0.05)
     else:
         assert not psutil.pid_exists(int(mark.read_text()))
+
+
+@pytest.mark.parametrize("where, name, file", [(CPU, "DDP", "ddp"), (replace(CPU, cpu=False), "one process", "single")])
+def test_one_process_on_a_gpu_is_not_called_ddp(tmp_path, monkeypatch, where, name, file):
+    bench = Bench(tmp_path, True, 1, where, None, lambda words: None)
+    model, ran = tmp_path / "model", []
+    bench.__dict__ |= {"materials": SimpleNamespace(text=model, pairs=model), "blenderbot": model, "gpt2": model}
+    monkeypatch.setattr(Bench, "attempt", lambda bench, arm, *given: (ran.append(arm), Outcome(steps=[1.0, 1.0]))[1])
+    dialogues, larger = dialogue.shape(bench), one_device.run(bench)
+    assert [line.name for line in dialogues.lines] == [f"{name}, 8", f"{name}, 16", "ZeRO-2, 8", "ZeRO-2, 16"]
+    assert larger.lines[0].name == name and larger.lines[0].here["largest batch"] == 16
+    plain = [arm for arm in ran if arm.name == name]
+    assert plain and all(arm.launcher[1].endswith(f"/{file}.yaml") for arm in plain)
+    for table in (dialogues, larger):
+        assert not table.died and ("DDP" in table.markdown()) == (name == "DDP"), table.markdown()
+
+
+def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
+    from recipes.causal_lm import CausalLMConfig
+    from zerobook.config import Resolved
+    from zerobook.plan.measure import measure
+
+    lines = []
+    monkeypatch.setattr(fresh, "run", lambda line, *given, **named: (lines.append(line), (1, "Error: no"))[1])
+    with pytest.raises(TrialError, match="Error: no"):
+        attempt(Arm.of("single", 1), "causal_lm", {}, 0)
+    config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
+    single, recipe = ROOT / "accelerate_configs" / "single.yaml", ROOT / "recipes" / "causal_lm.py"
+    where = replace(CPU, gpus=1)
+    assert "Error: no" in measure(single, SimpleNamespace(config=config), recipe, [], where, Resolved()).died
+    assert [line[line.index("--on_low_disk") + 1] for line in lines] == ["warn", "warn"]
+
+
+@pytest.mark.parametrize(
+    "gpu, given, expected",
+    [
+        (False, {}, "1"),
+        (True, {}, "None"),
+        (True, {"CUDA_VISIBLE_DEVICES": ""}, "1"),
+        (True, {"ACCELERATE_USE_CPU": "true"}, "1"),
+    ],
+)
+def test_a_run_on_a_gpu_chooses_its_threads(monkeypatch, gpu, given, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    _, said = fresh.run([sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"], 60, given)
+    assert said.strip() == expected
 
 
 def test_a_dead_runs_reason_is_its_own_and_not_the_launchers():

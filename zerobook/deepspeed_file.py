@@ -92,8 +92,13 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
             plan.notes.append(f"hpZ: one group of all {world} processes; the second copy of the weights saves nothing there")
 
 
-def check_device(plan: LaunchPlan) -> None:
-    """What DeepSpeed can do on GPUs only."""
+def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """What DeepSpeed can do on GPUs only, and whether it looks for them."""
+    if plan.kind == "deepspeed" and plan.device == "cuda" and environ.get("DS_ACCELERATOR") == "cpu":
+        plan.problems.append(
+            "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
+            'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
+        )
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
     for key in QUANTISED if plan.device == "cpu" else ():
         if zero.get(key):

@@ -37,9 +37,11 @@ def run(
 ) -> tuple[int, str]:
     """Wait for it at most ``limit`` seconds. Returns its exit status, `TIMED_OUT` where it was stopped, and what it printed.
 
-    One thread a rank: ranks share the cores.
+    On a CPU one thread a rank, because ranks share the cores. On a GPU a run chooses its threads: an optimizer in host memory
+    needs more.
     """
-    given = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    threads = {} if _on_gpu(os.environ | (environment or {})) else {"OMP_NUM_THREADS": "1"}
+    given = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"} | (environment or {})
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(line, cwd=cwd, env=given, stdout=said, stderr=subprocess.STDOUT)
         try:
@@ -50,6 +52,17 @@ def run(
             kill_family(process)
         said.seek(0)
         return code, said.read()
+
+
+def _on_gpu(environment: Mapping[str, str]) -> bool:
+    """Return whether a run with these variables uses a GPU."""
+    from zerobook.resolve import true
+
+    if environment.get("CUDA_VISIBLE_DEVICES") == "" or true(environment.get("ACCELERATE_USE_CPU")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def kill_family(process: subprocess.Popen) -> None:

@@ -177,7 +177,7 @@ def resolve(
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
         plan.problems.append(hardware.unused)
-    deepspeed_file.check_device(plan)
+    deepspeed_file.check_device(plan, environ)
     if launched and not on_cpu:
         _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:

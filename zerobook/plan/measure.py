@@ -26,6 +26,7 @@ PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0
 """Seconds that one strategy's few steps may take where nobody says."""
 STEPS = 5
+"""The probe measures the last but one, and times the last."""
 
 
 @dataclass
@@ -79,7 +80,8 @@ def measure(
         return Measured(file.stem, plan.world_size, died=f"cannot run: {plan.problems[0]}")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run"]
+        # nothing is saved, so a full disk is no problem
+        ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run", "--on_low_disk", "warn"]
         line = fresh.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending)
         code, text = fresh.run(line, limit)
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]

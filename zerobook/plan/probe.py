@@ -2,11 +2,12 @@
 
     accelerate launch ... zerobook/plan/probe.py RESULT.json recipes/NAME.py [flags]
 
-The recipe runs unchanged; what it calls is watched from outside: collectives by wrapping torch.distributed before anything
-imports it, the rest around the loop's own methods. Step `STEP` is measured: allocations have settled by then, and so has the
-order of modules that ZeRO-3 learns anew after every forward pass without a backward one. Every rank's figures go to
+The recipe runs unchanged, but nothing is saved; what it calls is watched from outside: collectives by wrapping
+torch.distributed before anything imports it, the rest around the loop's own methods. Step `STEP` is measured: allocations have
+settled by then, and so has the order of modules that ZeRO-3 learns anew after every forward pass without a backward one. The
+step after it is timed: a look at every saved tensor takes longer than a GPU's forward pass. Every rank's figures go to
 ``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of activations saved by autograd in the
-first micro-batch's forward pass, bytes sent by each collective, and on CUDA the allocator's peaks.
+first micro-batch's forward pass, bytes sent by each collective, seconds, and on CUDA the allocator's peaks.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def _counting() -> Any:
 
 
 def watch_loop(result: Path) -> None:
-    """Measure the loop's step `STEP` and write it down."""
+    """Measure the loop's step `STEP`, time the next one, write both down, and save nothing."""
+    import zerobook.recipe
     from zerobook.loop import TrainingLoop
     from zerobook.plan.trace import Saved
 
@@ -115,20 +117,26 @@ def watch_loop(result: Path) -> None:
         return run(self)
 
     def stepping(self: Any, *given: Any) -> None:
-        if self.progress.step + 1 != STEP:
-            return step(self, *given)
         on_gpu = self.strategy.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        with _counting():
+        if self.progress.step + 1 == STEP:
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            with _counting():
+                step(self, *given)
+            if on_gpu:
+                found["cuda"] = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            found.update(sent=dict(SENT), calls=dict(CALLS), rank=self.strategy.rank)
+        elif self.progress.step + 1 == STEP + 1:
+            if on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
             step(self, *given)
-        if on_gpu:
-            torch.cuda.synchronize()
-            found["cuda"] = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        found.update(seconds=time.perf_counter() - start, sent=dict(SENT), calls=dict(CALLS), rank=self.strategy.rank)
-        result.with_suffix(f".{self.strategy.rank}.json").write_text(json.dumps(found))
+            if on_gpu:
+                torch.cuda.synchronize()
+            found["seconds"] = time.perf_counter() - start
+            result.with_suffix(f".{self.strategy.rank}.json").write_text(json.dumps(found))
+        else:
+            step(self, *given)
 
     def forwarding(self: Any, batch: Any) -> Any:
         if self.progress.step + 1 != STEP or "saved" in found:
@@ -144,6 +152,9 @@ def watch_loop(result: Path) -> None:
         return loss
 
     TrainingLoop._step, TrainingLoop._summed_loss, TrainingLoop.run = stepping, forwarding, running
+    # what a few steps have trained is of no use to anybody
+    TrainingLoop.save = lambda self: None
+    zerobook.recipe.save_model = lambda *given, **named: None
 
 
 def main() -> None:

@@ -171,6 +171,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
     if nodes > 1:
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     environ, precision = worker_environment(flags)
+    environ.pop("DS_ACCELERATOR", None)  # said of this machine, not of the one that is planned for
     hardware = Hardware() if cluster.cpu else Hardware(
         gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
         no_flash_attention=f"it does not run on {cluster.device.name}",

@@ -61,8 +61,10 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
         model_config: transformers' config; accelerate sizes buckets by its ``hidden_size``.
         node: ranks on one node; None where there is but one.
     """
+    # on GPUs, accelerate wraps only several processes in DDP; on a CPU one as well
+    alone = plan.kind == "ddp" and plan.world_size == 1 and plan.device != "cpu"
     common: dict[str, Any] = {
-        "kind": plan.kind, "name": plan.name, "precision": plan.precision,
+        "kind": "single" if alone else plan.kind, "name": plan.name, "precision": plan.precision,
         "ranks": plan.world_size, "node": node or plan.world_size,
         "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
     }  # fmt: skip

@@ -153,12 +153,11 @@ class ZeroStrategy(Strategy):
         return safe_get_full_optimizer_state(parameter, key).detach()
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
-        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
         if self.plan.zero_stage != 3:
             mapping = parameter._hp_mapping
             return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
-        mine = safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+        # what DeepSpeed's own getters copy to the GPU, also what lies in host memory and is to be written from there
+        mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
         start, stop = self._bounds(parameter)
         return start, mine[: stop - start]
 

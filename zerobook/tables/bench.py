@@ -103,6 +103,12 @@ class Bench:
                 setattr(kind, key, value)
         return kind
 
+    def replicated(self, ranks: int) -> Arm:
+        """Return the arm that shards nothing, by the name of what runs: accelerate wraps one process on a GPU in no DDP."""
+        if ranks == 1 and not self.where.cpu:
+            return Arm.of("single", 1, "one process")
+        return Arm.of("ddp", ranks, "DDP")
+
     @property
     def worlds(self) -> list[int]:
         """Numbers of processes that states and traffic are looked at with: powers of two."""

@@ -98,9 +98,12 @@ def shape(bench: Bench) -> Table:
     """Both arms on one device, a few steps with each of the published batches: there ZeRO-2 has nobody to share with."""
     budget = bench.budget or (BUDGET if bench.tiny else 24 * 2**30)
     batches = (8, 16) if bench.tiny else (100, 200)
-    table = Table("A", "DDP against ZeRO-2, on one device", SOURCE, _settings(bench, 1, budget, _lengths(bench), 0, 0))
+    plain, zero2 = bench.replicated(1), _zero2(bench, 1)
+    title = f"{plain.name} against ZeRO-2, on one device"
+    table = Table("A", title[0].upper() + title[1:], SOURCE, _settings(bench, 1, budget, _lengths(bench), 0, 0))
+    published = {plain.name: PUBLISHED["DDP"]["batch"], zero2.name: PUBLISHED["ZeRO-2"]["batch"]}
     with table.keeping_what_ran():
-        for arm, batch in itertools.product((Arm.of("ddp", 1, "DDP"), _zero2(bench, 1)), batches):
+        for arm, batch in itertools.product((plain, zero2), batches):
             bench.say(f"A: {arm.name}, a training batch of {batch}")
             flags = _flags(bench) | {"n_train": 6 * batch, "validation_split_percentage": 0}
             flags |= {"per_device_train_batch_size": batch}
@@ -108,7 +111,7 @@ def shape(bench: Bench) -> Table:
             here: dict[str, object] = {"batch": batch, "fits": outcome.fits}
             if outcome.fits:
                 here |= {"s a step": outcome.step, "samples/s": batch / outcome.step}
-            printed = {"batch": PUBLISHED[arm.name]["batch"]} if batch == PUBLISHED[arm.name]["batch"] else {}
+            printed = {"batch": published[arm.name]} if batch == published[arm.name] else {}
             table.lines.append(Line(f"{arm.name}, {batch}", printed, here, fingerprint(arm, "seq2seq_chatbot", flags)))
     return table
 

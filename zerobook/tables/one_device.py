@@ -26,15 +26,16 @@ def run(bench: Bench) -> Table:
     }  # fmt: skip
     table = Table("B", "A model that one device does not hold", SOURCE, _settings(bench, budget, block, steps))
     fits: dict[str, Search] = {}
+    arms = _arms(bench)
     with table.keeping_what_ran():
-        for arm in _arms(bench):
+        for arm in arms:
 
             def tries(batch: int, arm: Arm = arm, steps: int = 2) -> Outcome:
                 bench.say(f"B: {arm.name}, a batch of {batch}")
                 sizes = {"per_device_train_batch_size": batch, "max_train_steps": steps}
                 return bench.attempt(arm, "causal_lm", flags | sizes, budget)
 
-            plain = arm.name == "DDP"
+            plain = arm is arms[0]
             printed = {"batch": "out of memory at 1"} if plain else {}
             if arm.name == "ZeRO-3, CPU offload":
                 printed = {"batch": 16, "tokens/s": 362, "epoch, s": 6608.35}
@@ -49,7 +50,7 @@ def run(bench: Bench) -> Table:
                 line.here |= {"batch": batch, "tokens/s": batch * block / outcome.step}
                 if not bench.tiny and batch == 16:
                     line.here["epoch, s, from its median step"] = EPOCH * outcome.step
-        table.findings = _findings(bench, fits)
+        table.findings = _findings(bench, fits, arms[0].name)
     table.notes = [f"{name}, a batch of {found.refused}: `{found.why}`" for name, found in fits.items() if found.refused]
     return table
 
@@ -58,14 +59,14 @@ def _arms(bench: Bench) -> list[Arm]:
     if not bench.tiny:
         published = ROOT / "ds_configs" / "published" / "zero3_offload_config_accelerate.json"
         offload = ("--use_deepspeed", "--deepspeed_config_file", str(published))
-        return [Arm.of("ddp", 1, "DDP"), Arm("ZeRO-3, CPU offload", offload, 1)]
+        return [bench.replicated(1), Arm("ZeRO-3, CPU offload", offload, 1)]
     # as shipped, buffers, sub-groups and what may stay gathered are larger than all of this model
     smaller = {
         "offload_param": {"buffer_size": 1_100_000}, "sub_group_size": 2_000_000, "stage3_max_live_parameters": 4_000_000,
         "stage3_max_reuse_distance": 0,
     }  # fmt: skip
     return [
-        Arm.of("ddp", 1, "DDP"),
+        bench.replicated(1),
         Arm.of("zero3_offload", 1, "ZeRO-3, CPU offload"),
         bench.variant("zero3_nvme", 1, "ZeRO-3, NVMe offload", **smaller),
     ]
@@ -83,13 +84,13 @@ def _settings(bench: Bench, budget: int, block: int, steps: int) -> str:
     )
 
 
-def _findings(bench: Bench, fits: dict[str, Search]) -> list[Finding]:
-    ddp = fits["DDP"].largest
-    claims = [Finding("DDP is out of memory at batch 1", ddp == 0, f"batch {ddp} fits" if ddp else "")]
+def _findings(bench: Bench, fits: dict[str, Search], plain: str) -> list[Finding]:
+    most, called = fits[plain].largest, plain[0].upper() + plain[1:]
+    claims = [Finding(f"{called} is out of memory at batch 1", most == 0, f"batch {most} fits" if most else "")]
     for name, found in fits.items():
-        if name != "DDP":
+        if name != plain:
             cause = f"batch {found.largest}" if found.largest else ""
             if not found.largest and bench.where.cpu and "CPU" in name:
                 cause = "A CPU process has no device memory: what is offloaded to host memory stays in the same budget"
-            claims.append(Finding(f"{name} fits where DDP does not", found.largest > 0 and ddp == 0, cause))
+            claims.append(Finding(f"{name} fits where {plain} does not", found.largest > 0 and most == 0, cause))
     return claims

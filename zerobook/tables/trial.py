@@ -78,7 +78,8 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
     """
     with tempfile.TemporaryDirectory() as folder:
         result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
-        words = fresh.flags(flags | {"output_dir": Path(folder) / "run"})
+        # nothing is saved, so a full disk is no problem
+        words = fresh.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
         line = fresh.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
         if budget:  # a thread's stack counts as well, 8 MiB by default
             line = ["prlimit", "--stack=1048576", *line]
