@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerobook import hub
-from zerobook.checkpoint import state, store
+from zerobook.checkpoint import resume, state
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -334,7 +334,7 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:
-        store.hold(store.folder_of(config.output_dir))
+        resume.hold(config)
         before = _made_of(folder)
         if before == made_of:
             return

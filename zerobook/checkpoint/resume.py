@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import ConfigError
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -25,6 +26,17 @@ def earlier_run(config: RecipeConfig) -> str | None:
         f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
         "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
+
+
+def hold(config: RecipeConfig) -> None:
+    """Lock the run's folder until this process ends, and look at it once more: see `store.hold` and `earlier_run`.
+
+    The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
+    """
+    store.hold(store.folder_of(config.output_dir))
+    earlier = earlier_run(config)
+    if earlier:
+        raise ConfigError(earlier)
 
 
 def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:
