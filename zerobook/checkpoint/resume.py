@@ -14,14 +14,10 @@ def earlier_run(config: RecipeConfig) -> str | None:
     """
     if config.resume_from_checkpoint is not None:
         return None
-    checkpoints = store.folder_of(config.output_dir)
-    found = store.complete(checkpoints)
+    found = store.complete(store.folder_of(config.output_dir))
     if not found:
-        reasons = store.unreadable(checkpoints)
-        if reasons:
-            return f"output_dir: {store.none_readable(config.output_dir, reasons)}"
-        given_up = store.list_aside(checkpoints, "abandoned")
-        return f"output_dir: {store.only_abandoned(config.output_dir, given_up)}" if given_up else None
+        problem = store.none_to_take(config.output_dir)
+        return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
         "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."
