@@ -242,6 +242,11 @@ def candidates(checkpoints: Path) -> list[Path]:
     return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
 
 
+def all_of(checkpoints: Path) -> list[Path]:
+    """Return every checkpoint's folder: whole, damaged, abandoned or unreadable."""
+    return [*candidates(checkpoints), *list_aside(checkpoints, "abandoned"), *list_aside(checkpoints, "unreadable")]
+
+
 def list_aside(checkpoints: Path, kind: str) -> list[Path]:
     """Return the folders that were set aside as ``kind``: ``abandoned`` or ``unreadable``."""
     if not checkpoints.is_dir():
