@@ -150,6 +150,21 @@ def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
     assert store.find(tmp_path, str(aside), passed_over={}) == aside
 
 
+@pytest.mark.parametrize("kind", ["abandoned", "unreadable"])
+def test_a_run_from_elsewhere_does_not_start_beside_what_was_set_aside(tmp_path, kind):
+    """It would prune what was given up, and ``auto`` would take what can be read again one day."""
+    other, mine = make(tmp_path / "other", 3), make(tmp_path / "mine", 12)
+    if kind == "unreadable":
+        (mine / "tensors.bin").unlink()
+    (aside,) = store.set_aside(store.folder_of(tmp_path / "mine"), 6)
+    assert aside.name == f"step-000012.{kind}"
+    for asked in (other, tmp_path / "other"):
+        with pytest.raises(CheckpointError, match=f"step-000012.{kind}") as refused:
+            store.find(tmp_path / "mine", str(asked), passed_over={})
+        assert "Another run there would" in str(refused.value) and "another --output_dir" in str(refused.value)
+    assert store.find(tmp_path / "fresh", str(other), passed_over={}) == other
+
+
 def test_a_kill_while_checkpoints_are_set_aside_leaves_the_ones_nearest_to_the_goal(tmp_path, monkeypatch):
     for step in (6, 12, 18, 24):
         make(tmp_path, step)

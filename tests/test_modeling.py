@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
-from tests.harness import launch
+from tests.harness import launch, staged
 from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
@@ -231,6 +232,62 @@ def test_a_start_from_scratch_is_of_the_config_and_seed_that_are_asked_for(tiny,
     weights = [next(model.parameters()) for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     assert type(start("gpt2", 2)).__name__ == "GPT2LMHeadModel"
+
+
+def test_an_edited_config_is_another_start_and_a_moved_one_is_not(tiny, tmp_path):
+    def start(name):
+        model = load_causal_lm(config(config_name=str(tmp_path / name), output_dir=str(tmp_path / "run")), alone())
+        return model.config.num_hidden_layers
+
+    def edit(name, **values):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    shutil.copytree(tiny / "llama", tmp_path / "mine")
+    weights, note = (tmp_path / "run" / "initial_model" / name for name in ("model.safetensors", MADE_OF))
+    assert start("mine") == 2
+    edit("mine", num_hidden_layers=1)
+    assert start("mine") == 1
+    made = weights.stat().st_mtime_ns
+    edit("mine", transformers_version="0.0")
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    assert start("moved") == 1 and weights.stat().st_mtime_ns == made, "what it says is the same"
+    edit("moved", num_hidden_layers=2)
+    assert start("moved") == 2
+    before = json.loads(note.read_text())
+    assert before.pop("config_digest")
+    note.write_text(json.dumps(before))  # as it was written before
+    made = weights.stat().st_mtime_ns
+    assert start("moved") == 2 and weights.stat().st_mtime_ns == made
+    shutil.rmtree(tmp_path / "moved")
+    assert start("moved") == 2, "a config that is gone is not asked"
+
+
+@pytest.mark.parametrize("left", ["whole", "abandoned", "unreadable"])
+def test_the_start_of_a_runs_checkpoints_is_not_replaced(tiny, tmp_path, left):
+    def start(name, **more):
+        asked = config(config_name=str(tiny / name), output_dir=str(tmp_path), resume_from_checkpoint="auto", **more)
+        return load_causal_lm(asked, alone())
+
+    start("llama", seed=1)
+    with staged(tmp_path, 2):
+        pass
+    checkpoint = store.folder_of(tmp_path) / "step-000002"
+    if left != "whole":
+        checkpoint.rename(checkpoint.with_name(f"step-000002.{left}"))
+    folder = tmp_path / "initial_model"
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for name, seed, words in (
+        ("gpt2", 1, r"config_name .*/llama.* asks for config_name .*/gpt2"),
+        ("llama", 3, "made with seed 1, and this run asks for seed 3"),
+    ):
+        with pytest.raises(ConfigError, match=rf"1 checkpoint\(s\) beside it.*{words}.*another --output_dir"):
+            start(name, seed=seed)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    start("llama", seed=1)
+    (folder / MADE_OF).write_text("{")
+    with pytest.raises(ConfigError, match=r"made with config_name unknown.*this run asks for config_name .*/llama"):
+        start("llama", seed=1)
 
 
 def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder(tiny, tmp_path, monkeypatch):

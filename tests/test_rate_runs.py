@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests.alone import train
+from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.recovery import Recovery
@@ -255,3 +256,26 @@ def test_the_checkpoint_that_a_run_goes_on_from_becomes_a_good_one(tiny, tmp_pat
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | {"num_train_epochs": 3})
     proven = [e["step"] for e in run.events if e["type"] == "checkpoint" and e["state"] == "proven_good"]
     assert proven == [2, 6, 8], "the first attempt proved 2"
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_run_that_was_submitted_twice_does_not_replace_the_first_ones_checkpoints(tiny, tmp_path, monkeypatch, from_scratch):
+    """The second one looks at the folder before the first has saved anything, and gets its lock after that."""
+    given = flags(tiny) | {"num_train_epochs": 1}
+    if from_scratch:
+        given |= {"config_name": tiny / "llama", "tokenizer_name": tiny / "llama"}
+        del given["model_name_or_path"]
+    train(tmp_path / "later", **given)
+    for file in (tmp_path / "later").rglob("*lock*"):
+        file.unlink()
+    hold = store.hold
+
+    def first_is_done(checkpoints):
+        hold(checkpoints)
+        shutil.copytree(tmp_path / "later", checkpoints.parent, dirs_exist_ok=True)
+
+    monkeypatch.setattr(store, "hold", first_is_done)
+    with pytest.raises(ConfigError, match=r"holds 3 checkpoint\(s\) of an earlier run, the newest step-000006.*--output_dir"):
+        train(tmp_path / "run", **given, seed=7)
+    for file in (tmp_path / "later").rglob("*"):
+        assert file.is_dir() or file.read_bytes() == (tmp_path / "run" / file.relative_to(tmp_path / "later")).read_bytes()

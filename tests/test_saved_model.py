@@ -16,12 +16,14 @@ from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.alone import train
-from tests.harness import reseal
+from tests.harness import ROOT, reseal
 from zerobook.adapters import add_lora
 from zerobook.chat import Conversation
 from zerobook.checkpoint import store
 from zerobook.checkpoint.export import export
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.resume import earlier_result
+from zerobook.doctor import doctor
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.evaluation.generation import answer_as_measured
 from zerobook.evaluation.load import load_result
@@ -345,3 +347,74 @@ def test_files_and_folders_have_the_modes_of_the_umask(tiny, trained, tmp_path, 
         if path.stat().st_mode & 0o777 != (0o777 if path.is_dir() else 0o666) & ~umask
     }
     assert not wrong and len([path for path in there if path.suffix == ".safetensors"]) == 10
+
+
+# --- what is there already
+def short(tiny, **more):
+    return dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", block_size=64, validation_split_percentage=0,
+        per_device_train_batch_size=4, max_train_steps=2,
+    ) | more  # fmt: skip
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_finished_model_is_not_written_over(tiny, tmp_path, capsys):
+    """Its checkpoints were deleted to save room, or it is the model that is trained from."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(run, **short(tiny))
+    train(other, **short(tiny))
+    shutil.rmtree(run / "checkpoints")
+    before = content(run)
+    for more in ({}, {"resume_from_checkpoint": "auto"}, {"resume_from_checkpoint": other}, {"dry-run": True}):
+        with pytest.raises(
+            ConfigError, match=r"run/model is there already.*would replace it\. Give another --output_dir, or move"
+        ):
+            train(run, **short(tiny, learning_rate=1e-3) | more)
+    with pytest.raises(
+        ConfigError, match=r"writing .*run/model, and that is model_name_or_path .*run/model, which it is trained"
+    ):
+        train(run, **short(tiny, model_name_or_path=run / "model"))
+    line = [f"--{key}={value}" for key, value in short(tiny, output_dir=run).items()]
+    assert doctor(["--cpu", str(ROOT / "recipes" / "causal_lm.py"), *line]) == 1
+    assert "model is there already" in " ".join(capsys.readouterr().out.split())
+    assert content(run) == before, "nothing was begun"
+    train(run / "again", **short(tiny, model_name_or_path=run / "model"))
+    with pytest.raises(ConfigError, match="which it is trained from"):  # not even to go on
+        train(other, **short(tiny, model_name_or_path=other / "model", max_train_steps=4, resume_from_checkpoint="auto"))
+
+
+def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
+    (tmp_path / "model").mkdir()
+    config = CausalLMConfig(model_name_or_path=str(tiny / "llama"), dataset_name="x", output_dir=str(tmp_path))
+    lora = LoraConfig(model_name_or_path=str(tmp_path / "model"), dataset_name="x", output_dir=str(tmp_path))
+    assert earlier_result(config) is None
+    (tmp_path / "model" / "config.json").touch()
+    assert "model is there already" in earlier_result(config) and earlier_result(lora) is None
+    (tmp_path / "adapter").symlink_to(tmp_path / "model")
+    assert "which it is trained from" in earlier_result(lora)
+
+
+def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, tmp_path, monkeypatch):
+    import zerobook.recipe
+
+    run = tmp_path / "run"
+    train(run, **short(tiny))
+    before = content(run / "model")
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(zerobook.recipe, "modes_by_umask", full)
+    longer = short(tiny, max_train_steps=4, resume_from_checkpoint="auto")
+    with pytest.raises(OSError, match="No space"):
+        train(run, **longer)
+    assert content(run / "model") == before
+    monkeypatch.undo()
+    (run / ".model.partial" / "half").touch()
+    train(run, **longer)
+    after = content(run / "model")
+    assert set(after) == set(before) and after["model.safetensors"] != before["model.safetensors"]
+    assert not [file.name for file in run.iterdir() if file.name.startswith(".model")]

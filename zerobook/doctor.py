@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from zerobook import ops
+from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
 from zerobook.launcher import left_unsaid, loopback_note
@@ -47,6 +48,8 @@ def doctor(argv: list[str]) -> int:
         problems += config_problems + (plan.problems if plan else [])
         if plan is not None:
             _strategy(out, plan, config, sources)
+        if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
+            problems.append(earlier)
     elif hardware.unused:
         problems.append(hardware.unused)
     for number, problem in enumerate(problems, 1):

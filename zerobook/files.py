@@ -1,7 +1,9 @@
-"""File modes."""
+"""File modes, and folders that appear whole."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 
@@ -14,3 +16,30 @@ def modes_by_umask(folder: Path) -> None:
     for file in folder.iterdir():
         if file.is_file() and file.stat().st_mode & 0o777 != mode:
             file.chmod(mode)
+
+
+def staging_of(folder: Path) -> Path:
+    """Return an empty place beside ``folder`` where it is written before it is whole; what a killed process left there goes."""
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    return staging
+
+
+def put_in_place(staging: Path, folder: Path) -> None:
+    """Give a whole folder its name. What has that name is renamed first, and deleted when the new one is there.
+
+    A process that is killed between the renames leaves both, hidden; the next one writes the folder anew.
+    """
+    old = folder.with_name(f".{folder.name}.replaced")
+    _remove(old)
+    if os.path.lexists(folder):
+        folder.rename(old)
+    staging.rename(folder)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

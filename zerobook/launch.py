@@ -24,7 +24,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
     """`resolve` for the process that calls it. Raises `ConfigError` with every problem."""
-    from zerobook.checkpoint.resume import earlier_run
+    from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
     precision, unsaid = left_unsaid(flags) if flags else (None, {})
@@ -41,7 +41,7 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
         )
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
-    earlier = earlier_run(config)
+    earlier = earlier_run(config) or earlier_result(config)
     if earlier:
         plan.problems.append(earlier)
     if plan.problems:

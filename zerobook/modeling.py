@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from zerobook import hub
-from zerobook.checkpoint import state, store
+from zerobook.checkpoint import resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -379,15 +380,19 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:
-        store.hold(store.folder_of(config.output_dir))
+        resume.hold(config)
         before = _made_of(folder)
-        if before == made_of:
+        made_of["config_digest"] = _config_digest(source, config.model_revision)
+        if before is not None and _same_start(before, made_of):
             return
         if before is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
             raise ConfigError(
                 f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
                 "its own initial model. Move that folder away, or give another --output_dir."
             )
+        held = store.all_of(store.folder_of(config.output_dir))
+        if before is not None and held:
+            raise ConfigError(_another_start(folder, before, made_of, len(held)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         set_seed(config.seed)
@@ -413,6 +418,41 @@ def _made_of(folder: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         return {}
+
+
+def _config_digest(source: str, revision: str) -> str | None:
+    """Return a digest of what a model's config file says; None where there is none to read.
+
+    Of the file, not of the config that transformers makes of it: another version of transformers has other defaults.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        facts, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    except (OSError, ValueError):
+        return None  # the config may be gone when the run goes on
+    facts = {key: value for key, value in facts.items() if key not in ("_commit_hash", "_name_or_path", "transformers_version")}
+    if "auto_map" in facts:
+        facts["model_revision"] = revision  # of the code that comes with it
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two initial models are the same. A config may move; without both digests, its name stands for what it says."""
+    digests = [made_of.get("config_digest") for made_of in (before, now)]
+    keys = ["seed", "config_name", "model_revision"] if None in digests else ["seed", "config_digest"]
+    return all(key in before and before[key] == now[key] for key in keys)
+
+
+def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
+    """Return the sentence that refuses to replace the initial model of checkpoints."""
+    keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
+    words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
+    return (
+        f"config_name: {folder} is what the {checkpoints} checkpoint(s) beside it began with. It was made with {words[0]}, and "
+        f"this run asks for {words[1]}; with that model in its place, they could not be exported. Bring the old values (and "
+        "the config's old content) back, or give another --output_dir."
+    )
 
 
 def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:

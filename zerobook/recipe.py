@@ -16,7 +16,7 @@ import torch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.feed import Layout
 from zerobook.errors import ZerobookError
-from zerobook.files import modes_by_umask
+from zerobook.files import modes_by_umask, put_in_place, staging_of
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import Strategy
 from zerobook.terminal import console, say, say_traceback
@@ -104,7 +104,8 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: s
 
     Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
     ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
-    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in.
+    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder appears whole: until then, the
+    result of an earlier attempt keeps its place.
     """
     from transformers import PreTrainedModel
 
@@ -124,15 +125,17 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig, name: s
         del tensor
     if strategy.is_main:
         weights |= strategy.buffers()
-        model.save_pretrained(folder, state_dict=weights)
+        staging = staging_of(folder)
+        model.save_pretrained(staging, state_dict=weights)
         if whole:
             # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
-            file = folder / "config.json"
+            file = staging / "config.json"
             facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
             file.write_text(json.dumps(facts, indent=2) + "\n")
-        save_generation_config(model, tokenizer, folder)
-        tokenizer.save_pretrained(folder)
-        modes_by_umask(folder)
+        save_generation_config(model, tokenizer, staging)
+        tokenizer.save_pretrained(staging)
+        modes_by_umask(staging)
+        put_in_place(staging, folder)
         say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")
     strategy.barrier()
     return folder

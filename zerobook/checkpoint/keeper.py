@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zerobook.bars import tqdm
-from zerobook.checkpoint import state, store
+from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.command import size_words
 from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
 from zerobook.config import RecipeConfig
@@ -34,7 +34,7 @@ class Keeper:
 
     Raises:
         CheckpointError: another run writes there, or what was asked for is not whole.
-        ConfigError: a node does not see the folder.
+        ConfigError: a node does not see the folder, or it is an earlier run's and this one does not resume.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig):
@@ -45,7 +45,7 @@ class Keeper:
         self.proven: set[int] = set()
         self._warned = False
         state.check_shared(strategy, config.output_dir)
-        strategy.on_main(lambda: store.hold(self.folder))
+        strategy.on_main(lambda: resume.hold(config))
         asked = config.resume_from_checkpoint
         if asked == "auto":
             strategy.on_main(self._finish_rollback)

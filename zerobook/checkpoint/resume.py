@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import CheckpointError, ConfigError
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -13,18 +16,50 @@ def earlier_run(config: RecipeConfig) -> str | None:
     """
     if config.resume_from_checkpoint is not None:
         return None
-    checkpoints = store.folder_of(config.output_dir)
-    found = store.complete(checkpoints)
+    found = store.complete(store.folder_of(config.output_dir))
     if not found:
-        reasons = store.unreadable(checkpoints)
-        if reasons:
-            return f"output_dir: {store.none_readable(config.output_dir, reasons)}"
-        given_up = store.list_aside(checkpoints, "abandoned")
-        return f"output_dir: {store.only_abandoned(config.output_dir, given_up)}" if given_up else None
+        problem = store.none_to_take(config.output_dir)
+        return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
         "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
+
+
+def earlier_result(config: RecipeConfig) -> str | None:
+    """Return the sentence that refuses to write the result over another one, or over the model that is trained from; else None.
+
+    A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
+    """
+    result, base = Path(config.output_dir) / ("adapter" if config.trains_adapters else "model"), config.model_name_or_path
+    if base is not None and Path(base).exists() and Path(base).resolve().is_relative_to(result.resolve()):
+        return (
+            f"output_dir: the run ends by writing {result}, and that is model_name_or_path {base}, which it is trained from. "
+            "Give another --output_dir, or move that model away and name its new place."
+        )
+    if not result.exists() or (result.is_dir() and not any(result.iterdir())):
+        return None
+    try:
+        checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    except CheckpointError:
+        return None  # a problem of its own, which `zerobook.resolve` tells
+    if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
+        return None
+    return (
+        f"output_dir: {result} is there already, and this run, which goes on from no checkpoint in {config.output_dir}, would "
+        "replace it. Give another --output_dir, or move that folder away."
+    )
+
+
+def hold(config: RecipeConfig) -> None:
+    """Lock the run's folder until this process ends, and look at it once more: see `store.hold` and `earlier_run`.
+
+    The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
+    """
+    store.hold(store.folder_of(config.output_dir))
+    earlier = earlier_run(config)
+    if earlier:
+        raise ConfigError(earlier)
 
 
 def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:

@@ -242,6 +242,11 @@ def candidates(checkpoints: Path) -> list[Path]:
     return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
 
 
+def all_of(checkpoints: Path) -> list[Path]:
+    """Return every checkpoint's folder: whole, damaged, abandoned or unreadable."""
+    return [*candidates(checkpoints), *list_aside(checkpoints, "abandoned"), *list_aside(checkpoints, "unreadable")]
+
+
 def list_aside(checkpoints: Path, kind: str) -> list[Path]:
     """Return the folders that were set aside as ``kind``: ``abandoned`` or ``unreadable``."""
     if not checkpoints.is_dir():
@@ -318,7 +323,8 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
 
     Raises:
         CheckpointError: there are checkpoints and none can be read, or all were given up; a named folder that is not
-            complete, or that is of another run than those in ``output_dir``; ``best`` where none was evaluated.
+            complete, or that is of another run than those in ``output_dir``, be these given up or unreadable; ``best``
+            where none was evaluated.
     """
     if asked is None:
         return None
@@ -351,14 +357,32 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     reason = damage(checkpoint, thorough=thorough)
     if reason is not None:
         raise CheckpointError(f"{reason}. Use --resume_from_checkpoint auto to take the newest complete one.")
+    if checkpoint.resolve().parent == folder_of(output_dir).resolve():
+        return checkpoint
     own = complete(folder_of(output_dir))
-    if own and checkpoint.resolve().parent != folder_of(output_dir).resolve():
+    if own:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {len(own)} checkpoint(s) in {output_dir}, the newest {own[-1].name}. "
             "Mixed, nobody could tell which to go on from. Pass --resume_from_checkpoint auto to go on from those, or another "
             "--output_dir."
         )
+    problem = none_to_take(output_dir)
+    if problem is not None:
+        raise CheckpointError(problem)
     return checkpoint
+
+
+def none_to_take(output_dir: str | Path) -> str | None:
+    """Return the sentence that refuses a run beside checkpoints of which ``auto`` takes none; None where there are none.
+
+    For folders without a complete checkpoint.
+    """
+    checkpoints = folder_of(output_dir)
+    reasons = unreadable(checkpoints)
+    if reasons:
+        return none_readable(output_dir, reasons)
+    given_up = list_aside(checkpoints, "abandoned")
+    return only_abandoned(output_dir, given_up) if given_up else None
 
 
 def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
@@ -366,7 +390,7 @@ def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
     listed = "\n".join(f"  {reason}" for reason in reasons.values())
     return (
         f"{output_dir}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}\n"
-        "A run that starts anew there would replace them. Make one of them readable, or give another --output_dir."
+        "Another run there would replace them. Make one of them readable, or give another --output_dir."
     )
 
 
@@ -374,7 +398,7 @@ def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
     """Return the sentence that refuses to start beside checkpoints that were all given up."""
     return (
         f"{output_dir}: all {len(given_up)} checkpoint(s) there are of branches that were given up: "
-        f"{', '.join(c.name for c in given_up)}. A run that starts anew there would prune them. Go on from one with "
+        f"{', '.join(c.name for c in given_up)}. Another run there would prune them. Go on from one with "
         f"--resume_from_checkpoint {given_up[-1]}, or give another --output_dir."
     )
 
