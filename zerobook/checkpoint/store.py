@@ -231,7 +231,7 @@ def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints whose files are all there, oldest step first. Only sizes are looked at."""
+    """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `damage`."""
     return [c for c in candidates(checkpoints) if damage(c) is None]
 
 
@@ -253,8 +253,11 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
 def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
     """Return why a folder is not a complete checkpoint, or None where it is one.
 
+    The digests of JSON files are always compared: they are cheap, and who reads values from them (the batch size, the losses)
+    must not take a checkpoint that a thorough look passes over. Of all other files, sizes are.
+
     Args:
-        thorough: read every byte and compare digests, not sizes alone.
+        thorough: read every byte of the other files too, and compare their digests.
         tell: called with the bytes of every block read.
     """
     try:
@@ -294,7 +297,9 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
     unlisted = [name for name in _LISTED[version] if name not in files]
     if unlisted:
         return f"{checkpoint / MANIFEST}: it does not list {', '.join(unlisted)}; these may belong to another checkpoint"
-    for name, (_, wanted) in files.items() if thorough else ():
+    for name, (_, wanted) in files.items():
+        if not thorough and not name.endswith(".json"):
+            continue
         found = digest(checkpoint / name, tell)
         if found != wanted:
             return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {wanted}"
@@ -314,7 +319,7 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
 
     Args:
         passed_over: given, every byte is read and compared with its digest, and the checkpoints that were not taken are
-            added here, each with the reason. Without it sizes alone are compared, which is cheap enough for every process.
+            added here, each with the reason. Without it no tensors are read, which is cheap enough for every process.
 
     Raises:
         CheckpointError: there are checkpoints and none can be read, or all were given up; a named folder that is not
@@ -380,7 +385,7 @@ def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
 
 
 def unreadable(checkpoints: Path) -> dict[Path, str]:
-    """Return the checkpoints that cannot be read, also those set aside, each with the reason. Only sizes are compared."""
+    """Return the checkpoints that cannot be read, also those set aside, each with the reason. No tensors are read."""
     there = {c: reason for c in candidates(checkpoints) if (reason := damage(c)) is not None}
     return there | _reasons_aside(checkpoints)
 
@@ -417,7 +422,7 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     read become ``step-N.unreadable``.
 
     Args:
-        unreadable: checkpoints that were found damaged when every byte was read. Here only sizes are compared.
+        unreadable: checkpoints that were found damaged when every byte was read. Here no tensors are read.
     """
     later = [checkpoint for checkpoint in candidates(checkpoints) if step_of(checkpoint) > step]
     whole = {c for c in later if c not in unreadable and damage(c) is None}
