@@ -312,10 +312,10 @@ def bytes_of(checkpoint: Path) -> int:
 
 
 def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, str] | None = None) -> Path | None:
-    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder.
+    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder of one, or of a run.
 
-    ``auto`` is the newest one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
-    held-out loss.
+    ``auto`` is the newest whole one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
+    held-out loss; a run's folder is the newest whole one of that run.
 
     Args:
         passed_over: given, every byte is read and compared with its digest, and the checkpoints that were not taken are
@@ -328,15 +328,13 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     if asked is None:
         return None
     thorough = passed_over is not None
+    reasons: dict[Path, str] = {} if passed_over is None else passed_over
     if asked in ("auto", "best"):
         checkpoints = folder_of(output_dir)
         order = candidates(checkpoints) if asked == "auto" else _by_loss(candidates(checkpoints))
-        reasons: dict[Path, str] = {} if passed_over is None else passed_over
-        for checkpoint in reversed(order):
-            reason = damage(checkpoint, thorough=thorough)
-            if reason is None:
-                return checkpoint
-            reasons[checkpoint] = reason
+        found = _newest_whole(order, thorough, reasons)
+        if found is not None:
+            return found
         if asked == "best" and not reasons:
             raise CheckpointError(
                 f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
@@ -351,11 +349,18 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
             raise CheckpointError(only_abandoned(output_dir, given_up))
         return None
     checkpoint = Path(asked).expanduser()
-    if not (checkpoint / MANIFEST).exists() and complete(folder_of(checkpoint)):
-        checkpoint = complete(folder_of(checkpoint))[-1]  # a run's output_dir
-    reason = damage(checkpoint, thorough=thorough)
-    if reason is not None:
-        raise CheckpointError(f"{reason}. Use --resume_from_checkpoint auto to take the newest complete one.")
+    theirs = folder_of(checkpoint)
+    if not (checkpoint / MANIFEST).exists() and candidates(theirs):  # a run's output_dir
+        if theirs.resolve() == folder_of(output_dir).resolve():
+            theirs = folder_of(output_dir)  # `set_aside` knows those passed over by these paths
+        found = _newest_whole(candidates(theirs), thorough, reasons)
+        if found is None:
+            raise CheckpointError(f"{_listed(asked, reasons)}\nMake one of them readable, or name another run or checkpoint.")
+        checkpoint = found
+    else:
+        reason = damage(checkpoint, thorough=thorough)
+        if reason is not None:
+            raise CheckpointError(f"{reason}. {_way_back(checkpoint, thorough)}")
     own = complete(folder_of(output_dir))
     if own and checkpoint.resolve().parent != folder_of(output_dir).resolve():
         raise CheckpointError(
@@ -366,13 +371,37 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     return checkpoint
 
 
+def _newest_whole(order: list[Path], thorough: bool, reasons: dict[Path, str]) -> Path | None:
+    """Return the last of ``order`` that is whole, or None; those behind it are added to ``reasons``."""
+    for checkpoint in reversed(order):
+        reason = damage(checkpoint, thorough=thorough)
+        if reason is None:
+            return checkpoint
+        reasons[checkpoint] = reason
+    return None
+
+
+def _way_back(checkpoint: Path, thorough: bool) -> str:
+    """Return what to resume from where ``checkpoint`` was named and is damaged. In a new folder, ``auto`` would begin anew."""
+    named = _NAME.match(checkpoint.name.partition(".")[0])
+    older = [c for c in candidates(checkpoint.parent) if named is None or step_of(c) < int(named.group(1))]
+    found = _newest_whole(older, thorough, {})
+    if found is None:
+        return "There is no whole one before it in its folder; name another run or checkpoint."
+    return f"Use --resume_from_checkpoint {found}, the newest whole one before it."
+
+
 def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
     """Return the sentence that refuses to start beside checkpoints of which none can be read."""
-    listed = "\n".join(f"  {reason}" for reason in reasons.values())
     return (
-        f"{output_dir}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}\n"
+        f"{_listed(output_dir, reasons)}\n"
         "A run that starts anew there would replace them. Make one of them readable, or give another --output_dir."
     )
+
+
+def _listed(folder: str | Path, reasons: dict[Path, str]) -> str:
+    listed = "\n".join(f"  {reason}" for reason in reasons.values())
+    return f"{folder}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}"
 
 
 def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
