@@ -306,6 +306,23 @@ def test_adapters_stay_on_the_commit_that_they_were_trained_beside(hub, trained,
         assert (load_result(tmp_path / "merged").model(tokens).logits - wanted).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_export_takes_no_weight_from_anywhere_but_the_run(base, trained, tmp_path, adapter):
+    """Checkpoints from before do not say what their model was."""
+    settings = dict(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    run = trained(LoraConfig(lora_r=2, lora_alpha=4, **settings) if adapter else CausalLMConfig(**settings))
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    kept = json.loads((checkpoint / "config.json").read_text())
+    kept.pop("base", None)
+    (checkpoint / "config.json").write_text(json.dumps(kept))
+    reseal(checkpoint)
+    export([str(checkpoint), "--output", str(tmp_path / "exported")])
+    edit(base / "config.json", num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"does not hold \S*layers\.2\S* \(and \d+ more\)"):
+        export([str(checkpoint), "--output", str(tmp_path / "wrong")])
+    assert not (tmp_path / "wrong").exists()
+
+
 # --- modes
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
 def test_files_and_folders_have_the_modes_of_the_umask(tiny, trained, tmp_path, monkeypatch, umask):

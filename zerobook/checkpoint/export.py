@@ -167,10 +167,10 @@ def _adapted(model: nn.Module, config: dict[str, Any], revision: str) -> nn.Modu
 
 
 def _fill(model: nn.Module, checkpoint: Path) -> None:
-    """Put the trained weights into ``model``; raises where an adapter is still what it began as."""
+    """Put the trained weights into ``model``; raises where one is missing, or an adapter is still what it began as."""
     reader, parameters = Reader(checkpoint), dict(model.named_parameters())
-    trained = False
-    for name, shape in reader.index["shapes"].items():
+    held, trained = reader.index["shapes"], False
+    for name, shape in held.items():
         if name not in parameters or list(parameters[name].shape) != shape:
             there = list(parameters[name].shape) if name in parameters else "not there"
             raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
@@ -181,6 +181,12 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
     there = dict(persistent_buffers(model))
     for name, value in (read_buffers(checkpoint, there) or {}).items():
         there[name].copy_(value)
+    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: it does not hold {missing[0]} (and {len(missing) - 1} more), which a run trains in the "
+            "model that its config names. Bring back the model that it was trained from."
+        )
     if not trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
 
