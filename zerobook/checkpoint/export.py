@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerobook.checkpoint import store
+from zerobook import hub
+from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
@@ -92,7 +93,7 @@ def export_checkpoint(
     config = kept["config"]
     notes: list[str] = []
     revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
-    model, base = _base_model(config, checkpoint, revision, trust_remote_code)
+    model, base = _base_model(kept, checkpoint, revision, trust_remote_code)
     tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
     if config["chat_template"] and "chat_template" not in kept:
         notes.append(
@@ -129,23 +130,27 @@ def export_checkpoint(
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
-def _base_model(config: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
-    """Return the model that the run began with, in fp32, and where it is found."""
+def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
+    """Return the model that the run began with, in fp32, and where it is found. ``kept`` is the checkpoint's config.json."""
     import transformers
 
-    name = config["model_name_or_path"]
+    name = kept["config"]["model_name_or_path"]
     source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
         kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
-        return getattr(transformers, kind).from_pretrained(source, dtype=torch.float32, **options), source
+        model = getattr(transformers, kind).from_pretrained(source, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
         code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
         raise CheckpointError(
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
             f"{str(error).splitlines()[0]}{code}"
         ) from error
+    digested = (kept.get("base") or {}).get("weights") is not None
+    now = origin.facts(facts, hub.folder(source, revision) if digested else None)
+    origin.check(checkpoint, kept, now, weights=not kept.get("base_commit") or Path(source).exists())
+    return model, source
 
 
 def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool) -> Any:
