@@ -53,6 +53,42 @@ def test_auto_walks_past_damage_and_a_named_one_is_refused(tmp_path):
     assert store.find(tmp_path / "nothing", "auto") is None
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_runs_folder_is_walked_like_auto(tmp_path, monkeypatch, own):
+    for step in (1, 2, 3):
+        make(tmp_path / "run", step)
+    monkeypatch.chdir(tmp_path)
+    there = Path("run/checkpoints") if own else tmp_path / "run" / "checkpoints"
+    output_dir = "run" if own else "new"
+    (there / "step-000003" / "tensors.bin").write_bytes(b"abd")
+    passed_over: dict = {}
+    assert store.find(output_dir, str(tmp_path / "run"), passed_over=passed_over) == there / "step-000002"
+    assert list(passed_over) == [there / "step-000003"], "by the paths under which a run sets its own aside"
+    for step in (1, 2):
+        (there / f"step-{step:06d}" / "tensors.bin").write_bytes(b"ab")
+    with pytest.raises(CheckpointError, match=r"run: it holds 3 checkpoint.*none of them can be read") as refused:
+        store.find(output_dir, str(tmp_path / "run"), passed_over={})
+    assert str(refused.value).count("step-0000") == 3
+
+
+@pytest.mark.parametrize("aside", ["", ".abandoned", ".unreadable-2"])
+def test_who_names_a_damaged_checkpoint_hears_of_the_whole_one_before_it(tmp_path, aside):
+    for step in (1, 2, 3, 4):
+        make(tmp_path / "run", step)
+    there = store.folder_of(tmp_path / "run")
+    for step in (2, 3):
+        (there / f"step-{step:06d}" / "tensors.bin").write_bytes(b"abd")
+    bad = (there / "step-000003").rename(there / f"step-000003{aside}")
+    with pytest.raises(
+        CheckpointError, match=r"is damaged.*--resume_from_checkpoint \S*step-000001, the newest whole one before"
+    ):
+        store.find(tmp_path / "new", str(bad), passed_over={})
+    (there / "step-000001" / "tensors.bin").unlink()
+    with pytest.raises(CheckpointError, match="no whole one before it") as refused:
+        store.find(tmp_path / "new", str(bad), passed_over={})
+    assert "auto" not in str(refused.value), "in a new folder, that begins at step 0"
+
+
 def test_a_step_saved_again_replaces_the_old_one_and_pruning_keeps_the_newest(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step)

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -347,8 +348,23 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
     assert command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("step-000001: whole") and words in said[1]
-    with pytest.raises(CheckpointError, match="Use --resume_from_checkpoint auto"):
+    with pytest.raises(CheckpointError, match=f"Use --resume_from_checkpoint {good}"):
         store.find(tmp_path, str(bad), passed_over={})
+
+
+@pytest.mark.parametrize("name", ["config.json", "progress.json", "tensors.json"])
+@pytest.mark.parametrize("harm", [lambda b: bytes(len(b)), lambda b: b.replace(b'"', b"'", 1)])
+def test_readers_that_do_not_read_tensors_see_a_changed_json_file_too(tmp_path, capsys, name, harm):
+    """Every process reads the batch size and the losses from these before the ranks look at every byte together."""
+    for step, loss in ((1, 2.0), (2, 1.0)):
+        save_all(tmp_path, step, spread({9}, 2), loss=loss)
+    good, bad = store.complete(store.folder_of(tmp_path))
+    (bad / name).write_bytes(harm((bad / name).read_bytes()))
+    assert store.complete(store.folder_of(tmp_path)) == [good]
+    assert store.find(tmp_path, "auto") == store.find(tmp_path, "best") == store.best(store.folder_of(tmp_path)) == good
+    assert command(["list", str(tmp_path)]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "damaged" in shown and "itscontentisdamaged" in re.sub(r"[^a-z]", "", shown) and "2.0000" in shown
 
 
 def test_an_index_cannot_name_a_file_elsewhere(tmp_path):

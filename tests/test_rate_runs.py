@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.recovery import Recovery
 from zerobook.runlog import curves
@@ -71,6 +73,32 @@ def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_p
     assert len(longer.steps) == 4 + 4, "a third epoch, without what is left out"
     assert longer.event("run_end")["progress"]["total_steps"] == STEPS + 2
     assert "laid out anew: 14 steps, 12 before" in capfd.readouterr().out
+
+
+def test_a_changed_byte_of_the_newest_checkpoint_neither_stops_a_run_nor_changes_it(tiny, tmp_path, capfd):
+    short = flags(tiny) | {"max_train_steps": 4}
+    del short["num_train_epochs"]
+    before = train(tmp_path / "run", **short)
+    newest = before.output / "checkpoints" / "step-000004"
+    asks = SimpleNamespace(
+        output_dir=before.output, resume_from_checkpoint="auto", per_device_train_batch_size=4, gradient_accumulation_steps=1
+    )
+    for name, old, new in (
+        ("config.json", '"asked"', '"asket"'),
+        ("config.json", "{", "\0"),
+        ("progress.json", '"global_batch": 4', '"global_batch": 6'),
+    ):
+        whole = (newest / name).read_text()
+        assert old in whole
+        (newest / name).write_text(whole.replace(old, new))
+        assert keep_global_batch(asks, {}, 1) is None
+        if "batch" not in new:
+            (newest / name).write_text(whole)
+    again = train(before.output, resume_from_checkpoint="auto", **short)
+    said = capfd.readouterr().out
+    assert f"passed over: {newest / 'progress.json'}: its content is damaged" in said and "global batch kept" not in said
+    assert again.event("resume")["step"] == 2 and again.event("run_end")["progress"]["global_batch"] == 4
+    assert again.losses[4:] == before.losses[2:4], "steps 3 and 4 again"
 
 
 def test_another_order_of_the_samples_is_refused(tiny, tmp_path):

@@ -19,7 +19,7 @@ from tests.alone import train
 from tests.harness import ROOT, reseal
 from zerobook.adapters import add_lora
 from zerobook.chat import Conversation
-from zerobook.checkpoint import store
+from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.export import export
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.checkpoint.resume import earlier_result
@@ -175,6 +175,7 @@ def test_export_runs_no_code_on_a_checkpoints_word(base, trained, tmp_path):
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     kept = json.loads((checkpoint / "config.json").read_text())
     kept["config"]["trust_remote_code"] = True
+    kept.pop("base", None)  # as in checkpoints from before: the run did not begin with that code
     (checkpoint / "config.json").write_text(json.dumps(kept))
     reseal(checkpoint)
     with pytest.raises(CheckpointError, match="Pass --trust_remote_code"):
@@ -306,6 +307,120 @@ def test_adapters_stay_on_the_commit_that_they_were_trained_beside(hub, trained,
     with torch.no_grad():
         wanted = load_result(run / "adapter").model(tokens).logits
         assert (load_result(tmp_path / "merged").model(tokens).logits - wanted).abs().max() < 1e-4
+
+
+# --- the model that a checkpoint's weights were trained from
+def other_weights(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({name: value.flip(0) for name, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def test_adapters_go_on_beside_their_base_alone_and_as_they_were_weighed(base, tmp_path, tiny):
+    import recipes.lora_finetune
+
+    flags = dict(
+        recipe=recipes.lora_finetune, lora_r=2, lora_alpha=4, max_seq_length=64, train_file=tiny / "few.jsonl",
+        validation_split_percentage=0, save_steps=2, per_device_train_batch_size=2, num_warmup_steps=0,
+    )  # fmt: skip
+    run = train(tmp_path / "run", **flags, model_name_or_path=base, max_train_steps=2).output
+    on = flags | {"max_train_steps": 4, "resume_from_checkpoint": "auto"}
+    for change, words in (
+        ({"lora_alpha": 64}, "lora_alpha, which was 4.0 and is 64.0"),
+        ({"lora_r": 4}, "lora_r, which was 2 and is 4"),
+        ({"lora_target_modules": "q_proj"}, r"lora_target_modules, which was \['all-linear'\] and is \['q_proj'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            train(run, **on | change, model_name_or_path=base)
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    for folder in (moved, other):
+        shutil.copytree(base, folder)
+    other_weights(other)
+    with pytest.raises(CheckpointError, match=f"the digest of its weights was .* and is .*{base}"):
+        train(run, **on, model_name_or_path=other)
+    assert train(run, **on, model_name_or_path=moved).event("resume")["step"] == 2
+    other_weights(moved)
+    with pytest.raises(CheckpointError, match="the digest of its weights was"):
+        export([str(run), "--output", str(tmp_path / "exported")])
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_whole_model_goes_on_as_the_function_that_its_config_makes_of_it(base, tmp_path, tiny):
+    flags = dict(
+        block_size=64, train_file=tiny / "few.jsonl", validation_split_percentage=0, save_steps=2, num_warmup_steps=0,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    run = train(tmp_path / "run", **flags, model_name_or_path=base, max_train_steps=2).output
+    on = flags | {"max_train_steps": 4, "resume_from_checkpoint": "auto"}
+    moved = base.rename(tmp_path / "moved")
+    other_weights(moved)  # the checkpoint holds all of them
+    was = json.loads((moved / "config.json").read_text())
+    theta = was["rope_parameters"]["rope_theta"]
+    edit(moved / "config.json", rope_parameters=was["rope_parameters"] | {"rope_theta": 5e5}, hidden_act="gelu")
+    words = f"hidden_act was 'silu' and is 'gelu' now; rope_parameters.rope_theta was {theta} and is 500000.0 now"
+    with pytest.raises(CheckpointError, match=words):
+        train(run, **on, model_name_or_path=moved)
+    edit(moved / "config.json", **was | {"use_cache": False, "dtype": "bfloat16", "eos_token_id": 2, "attention_dropout": 0.1})
+    assert train(run, **on, model_name_or_path=moved).event("resume")["step"] == 2
+    edit(moved / "config.json", rms_norm_eps=1e-2)
+    with pytest.raises(CheckpointError, match=r"rms_norm_eps was 1e-06 and is 0.01 now"):
+        export([str(run), "--output", str(tmp_path / "exported")])
+
+
+def test_a_base_is_known_by_its_weights_and_by_what_its_config_computes(tmp_path):
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    digests = []
+    for change in (None, "path", "number", "name", "file"):
+        folder = other if change else one
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        values = torch.arange(3_000_000, dtype=torch.float32)  # larger than what is read of it
+        if change == "number":
+            values *= 1.001
+        file = folder / ("model-00001-of-00001.safetensors" if change == "file" else "model.safetensors")
+        save_file({"b" if change == "name" else "a": values}, file)
+        (folder / "README.md").write_text(str(change))
+        digests.append(origin.weights_digest(folder))
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+    (one / "model.safetensors").unlink()
+    assert origin.weights_digest(one) is None
+
+    def differ(was, now, versions=("5", "5")):
+        found = [origin.facts(LlamaConfig(**values), None) for values in (was, now)]
+        for facts, version in zip(found, versions, strict=True):
+            facts["config"]["transformers_version"] = version
+        return origin.difference(*found)
+
+    assert differ({}, dict(use_cache=False, dtype="bfloat16", bos_token_id=7, attention_dropout=0.5, name_or_path="x")) is None
+    assert differ({}, {"hidden_act": "gelu"}) == "hidden_act was 'silu' and is 'gelu' now"
+    assert differ({}, {"pad_token_id": 7}) is not None, "training does not move its row of the embedding"
+    rope = {"rope_theta": 1e4, "rope_type": "default"}
+    more = {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}
+    assert "partial_rotary_factor was None and is 0.5" in differ({"rope_parameters": rope}, more)
+    assert differ({"rope_parameters": rope}, more, ("5", "6")) is None, "a later version may write down what was implied"
+    assert differ({"own": 1}, {}) is None
+    assert differ({"rope_parameters": rope}, {"rope_parameters": rope | {"rope_theta": 5e5}}, ("5", "6")) is not None
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_export_takes_no_weight_from_anywhere_but_the_run(base, trained, tmp_path, adapter):
+    """Checkpoints from before do not say what their model was."""
+    settings = dict(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    run = trained(LoraConfig(lora_r=2, lora_alpha=4, **settings) if adapter else CausalLMConfig(**settings))
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    kept = json.loads((checkpoint / "config.json").read_text())
+    kept.pop("base", None)
+    (checkpoint / "config.json").write_text(json.dumps(kept))
+    reseal(checkpoint)
+    export([str(checkpoint), "--output", str(tmp_path / "exported")])
+    edit(base / "config.json", num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"does not hold \S*layers\.2\S* \(and \d+ more\)"):
+        export([str(checkpoint), "--output", str(tmp_path / "wrong")])
+    assert not (tmp_path / "wrong").exists()
 
 
 # --- modes

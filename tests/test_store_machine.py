@@ -180,7 +180,7 @@ class Store(RuleBasedStateMachine):
         self.mortal(kill, work)
         assert best is None or best.exists()
 
-    @rule(data=st.data(), how=st.sampled_from(["manifest", "byte", "missing"]))
+    @rule(data=st.data(), how=st.sampled_from(["manifest", "json", "byte", "missing"]))
     def damage(self, data, how):
         there = {n: c for n, c in self.everything().items() if store.damage(c) is None}
         if not there:
@@ -193,8 +193,11 @@ class Store(RuleBasedStateMachine):
         elif how == "missing":
             (one / "tensors.json").unlink()
             self.broken.add(number)
+        elif how == "json":
+            (one / "tensors.json").write_text("[]")  # of the same size
+            self.broken.add(number)
         else:
-            (one / "tensors.json").write_text("[]")  # found by its digest alone
+            (one / "buffers.safetensors").write_text("[]")  # found when every byte is read
 
     @invariant()
     def nothing_is_lost(self):

@@ -32,12 +32,18 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
 
 def commit(name: str, revision: str) -> str | None:
     """Return the commit that ``revision`` of a model has in the hub's cache on this machine; None for a folder."""
+    found = None if Path(name).exists() else folder(name, revision)
+    return None if found is None else found.name
+
+
+def folder(name: str, revision: str) -> Path | None:
+    """Return where a model's files are on this machine: ``name`` itself, or in the hub's cache; None where they are not."""
     if Path(name).exists():
-        return None
+        return Path(name)
     from huggingface_hub import try_to_load_from_cache
 
     file = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(file).parent.name if isinstance(file, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def needed(files: Iterable[str], *, weights: bool) -> list[str]:

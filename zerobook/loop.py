@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerobook.bars import tqdm
-from zerobook.checkpoint import state, store
+from zerobook.checkpoint import origin, state, store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.collate import to_device
@@ -152,15 +152,28 @@ class TrainingLoop:
                     )
 
     def _check_base(self, checkpoint: Path | None, model: nn.Module) -> None:
-        """Refuse to put adapters onto another commit of their base: a branch on the hub can move while a run is stopped."""
-        if checkpoint is None or not self.config.trains_adapters:
+        """Refuse weights that would be another function in this run: beside another base or config, or weighed otherwise.
+
+        A branch on the hub can move while a run is stopped, and a folder can get other content.
+        """
+        if checkpoint is None:
             return
-        was, now = store.read_json(checkpoint / "config.json").get("base_commit"), getattr(model, "base_commit", None)
-        if was and now and was != now:
+        kept, config = store.read_json(checkpoint / "config.json"), self.config.model_dump()
+        facts, adapts = getattr(model, "base_facts", None), self.config.trains_adapters
+        for key in ("lora_r", "lora_alpha", "lora_target_modules") if adapts else ():
+            before, here = kept["config"].get(key), config[key]
+            if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
+                raise CheckpointError(
+                    f"{checkpoint}: what its adapters do depends on {key}, which was {before} and is {here} now. Bring the old "
+                    "value back, or start a new run from the exported model."
+                )
+        was, now = kept.get("base_commit"), getattr(model, "base_commit", None)
+        if adapts and was and now and was != now:
             raise CheckpointError(
                 f"{checkpoint}: its adapters were trained beside commit {was} of {self.config.model_name_or_path}, and "
                 f"--model_revision {self.config.model_revision} is commit {now} now. Pass --model_revision {was}."
             )
+        origin.check(checkpoint, kept, facts, weights=not (was and now))
 
     def training_feed(self) -> Feed:
         """From where the progress stands, without what is left out."""

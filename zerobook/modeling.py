@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from zerobook import hub
-from zerobook.checkpoint import resume, state, store
+from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -191,7 +191,7 @@ def load_seq2seq_lm(config: RecipeConfig, strategy: Strategy, quantization: Any 
 
 def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
     """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Its ``base_commit`` is
-    the commit on the hub, None where it has none.
+    the commit on the hub, None where it has none, and its ``base_facts`` what checkpoints record of it.
 
     Args:
         kind: the transformers auto class that makes it.
@@ -218,6 +218,8 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
+    adapts, revision = config.trains_adapters, options.get("revision", "main")
+    facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
     model_class = auto_class._model_mapping.get(type(model_config), None)
     attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
     options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
@@ -226,7 +228,7 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     if config.device_map:
         options["device_map"] = config.device_map
     model = _from_pretrained(auto_class, name, "model_name_or_path", options)
-    model.base_commit = commit
+    model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
     model.config.use_cache = False
     if model.config._attn_implementation == "flex_attention":

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from zerobook.checkpoint import store
+from zerobook import hub
+from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
@@ -93,7 +94,7 @@ def export_checkpoint(
     config = kept["config"]
     notes: list[str] = []
     revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
-    model, base = _base_model(config, checkpoint, revision, trust_remote_code)
+    model, base = _base_model(kept, checkpoint, revision, trust_remote_code)
     tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
     if config["chat_template"] and "chat_template" not in kept:
         notes.append(
@@ -130,24 +131,28 @@ def export_checkpoint(
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
-def _base_model(config: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
-    """Return the model that the run began with, in fp32, and where it is found."""
+def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
+    """Return the model that the run began with, in fp32, and where it is found. ``kept`` is the checkpoint's config.json."""
     import transformers
 
-    name = config["model_name_or_path"]
+    name = kept["config"]["model_name_or_path"]
     source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
         drop_foreign_attention(facts)
         kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
-        return getattr(transformers, kind).from_pretrained(source, config=facts, dtype=torch.float32, **options), source
+        model = getattr(transformers, kind).from_pretrained(source, config=facts, dtype=torch.float32, **options)
     except (OSError, ValueError, SafetensorError) as error:
         code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
         raise CheckpointError(
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
             f"{str(error).splitlines()[0]}{code}"
         ) from error
+    digested = (kept.get("base") or {}).get("weights") is not None
+    now = origin.facts(facts, hub.folder(source, revision) if digested else None)
+    origin.check(checkpoint, kept, now, weights=not kept.get("base_commit") or Path(source).exists())
+    return model, source
 
 
 def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool) -> Any:
@@ -169,10 +174,10 @@ def _adapted(model: nn.Module, config: dict[str, Any], revision: str) -> nn.Modu
 
 
 def _fill(model: nn.Module, checkpoint: Path) -> None:
-    """Put the trained weights into ``model``; raises where an adapter is still what it began as."""
+    """Put the trained weights into ``model``; raises where one is missing, or an adapter is still what it began as."""
     reader, parameters = Reader(checkpoint), dict(model.named_parameters())
-    trained = False
-    for name, shape in reader.index["shapes"].items():
+    held, trained = reader.index["shapes"], False
+    for name, shape in held.items():
         if name not in parameters or list(parameters[name].shape) != shape:
             there = list(parameters[name].shape) if name in parameters else "not there"
             raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
@@ -183,6 +188,12 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
     there = dict(persistent_buffers(model))
     for name, value in (read_buffers(checkpoint, there) or {}).items():
         there[name].copy_(value)
+    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: it does not hold {missing[0]} (and {len(missing) - 1} more), which a run trains in the "
+            "model that its config names. Bring back the model that it was trained from."
+        )
     if not trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
 

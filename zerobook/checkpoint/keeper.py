@@ -169,6 +169,7 @@ class Keeper:
                 "config": self.config.model_dump(),
                 "chat_template": self.config.chat_template_text,
                 "base_commit": getattr(self.strategy.unwrapped, "base_commit", None),
+                "base": getattr(self.strategy.unwrapped, "base_facts", None),
             },
         )
         if not self.config.async_save:

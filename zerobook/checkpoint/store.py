@@ -231,7 +231,7 @@ def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints whose files are all there, oldest step first. Only sizes are looked at."""
+    """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `damage`."""
     return [c for c in candidates(checkpoints) if damage(c) is None]
 
 
@@ -258,8 +258,11 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
 def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
     """Return why a folder is not a complete checkpoint, or None where it is one.
 
+    The digests of JSON files are always compared: they are cheap, and who reads values from them (the batch size, the losses)
+    must not take a checkpoint that a thorough look passes over. Of all other files, sizes are.
+
     Args:
-        thorough: read every byte and compare digests, not sizes alone.
+        thorough: read every byte of the other files too, and compare their digests.
         tell: called with the bytes of every block read.
     """
     try:
@@ -299,7 +302,9 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
     unlisted = [name for name in _LISTED[version] if name not in files]
     if unlisted:
         return f"{checkpoint / MANIFEST}: it does not list {', '.join(unlisted)}; these may belong to another checkpoint"
-    for name, (_, wanted) in files.items() if thorough else ():
+    for name, (_, wanted) in files.items():
+        if not thorough and not name.endswith(".json"):
+            continue
         found = digest(checkpoint / name, tell)
         if found != wanted:
             return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {wanted}"
@@ -312,14 +317,14 @@ def bytes_of(checkpoint: Path) -> int:
 
 
 def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, str] | None = None) -> Path | None:
-    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder.
+    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder of one, or of a run.
 
-    ``auto`` is the newest one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
-    held-out loss.
+    ``auto`` is the newest whole one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
+    held-out loss; a run's folder is the newest whole one of that run.
 
     Args:
         passed_over: given, every byte is read and compared with its digest, and the checkpoints that were not taken are
-            added here, each with the reason. Without it sizes alone are compared, which is cheap enough for every process.
+            added here, each with the reason. Without it no tensors are read, which is cheap enough for every process.
 
     Raises:
         CheckpointError: there are checkpoints and none can be read, or all were given up; a named folder that is not
@@ -329,15 +334,13 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     if asked is None:
         return None
     thorough = passed_over is not None
+    reasons: dict[Path, str] = {} if passed_over is None else passed_over
     if asked in ("auto", "best"):
         checkpoints = folder_of(output_dir)
         order = candidates(checkpoints) if asked == "auto" else _by_loss(candidates(checkpoints))
-        reasons: dict[Path, str] = {} if passed_over is None else passed_over
-        for checkpoint in reversed(order):
-            reason = damage(checkpoint, thorough=thorough)
-            if reason is None:
-                return checkpoint
-            reasons[checkpoint] = reason
+        found = _newest_whole(order, thorough, reasons)
+        if found is not None:
+            return found
         if asked == "best" and not reasons:
             raise CheckpointError(
                 f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
@@ -352,11 +355,18 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
             raise CheckpointError(only_abandoned(output_dir, given_up))
         return None
     checkpoint = Path(asked).expanduser()
-    if not (checkpoint / MANIFEST).exists() and complete(folder_of(checkpoint)):
-        checkpoint = complete(folder_of(checkpoint))[-1]  # a run's output_dir
-    reason = damage(checkpoint, thorough=thorough)
-    if reason is not None:
-        raise CheckpointError(f"{reason}. Use --resume_from_checkpoint auto to take the newest complete one.")
+    theirs = folder_of(checkpoint)
+    if not (checkpoint / MANIFEST).exists() and candidates(theirs):  # a run's output_dir
+        if theirs.resolve() == folder_of(output_dir).resolve():
+            theirs = folder_of(output_dir)  # `set_aside` knows those passed over by these paths
+        found = _newest_whole(candidates(theirs), thorough, reasons)
+        if found is None:
+            raise CheckpointError(f"{_listed(asked, reasons)}\nMake one of them readable, or name another run or checkpoint.")
+        checkpoint = found
+    else:
+        reason = damage(checkpoint, thorough=thorough)
+        if reason is not None:
+            raise CheckpointError(f"{reason}. {_way_back(checkpoint, thorough)}")
     if checkpoint.resolve().parent == folder_of(output_dir).resolve():
         return checkpoint
     own = complete(folder_of(output_dir))
@@ -385,13 +395,37 @@ def none_to_take(output_dir: str | Path) -> str | None:
     return only_abandoned(output_dir, given_up) if given_up else None
 
 
+def _newest_whole(order: list[Path], thorough: bool, reasons: dict[Path, str]) -> Path | None:
+    """Return the last of ``order`` that is whole, or None; those behind it are added to ``reasons``."""
+    for checkpoint in reversed(order):
+        reason = damage(checkpoint, thorough=thorough)
+        if reason is None:
+            return checkpoint
+        reasons[checkpoint] = reason
+    return None
+
+
+def _way_back(checkpoint: Path, thorough: bool) -> str:
+    """Return what to resume from where ``checkpoint`` was named and is damaged. In a new folder, ``auto`` would begin anew."""
+    named = _NAME.match(checkpoint.name.partition(".")[0])
+    older = [c for c in candidates(checkpoint.parent) if named is None or step_of(c) < int(named.group(1))]
+    found = _newest_whole(older, thorough, {})
+    if found is None:
+        return "There is no whole one before it in its folder; name another run or checkpoint."
+    return f"Use --resume_from_checkpoint {found}, the newest whole one before it."
+
+
 def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
     """Return the sentence that refuses to start beside checkpoints of which none can be read."""
-    listed = "\n".join(f"  {reason}" for reason in reasons.values())
     return (
-        f"{output_dir}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}\n"
+        f"{_listed(output_dir, reasons)}\n"
         "Another run there would replace them. Make one of them readable, or give another --output_dir."
     )
+
+
+def _listed(folder: str | Path, reasons: dict[Path, str]) -> str:
+    listed = "\n".join(f"  {reason}" for reason in reasons.values())
+    return f"{folder}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}"
 
 
 def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
@@ -404,7 +438,7 @@ def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
 
 
 def unreadable(checkpoints: Path) -> dict[Path, str]:
-    """Return the checkpoints that cannot be read, also those set aside, each with the reason. Only sizes are compared."""
+    """Return the checkpoints that cannot be read, also those set aside, each with the reason. No tensors are read."""
     there = {c: reason for c in candidates(checkpoints) if (reason := damage(c)) is not None}
     return there | _reasons_aside(checkpoints)
 
@@ -441,7 +475,7 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     read become ``step-N.unreadable``.
 
     Args:
-        unreadable: checkpoints that were found damaged when every byte was read. Here only sizes are compared.
+        unreadable: checkpoints that were found damaged when every byte was read. Here no tensors are read.
     """
     later = [checkpoint for checkpoint in candidates(checkpoints) if step_of(checkpoint) > step]
     whole = {c for c in later if c not in unreadable and damage(c) is None}

@@ -1,0 +1,113 @@
+"""What a checkpoint's weights stand on: the config that makes a function of them, and beside adapters, the base's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zerobook import hub
+from zerobook.errors import CheckpointError
+
+_SAMPLES, _SAMPLE = 64, 1 << 16
+"""Blocks of a weights file that its digest is of, and bytes of each: 4 MiB, a moment's work for the largest model too."""
+_SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
+_NOT_GENERATION = ("top_k", "pad_token_id", "decoder_start_token_id")
+"""Settings of generation that a model's config has with another meaning, or that training depends on."""
+
+
+def facts(model_config: Any, folder: Path | None) -> dict[str, Any]:
+    """Return what a checkpoint records of the model that its run loads.
+
+    Args:
+        model_config: transformers' config, as the model was found.
+        folder: where its weights lie, for adapters; None where the checkpoint holds all weights itself.
+    """
+    # an object's words could hold its address
+    config = json.loads(json.dumps(model_config.to_dict(), default=lambda value: type(value).__name__, skipkeys=True))
+    return {"config": config, "weights": None if folder is None else weights_digest(folder)}
+
+
+def weights_digest(folder: Path) -> str | None:
+    """Return a digest of a folder's weights that is cheap for large files; None where it finds none.
+
+    It is of the files' names and sizes, of the headers of safetensors files (names, shapes and dtypes of the tensors), and of
+    `_SAMPLES` blocks spread over each file: to read all of a large base would take as long as to load it. Files of up to 4 MiB
+    are read whole. Another training of a model changes nearly all of its numbers, so samples tell the two apart; a change of a
+    few rows of one tensor can escape them. The folder's own path is not in it.
+    """
+    import xxhash
+
+    wanted = hub.needed(sorted(file.name for file in folder.iterdir()), weights=True)
+    files = [folder / name for name in wanted if name.endswith((".safetensors", ".bin"))]
+    found = xxhash.xxh3_128()
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as handle:
+            if file.suffix == ".safetensors":  # 8 bytes with the header's length come first
+                found.update(handle.read(min(size, int.from_bytes(handle.read(8), "little"))))
+            for number in range(_SAMPLES):
+                handle.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
+                found.update(handle.read(_SAMPLE))
+    return found.hexdigest() if files else None
+
+
+def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:
+    """Refuse a model beside which the weights of ``checkpoint`` would be another function than the one that was trained.
+
+    Args:
+        kept: the content of its config.json. That of a checkpoint from before this record has no ``base``.
+        now: `facts` of the model.
+        weights: compare the weights' digests too, where both are known. Two equal commits of the hub need no other proof.
+    """
+    how = None if now is None or not kept.get("base") else difference(kept["base"], now, weights=weights)
+    if how is not None:
+        config = kept["config"]
+        raise CheckpointError(
+            f"{checkpoint}: made by another model: {how}. With this one, its weights compute something else. Bring back "
+            f"the model that it was trained from, {config['model_name_or_path'] or config.get('config_name')}; it may lie at "
+            "another path."
+        )
+
+
+def difference(was: dict[str, Any], now: dict[str, Any], *, weights: bool = True) -> str | None:
+    """Return how two models' `facts` differ, with both values, or None where the same weights are the same function in both.
+
+    Args:
+        weights: compare the digests of the weights too, where both are known.
+    """
+    same = was["config"].get("transformers_version") == now["config"].get("transformers_version")
+    found = _differing(was["config"], now["config"], _ignored(), strict=same)
+    if found:
+        return "; ".join(f"{key} was {a!r} and is {b!r} now" for key, (a, b) in found.items())
+    if weights and was["weights"] and now["weights"] and was["weights"] != now["weights"]:
+        return f"the digest of its weights was {was['weights']} and is {now['weights']} now"
+    return None
+
+
+def _ignored() -> set[str]:
+    """Return the keys of a config that say nothing about the function: of generation, of loading, of where it was found."""
+    from transformers import GenerationConfig
+
+    return {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
+
+
+def _differing(was: dict, now: dict, ignored: set[str], *, strict: bool) -> dict[str, tuple[Any, Any]]:
+    """Return key -> both values, with dots before the keys of inner dicts.
+
+    A key that only one has is no difference of two configs: versions of transformers add keys, with values that change nothing.
+    It is one inside of a setting, such as the parameters of rotary positions, where the same version wrote both (``strict``).
+    """
+    a_config = "model_type" in was and "model_type" in now
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*was, *now} if strict and not a_config else was.keys() & now.keys()):
+        # dropout is of training, and may be changed like a learning rate
+        if key in ignored or key.startswith("_") or "drop" in key:
+            continue
+        a, b = was.get(key), now.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= {f"{key}.{k}": v for k, v in _differing(a, b, ignored, strict=strict).items()}
+        elif a != b:
+            found[key] = a, b
+    return found
