@@ -197,6 +197,11 @@ def calls(output: Path, rank: int = 0) -> dict[str, int]:
     return _last_calls(output, rank)["counts"]
 
 
+def kinds(output: Path, rank: int = 0) -> set[tuple[str, str, str]]:
+    """Return (collective, device type, dtype) of the tensors that ``rank`` handed to torch.distributed."""
+    return {tuple(kind.split()) for kind in _last_calls(output, rank)["kinds"]}  # type: ignore[misc]
+
+
 def timeouts(output: Path, rank: int = 0) -> list[float]:
     """Seconds that each process group of ``rank`` waits for its other ranks, at the end of the run."""
     return _last_calls(output, rank)["timeouts"]

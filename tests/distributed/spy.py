@@ -5,7 +5,8 @@
 For every training forward: hashes of the decoded token rows, taken from the tensors that the model is
 given. Collectives are counted by wrapping torch.distributed before anything imports it, those that reduce also by the type of
 their numbers; forwards of layers (recomputed ones too) by hooks; and so are the processes that load data. For every process
-group: how many seconds its collectives wait. And the threads that torch computes with.
+group: how many seconds its collectives wait. The devices and types of all their tensors. And the threads that torch computes
+with.
 ``ZEROBOOK_SPY_HANG_AT_STEP=N`` stops for ever in step N, for a test to kill; ``..._SIGNAL=SIGUSR1``, ``..._SIGNAL_AT_STEP=N``,
 ``..._SIGNAL_RANK=R`` and ``..._SIGNAL_ATTEMPT=A`` (of torchrun's restarts) let a rank get that signal, and with
 ``..._SIGNAL_LAUNCHER=1`` its launcher as well, as from a scheduler that signals every process of a job. ``..._CORES=N`` is the
@@ -28,11 +29,20 @@ import torch.distributed as dist
 from torch import nn
 
 COUNTS: Counter = Counter()
+KINDS: Counter = Counter()
+"""Collectives by name, device and type of their tensors, loading and evaluation included."""
+
+
+def tensors_of(values):
+    for value in values:
+        yield from [value] if isinstance(value, torch.Tensor) else tensors_of(value) if isinstance(value, list | tuple) else []
 
 
 def counted(name, inner):
     def wrapped(*args, **kwargs):
         COUNTS[name] += 1
+        for tensor in tensors_of([*args, *kwargs.values()]):
+            KINDS[f"{name} {tensor.device.type} {str(tensor.dtype).removeprefix('torch.')}"] += 1
         if "reduce" in name:
             tensor = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
             COUNTS[f"{name} {str(tensor.dtype).removeprefix('torch.')}"] += tensor.numel() > 1  # not the losses and norms
@@ -147,7 +157,8 @@ def main():
 
         def applied(rate):
             result = steps_done(rate)
-            write({"kind": "calls", "counts": dict(COUNTS), "timeouts": timeouts(), "threads": torch.get_num_threads()})
+            write({"kind": "calls", "counts": dict(COUNTS), "kinds": dict(KINDS), "timeouts": timeouts(),
+                   "threads": torch.get_num_threads()})  # fmt: skip
             return result
 
         self.strategy.apply = applied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import calls, threads, timeouts
+from tests.harness import calls, kinds, threads, timeouts
 from zerobook.launch import COLLECTIVE_TIMEOUT
 
 
@@ -53,3 +53,33 @@ def test_an_optimizer_in_host_memory_shares_the_cores(launches, strategy, given,
     flags = dict(max_train_steps=2, num_warmup_steps=0, environment={"OMP_NUM_THREADS": given}, spy={"cores": 6})
     run = launches(strategy, 2, 2, 1, **flags)
     assert [threads(run.output, rank) for rank in range(2)] == [expected, expected]
+
+
+NCCL = {"int8", "uint8", "bool", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+"""dtypes that NCCL sends, torch 2.13: torch/include/torch/csrc/distributed/c10d/NCCLUtils.hpp, without the 8-bit floats."""
+full = pytest.mark.full
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy, processes, flags",
+    [
+        ("zero3_hpz", 4, {}),
+        ("fsdp_hybrid", 4, {}),
+        ("fsdp", 2, {"mixed_precision": "bf16"}),
+        ("zero2", 2, {}),
+        *(pytest.param(*case, marks=full) for case in (
+            ("ddp", 2, {}), ("zero1", 2, {"mixed_precision": "bf16"}), ("zero3", 2, {"mixed_precision": "bf16"}),
+            ("zero3_offload", 2, {}), ("fsdp_offload", 2, {}))),
+        pytest.param("zero3", 1, {"mixed_precision": "bf16"}, marks=pytest.mark.gpu),
+        pytest.param("fsdp", 1, {"mixed_precision": "bf16"}, marks=pytest.mark.gpu),
+    ],
+)  # fmt: skip
+def test_collectives_take_tensors_on_the_strategys_device_of_types_that_nccl_sends(watched, strategy, processes, flags):
+    run = watched(strategy, processes, **flags)
+    device = run.event("run_start")["plan"]["device"]
+    for rank in range(processes):
+        found = kinds(run.output, rank)
+        assert found, "the strategy talks"
+        assert {where for _, where, _ in found} == {device}, sorted(found)
+        assert {dtype for _, _, dtype in found} <= NCCL, sorted(found)
