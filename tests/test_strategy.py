@@ -341,3 +341,14 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
     for _, _, replicas in found:
         assert replicas.name == "odd" and replicas.tensors == 1
         assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_the_loss_scale_lies_where_offloaded_gradients_do(offloaded):
+    from zerobook.strategy.fsdp import keep_scale_in_host_memory
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if offloaded:
+        keep_scale_in_host_memory(scaler)
+    scaler.scale(torch.ones((), device="meta"))  # a loss on another device
+    assert scaler._scale.device.type == ("cpu" if offloaded else "meta")

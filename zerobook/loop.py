@@ -53,8 +53,8 @@ class TrainingLoop:
 
     The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
     micro-batches. That count is known beforehand from the sample ids, so no rank has to ask another.
-    Between log points nothing here waits for the device. DeepSpeed does so itself in each step, and so does fp16's loss scaling
-    of an optimizer in host memory. transformers does so in each forward pass of an encoder-decoder: 3 times for BART and
+    Between log points nothing here waits for the device. DeepSpeed does so itself in each step, and FSDP2 where it keeps the
+    gradients in host memory. transformers does so in each forward pass of an encoder-decoder: 3 times for BART and
     BlenderBot, twice for T5, to see whether the mask masks anything.
 
     Args:

@@ -43,6 +43,8 @@ class FullyShardedStrategy(Strategy):
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
         register_fsdp_forward_method(prepared[0], "generate")
+        if self.accelerator.scaler is not None and self.plan.offload_optimizer != "none":
+            keep_scale_in_host_memory(self.accelerator.scaler)
         return prepared
 
     @contextmanager
@@ -99,6 +101,14 @@ class FullyShardedStrategy(Strategy):
             "offload": {"optimizer": offload, "parameters": offload},
             "reshard_after_forward": any(group._reshard_after_forward for group in groups),
         }
+
+
+def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
+    """Let fp16's loss scale lie where offloaded gradients do.
+
+    On the GPU, torch would copy it to them without a wait, and could multiply gradients before it is there.
+    """
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
 
 def _start_of_rows(tensor: torch.Tensor) -> int | None:
