@@ -125,7 +125,7 @@ def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
 
 
 def _ops(left: float, rows: dict[str, Row]) -> Row:
-    """Those of DeepSpeed's ops that cases need, compiled before one has its time counted: Adam in host memory, its buffers."""
+    """Compile the DeepSpeed ops that cases need, before the time of a case is counted: Adam in host memory and its buffers."""
     wanted = ("cpu_adam", "pin_memory")
     line = [sys.executable, "-c", f"import json; from zerobook import ops; print(json.dumps(ops.compile_ops({wanted})))"]
     code, text = fresh.run(line, left, cwd=ROOT)

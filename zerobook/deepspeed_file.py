@@ -93,7 +93,7 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
 
 
 def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """What DeepSpeed can do on GPUs only, and whether it looks for them."""
+    """Add problems where DeepSpeed was told of another device, or is asked for what it does on GPUs only."""
     if plan.kind == "deepspeed" and plan.device == "cuda" and environ.get("DS_ACCELERATOR") == "cpu":
         plan.problems.append(
             "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "

@@ -152,7 +152,7 @@ class TrainingLoop:
                     )
 
     def _check_base(self, checkpoint: Path | None, model: nn.Module) -> None:
-        """Refuse weights that would be another function in this run: beside another base or config, or weighed otherwise.
+        """Refuse a checkpoint whose weights would compute something else here: another base, config or LoRA setting.
 
         A branch on the hub can move while a run is stopped, and a folder can get other content.
         """
@@ -252,7 +252,7 @@ class TrainingLoop:
             tqdm.write(plain(f"passed over: {reason}"))
         _, bytes_read = self.keeper.load()
         verified, differing = self.verify(self.progress.following)
-        self.watch.saved(self.progress.step)  # it was not proven good while the last attempt ran, perhaps
+        self.watch.saved(self.progress.step)  # the last attempt may have ended before it proved this checkpoint good
         tqdm.write(f"resumed {checkpoint} at step {self.progress.step}") if self.log else None
         if self.log:
             aside = store.set_aside(self.keeper.folder, self.progress.step, self.keeper.passed_over)

@@ -277,7 +277,7 @@ def drop_foreign_attention(config: Any) -> None:
 
 
 def pin_rotary(model: nn.Module, longest: int) -> str | None:
-    """Fix rotary embeddings whose frequencies would change with the lengths of a batch. Returns a sentence about it, or None.
+    """Fix rotary embeddings whose frequencies change with the lengths of a batch. Return a note about it, or None.
 
     transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by the longest row,
     once that is longer than the positions the model was first trained on. ``dynamic`` also keeps the longest row it has seen.
@@ -440,7 +440,7 @@ def _config_digest(source: str, revision: str) -> str | None:
 
 
 def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether two initial models are the same. A config may move; without both digests, its name stands for what it says."""
+    """Return whether two initial models are the same. A config may move; where a digest is missing, names are compared."""
     digests = [made_of.get("config_digest") for made_of in (before, now)]
     keys = ["seed", "config_name", "model_revision"] if None in digests else ["seed", "config_digest"]
     return all(key in before and before[key] == now[key] for key in keys)

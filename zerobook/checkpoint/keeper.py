@@ -52,7 +52,7 @@ class Keeper:
         self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
 
     def _finish_rollback(self) -> None:
-        """Set aside what a rollback was to give up, where the process ended before it had. Rank 0.
+        """Finish a rollback that the last attempt decided on and did not carry out: set the later checkpoints aside. Rank 0.
 
         Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
         """

@@ -117,11 +117,13 @@ class Strategy(Ranks):
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
-            # It can leave a step out on the device's own word. And ``fused=False`` switches the foreach kernels off as well.
+            # A fused step is skipped by a flag on the device, so the host need not wait. ``fused=False`` would also switch
+            # torch's foreach kernels off.
             fused=True,
         )
         if self.plan.offload_optimizer != "none":
-            # The scaler would hand it a copy of its word that may still be on its way from the GPU. It then decides by itself.
+            # Otherwise the scaler hands over a copy of its flag that may not have arrived from the GPU yet. With False, the
+            # scaler reads the flag itself and skips the step.
             optimizer._step_supports_amp_scaling = False
         return optimizer
 
@@ -178,7 +180,7 @@ class Strategy(Ranks):
             group["lr"] = learning_rate
         norm = self.gradient_norm()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
-        # Decided on the device: the host need not wait. fp16's scaler puts its own word in this one's place.
+        # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
         self._torch_optimizer().found_inf = (~torch.isfinite(norm)).float()
         self.optimizer.step()
         self._unscaled = False

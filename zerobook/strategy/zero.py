@@ -156,7 +156,7 @@ class ZeroStrategy(Strategy):
         if self.plan.zero_stage != 3:
             mapping = parameter._hp_mapping
             return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
-        # what DeepSpeed's own getters copy to the GPU, also what lies in host memory and is to be written from there
+        # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back
         mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
         start, stop = self._bounds(parameter)
         return start, mine[: stop - start]
