@@ -17,7 +17,7 @@ from zerobook.checkpoint import state
 from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
-from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.base import MOMENTS
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
@@ -343,12 +343,16 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
         assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_the_loss_scale_lies_where_offloaded_gradients_do(offloaded):
-    from zerobook.strategy.fsdp import keep_scale_in_host_memory
+@pytest.mark.parametrize("where", ["none", "cpu"])
+def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
+    from zerobook.strategy.fsdp import FullyShardedStrategy
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    if offloaded:
-        keep_scale_in_host_memory(scaler)
+    monkeypatch.setattr(Strategy, "_spread", lambda self, model, optimizer: (model, optimizer))
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=8.0), torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace()
+    strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
+    strategy.accelerator = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
+    strategy.plan = SimpleNamespace(offload_optimizer=where)
+    strategy._spread(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device
-    assert scaler._scale.device.type == ("cpu" if offloaded else "meta")
+    assert scaler._scale.device.type == ("cpu" if where == "cpu" else "meta")
