@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from zerobook.config import RecipeConfig
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.formats import BadSample, Chat
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.formats import FORMATS, PAIR_COLUMNS, BadSample, Chat, Pair, Text, Tokens, detect, parse
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import DataError

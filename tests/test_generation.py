@@ -15,9 +15,9 @@ from accelerate.state import AcceleratorState
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.harness import ROOT
 from zerobook.config import parse
+from zerobook.constants import IGNORE
 from zerobook.data import collate as collate_module
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator
-from zerobook.data.feed import IGNORE
 from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
 from zerobook.evaluation.generation import GenerationScorer, decoding

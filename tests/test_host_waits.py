@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
 
+from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, Seq2SeqCollator, to_device
-from zerobook.data.feed import IGNORE
 from zerobook.isolation import isolating, settled
 from zerobook.loss import causal_lm_loss
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from zerobook.constants import IGNORE
 from zerobook.data.collate import PackedCollator, to_device
-from zerobook.data.feed import IGNORE
 from zerobook.errors import ConfigError
 from zerobook.isolation import isolating
 from zerobook.loss import causal_lm_loss

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from recipes.causal_lm import CausalLMConfig
 from tests.tiny import causal_rows, seq2seq_rows
 from zerobook.config import RecipeConfig, parse
+from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows
-from zerobook.data.feed import IGNORE
 from zerobook.errors import ConfigError
 from zerobook.loss import causal_lm_loss, seq2seq_loss
 from zerobook.schedule import learning_rate_schedule

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.pack import best_fit_decreasing
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Blocks, Documents, Part, pack

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 import zerobook.data.sources as sources
 from zerobook.config import DatasetSpec, RecipeConfig
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs

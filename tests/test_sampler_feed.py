@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerobook.constants import FILLER, IGNORE
 from zerobook.data.collate import CausalCollator
-from zerobook.data.feed import FILLER, IGNORE, Feed, Layout
+from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
 
 

@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.tiny import CHAT_TEMPLATE as CHATML
+from zerobook.constants import IGNORE
 from zerobook.data import embedded
-from zerobook.data.feed import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
 from zerobook.data.skeleton import only_writes_contents
 from zerobook.data.templates import CausalEncoder, ChatTemplate, Encoded, Seq2SeqEncoder

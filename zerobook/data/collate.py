@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 
 
 def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, at_least: int = 0) -> torch.Tensor:

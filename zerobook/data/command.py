@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.prepare import OnlyPrepared, PreparedData, only_preparing
 from zerobook.errors import ConfigError
 from zerobook.recipe_file import RUNS, check_recipe

@@ -11,16 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from zerobook.constants import FILLER, IGNORE
 from zerobook.data.sampler import SampleOrder
 
 if TYPE_CHECKING:
     from zerobook.data.stream import Stream, StreamOrder
     from zerobook.data.views import Part
-
-FILLER = -1
-"""Id of a row that fills up the last batch: real tokens, no supervised one, so its loss weighs nothing."""
-IGNORE = -100
-"""Label of a token that is not supervised, as in torch's cross_entropy and transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)

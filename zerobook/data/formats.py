@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.errors import DataError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 
 META = "meta.json"
 

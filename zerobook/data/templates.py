@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids

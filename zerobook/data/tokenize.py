@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from zerobook.constants import IGNORE
 from zerobook.data import formats
-from zerobook.data.feed import IGNORE
 from zerobook.data.sources import Item, Malformed
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded

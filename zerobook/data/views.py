@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.data.feed import IGNORE
+from zerobook.constants import IGNORE
 from zerobook.data.pack import Packing, best_fit_decreasing
 from zerobook.data.sampler import SampleOrder
 from zerobook.data.store import TokenStore

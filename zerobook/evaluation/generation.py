@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zerobook.bars import tqdm
+from zerobook.constants import IGNORE
 from zerobook.data.collate import Seq2SeqCollator
-from zerobook.data.feed import IGNORE
 from zerobook.data.templates import end_tokens
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.strategy import Strategy

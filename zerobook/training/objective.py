@@ -1,0 +1,171 @@
+"""Objectives: the loss of a batch as a sum over its rows, and what the sum is divided by.
+
+A mean over a batch would depend on how the batch is cut into micro-batches and ranks, so nothing here is a mean.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
+
+from zerobook.constants import IGNORE
+
+Metrics = Mapping[str, torch.Tensor]
+
+FP32_LOGITS = 2**23
+"""fp32 logits that a loss without a gradient makes at once; the log-probabilities beside them are as many. 32 MiB each."""
+
+
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of predicting each supervised token from those before it, in fp32 nats.
+
+    Args:
+        logits: float [rows, length, vocabulary].
+        labels: int64 [rows, length]; IGNORE where nothing is supervised.
+
+    Returns:
+        Scalar. 0, with a gradient of 0, where nothing is supervised.
+    """
+    # The labels are shifted, not the logits: to leave out each row's last position would copy all others.
+    return _summed(logits, pad(labels[:, 1:], (0, 1), value=IGNORE))
+
+
+def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of each supervised target token, in fp32 nats.
+
+    Nothing is shifted here: the decoder's input was (see `zerobook.data.collate.Seq2SeqCollator`).
+
+    Args:
+        logits: float [rows, target length, vocabulary].
+        labels: int64 [rows, target length]; IGNORE where nothing is supervised.
+
+    Returns:
+        Scalar. 0, with a gradient of 0, where nothing is supervised.
+    """
+    return _summed(logits, labels)
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy over positions, in fp32.
+
+    Where no gradient is asked for, `FP32_LOGITS` at a time: nothing of a chunk is kept. With a gradient all at once, since
+    autograd keeps the log-probabilities of every position anyway.
+
+    Args:
+        logits: float [rows, length, vocabulary].
+        targets: int64 [rows, length]; IGNORE where nothing is predicted.
+    """
+    vocabulary = logits.size(-1)
+    logits, targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
+    positions = len(targets) if logits.requires_grad else max(1, FP32_LOGITS // vocabulary)
+    parts = zip(logits.split(positions), targets.split(positions), strict=True)
+    sums = [cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="sum") for part, wanted in parts]
+    return torch.stack(sums).sum()
+
+
+class Objective(ABC):
+    """What a run minimises: ``loss(model, batch)``, summed over rows, divided by the sum of ``weight(row)``.
+
+    The weights are counted once, when the data is prepared. The divisor of a step, over all ranks and micro-batches, is
+    therefore known on every rank without asking another, and the training does not depend on how a batch is cut.
+
+    A batch that lacks rows is filled up with rows in which every array whose name ends with ``labels`` is `IGNORE`
+    throughout. ``loss`` must be 0 for them.
+
+    An objective is sent to the processes that prepare data, so it must be picklable.
+    """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
+        """Return the loss of this rank's micro-batch, summed over its rows and not averaged.
+
+        Args:
+            model: as the strategy prepared it. Call it; do not call its parts.
+            batch: what the collator returned, on the model's device.
+
+        Returns:
+            A scalar tensor with a gradient, alone or with metrics: name -> scalar tensor, also summed over rows. Metrics are
+            summed over micro-batches and ranks, divided by the same weights, and logged beside the loss.
+        """
+
+    @abstractmethod
+    def weight(self, row: Mapping[str, np.ndarray]) -> int:
+        """Return how much ``row`` counts in the divisor, an integer of at least 0. A row that weighs 0 is dropped.
+
+        Args:
+            row: one prepared row, ``input_ids`` and ``labels`` (int [tokens]) and what else the encoder gives.
+        """
+
+
+class NextToken(Objective):
+    """Cross-entropy of each supervised token, predicted from the tokens before it. Weight: supervised tokens.
+
+    A mixture of experts also has a loss that balances the load of its experts (Fedus et al., 2021, section 2.2). It is added
+    where the model's config asks for it (``output_router_logits``), or where ``router_weight`` is given. It is an average
+    over tokens, so each micro-batch adds it as often as it has supervised tokens, and the step adds a weighted mean.
+    Evaluations leave it out.
+
+    Args:
+        router_weight: factor of that loss in place of the config's ``router_aux_loss_coef``; 0 leaves it out.
+    """
+
+    shifted = True
+    """A row's first label has no token before it, so it counts nothing."""
+
+    def __init__(self, router_weight: float | None = None):
+        self.router_weight = router_weight
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
+        inputs, labels = without_labels(batch)
+        balance = self._balance(model)
+        if balance == 0:
+            return causal_lm_loss(model(**inputs).logits, labels)
+        output = model(**inputs, output_router_logits=True)
+        # with its gradient, where no token is supervised too: every rank's backward pass has to run the same modules
+        router = output.aux_loss.to(output.logits.device) * (labels[:, 1:] != IGNORE).sum()
+        return causal_lm_loss(output.logits, labels) + balance * router, {"router_aux_loss": router.detach()}
+
+    def _balance(self, model: nn.Module) -> float:
+        """Return the factor of the loss that balances experts; 0 where it is left out."""
+        config = getattr(unwrap(model), "config", None)
+        own = getattr(config, "router_aux_loss_coef", None)
+        if own is None or not model.training:
+            return 0.0
+        if self.router_weight is not None:
+            return self.router_weight
+        return float(own) if getattr(config, "output_router_logits", False) else 0.0
+
+    def weight(self, row: Mapping[str, np.ndarray]) -> int:
+        return int(np.count_nonzero(row["labels"][1:] != IGNORE))
+
+
+class TargetTokens(Objective):
+    """Cross-entropy of each target token of an encoder-decoder. Weight: target tokens."""
+
+    shifted = False
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
+        inputs, labels = without_labels(batch)
+        return seq2seq_loss(model(**inputs).logits, labels)
+
+    def weight(self, row: Mapping[str, np.ndarray]) -> int:
+        return int(np.count_nonzero(row["labels"] != IGNORE))
+
+
+def without_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the model's inputs, and the labels. A model that is given labels would compute a loss of its own."""
+    inputs = dict(batch)
+    return inputs, inputs.pop("labels")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP's or DeepSpeed's wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
