@@ -53,13 +53,13 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     from zerobook.checkpoint.save import Saver
     from zerobook.config import RecipeConfig, parse
     from zerobook.launch import build, plan_for_this_process
-    from zerobook.modeling import load_causal_lm
+    from zerobook.modeling import load_model
     from zerobook.progress import Progress
 
     config, sources, _ = parse(RecipeConfig)
     plan = plan_for_this_process(config, sources)
     strategy = build(config, plan)
-    strategy.prepare(load_causal_lm(config, strategy), config, 1)
+    strategy.prepare(load_model(config, strategy), config, 1)
     strategy.materialise_optimizer()
     checkpoints = store.folder_of(config.output_dir)
     found: dict[str, list[float]] = {}
@@ -129,7 +129,7 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         strategy.barrier()
     if strategy.is_main:
         out.write_text(json.dumps(found))
-    from zerobook.recipe import leave
+    from zerobook.process import leave
 
     strategy.barrier()
     leave()

@@ -106,11 +106,11 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
-from zerobook.loss import CAUSAL
+from zerobook.training.objective import NextToken
 if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
     config = RecipeConfig(cache_dir=sys.argv[1], train_file=sys.argv[2], packing=True)
-    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=1024), CAUSAL)
+    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=1024), NextToken())
     start = time.perf_counter()
     shelves = library.tokenize(int(sys.argv[3]))
     seconds = time.perf_counter() - start
@@ -155,7 +155,7 @@ def saving(steps: int = 4, padded_rows: int = 32, packed_rows: int = 4, capacity
     from transformers import AutoModelForCausalLM
 
     from zerobook.data.collate import CausalCollator, PackedCollator
-    from zerobook.loss import causal_lm_loss
+    from zerobook.training.objective import causal_lm_loss
 
     model = AutoModelForCausalLM.from_pretrained(embedded.smollm2(), dtype=torch.float32)
     model.config.use_cache = False

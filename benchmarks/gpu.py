@@ -345,7 +345,7 @@ def _planned(
     from zerobook.plan.measure import measure
     from zerobook.plan.rows import Traced
     from zerobook.plan.rows import row as planned_row
-    from zerobook.recipe_file import config_class
+    from zerobook.recipe_file import recipe_class
 
     until, where, tiny = time.monotonic() + left, here("1"), setting.tiny
     given = setting.text | {"model_name_or_path": setting.model(model), "per_device_train_batch_size": batch, **flags}
@@ -356,8 +356,9 @@ def _planned(
         given |= {"block_size": 64 if tiny else 512}
     recipe = ROOT / "recipes" / f"{'seq2seq_chatbot' if model == 'bart' else 'causal_lm'}.py"
     line, file = fresh.flags(given), ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    config, sources, _ = parse(config_class(str(recipe)), line)
-    made = job(config)
+    kind = recipe_class(str(recipe))
+    config, sources, _ = parse(kind.config_class, line)
+    made = job(kind(config))
     plan = planned_row(file, Traced.of(made, "cpu" if where.cpu else "cuda"), where, sources)
     found = measure(file, made, recipe, line, where, sources, max(1.0, until - time.monotonic()))
     row: Row = {"figures": {key: asdict(figure) for key, figure in found.figures.items()}, "seconds a step": found.seconds}

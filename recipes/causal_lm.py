@@ -13,16 +13,25 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 1 --max_train_steps 4 --output_dir outputs/causal_lm
 """
 
+from typing import Any, ClassVar
+
 from pydantic import Field
 
-from zerobook.config import RecipeConfig, parse
-from zerobook.launch import build, plan_for_this_process
-from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
+from zerobook.config import RecipeConfig
+from zerobook.data.templates import CausalEncoder
+from zerobook.training.recipe import Recipe
+from zerobook.training.run import run
 
 
 class CausalLMConfig(RecipeConfig):
+    length_key: ClassVar[str] = "block_size"
+
     config_name: str | None = Field(None, description="architecture to train from scratch: hub name or local folder")
     block_size: int = Field(1024, ge=2, description="tokens per block of text, or the most a chat may have")
+
+    @property
+    def initialised_from(self) -> str | None:
+        return self.config_name
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -34,37 +43,15 @@ class CausalLMConfig(RecipeConfig):
         return found
 
 
-def main() -> None:
-    # What to train (flags and YAML) and how it is spread (what accelerate launch handed over).
-    config, sources, dry_run = parse(CausalLMConfig)
-    plan = plan_for_this_process(config, sources)
-    if dry_run:
-        return print_dry_run(config, sources, plan)
-    announce(plan)
+class CausalLM(Recipe[CausalLMConfig]):
+    """All weights are trained, to predict each token from those before it. What is not here stands in `Recipe`."""
 
-    from zerobook.data.collate import causal_collator
-    from zerobook.data.prepare import prepare
-    from zerobook.data.templates import CausalEncoder
-    from zerobook.evaluation.tasks import task_scorers
-    from zerobook.loop import TrainingLoop
-    from zerobook.loss import CAUSAL
-    from zerobook.modeling import check_fit, load_causal_lm, load_tokenizer
+    config_class = CausalLMConfig
 
-    strategy = build(config, plan)
-    tokenizer = load_tokenizer(config, strategy)
-
-    # Text becomes blocks of block_size tokens; chats keep their lengths.
-    encoder = CausalEncoder(tokenizer, length=config.block_size)
-    data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
-
-    model = load_causal_lm(config, strategy)
-    check_fit(model, tokenizer, data)
-    collate = causal_collator(tokenizer, model, packed=config.packing, length=config.block_size)
-    scorers = task_scorers(config, tokenizer, model, "causal")
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
-    loop.run()
-    save_model(strategy, tokenizer, config)
+    def encoder(self, tokenizer: Any) -> CausalEncoder:
+        # Text becomes blocks of block_size tokens; chats keep their lengths.
+        return CausalEncoder(tokenizer, length=self.config.block_size)
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run(CausalLM)

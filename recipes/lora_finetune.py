@@ -13,17 +13,21 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import nn
 
-from zerobook.config import RecipeConfig, parse
-from zerobook.launch import build, plan_for_this_process
-from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
+from zerobook.adapters import add_lora, nf4
+from zerobook.config import RecipeConfig
+from zerobook.data.templates import CausalEncoder
+from zerobook.training.recipe import Recipe
+from zerobook.training.run import run
 
 
 class LoraConfig(RecipeConfig):
     trains_adapters: ClassVar[bool] = True
+    length_key: ClassVar[str] = "max_seq_length"
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")
@@ -32,6 +36,10 @@ class LoraConfig(RecipeConfig):
     lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
 
+    @property
+    def in_4bit(self) -> bool:
+        return self.load_in_4bit
+
     def problems(self) -> list[str]:
         found = super().problems()
         if self.model_name_or_path is None:
@@ -39,48 +47,30 @@ class LoraConfig(RecipeConfig):
         return found
 
 
-def main() -> None:
-    # What to train (flags and YAML) and how it is spread (what accelerate launch handed over).
-    config, sources, dry_run = parse(LoraConfig)
-    plan = plan_for_this_process(config, sources)
-    if dry_run:
-        return print_dry_run(config, sources, plan)
-    announce(plan)
+class LoraFinetune(Recipe[LoraConfig]):
+    """Small matrices beside every linear layer are trained. What is not here stands in `Recipe`."""
 
-    from zerobook.adapters import add_lora, nf4
-    from zerobook.data.collate import causal_collator
-    from zerobook.data.prepare import prepare
-    from zerobook.data.templates import CausalEncoder
-    from zerobook.evaluation.tasks import task_scorers
-    from zerobook.loop import TrainingLoop
-    from zerobook.loss import CAUSAL
-    from zerobook.modeling import check_fit, load_causal_lm, load_tokenizer
+    config_class = LoraConfig
 
-    strategy = build(config, plan)
-    tokenizer = load_tokenizer(config, strategy)
+    def encoder(self, tokenizer: Any) -> CausalEncoder:
+        # Only what the assistant says, and its end of turn, is supervised.
+        return CausalEncoder(tokenizer, length=self.config.max_seq_length)
 
-    # Only what the assistant says, and its end of turn, is supervised.
-    encoder = CausalEncoder(tokenizer, length=config.max_seq_length)
-    data = prepare(config, tokenizer, strategy, encoder=encoder, objective=CAUSAL)
+    def quantization(self, precision: str) -> Any:
+        return nf4(precision) if self.config.load_in_4bit else None
 
-    # The base is frozen (in 4 bits for QLoRA); small matrices beside every linear layer are trained.
-    model = load_causal_lm(config, strategy, quantization=nf4(plan.precision) if config.load_in_4bit else None)
-    check_fit(model, tokenizer, data)
-    model = add_lora(
-        model,
-        rank=config.lora_r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets=config.lora_target_modules,
-        seed=config.seed,
-        revision=config.model_revision,
-    )
-    collate = causal_collator(tokenizer, model, packed=config.packing, length=config.max_seq_length)
-    scorers = task_scorers(config, tokenizer, model, "causal")
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
-    loop.run()
-    save_model(strategy, tokenizer, config, name="adapter")
+    def adapt(self, model: nn.Module) -> nn.Module:
+        config = self.config
+        return add_lora(
+            model,
+            rank=config.lora_r,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_target_modules,
+            seed=config.seed,
+            revision=config.model_revision,
+        )
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run(LoraFinetune)

@@ -12,14 +12,25 @@ On a laptop's CPU, two processes, with any encoder-decoder model from a folder o
         --max_target_length 32 --per_device_train_batch_size 4 --max_train_steps 20 --num_beams 2 --output_dir outputs/seq2seq
 """
 
-from pydantic import Field
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from zerobook.config import RecipeConfig, parse
-from zerobook.launch import build, plan_for_this_process
-from zerobook.recipe import announce, print_dry_run, run_recipe, save_model
+import torch
+from pydantic import Field
+from torch import nn
+from torch.utils.data import ConcatDataset
+
+from zerobook.config import RecipeConfig
+from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
+from zerobook.data.templates import Seq2SeqEncoder
+from zerobook.strategy import Strategy
+from zerobook.training.recipe import BatchShape, Recipe, Scorer
+from zerobook.training.run import run
 
 
 class Seq2SeqConfig(RecipeConfig):
+    length_key: ClassVar[str] = "max_source_length"
+
     source_prefix: str = Field("", description="text before every source; kept in the saved model's config.json")
     max_source_length: int = Field(1024, ge=2, description="tokens that a source may have; longer ones are cut")
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
@@ -49,65 +60,75 @@ class Seq2SeqConfig(RecipeConfig):
         return found
 
 
-def main() -> None:
-    # What to train (flags and YAML) and how it is spread (what accelerate launch handed over).
-    config, sources, dry_run = parse(Seq2SeqConfig)
-    plan = plan_for_this_process(config, sources)
-    if dry_run:
-        return print_dry_run(config, sources, plan)
-    announce(plan)
+class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
+    """All weights of an encoder-decoder are trained, and texts are generated at every evaluation."""
 
-    from torch.utils.data import ConcatDataset
+    config_class = Seq2SeqConfig
+    encoder_decoder = True
 
-    from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
-    from zerobook.data.prepare import prepare
-    from zerobook.data.templates import Seq2SeqEncoder
-    from zerobook.evaluation.generation import GenerationScorer, answer_as_measured
-    from zerobook.evaluation.tasks import task_scorers
-    from zerobook.loop import TrainingLoop
-    from zerobook.loss import SEQ2SEQ
-    from zerobook.modeling import check_fit, check_positions, load_seq2seq_lm, load_tokenizer
+    def check_model_config(self, model_config: Any) -> None:
+        from zerobook.modeling import check_positions
 
-    strategy = build(config, plan)
-    tokenizer = load_tokenizer(config, strategy)
-    model = load_seq2seq_lm(config, strategy)
-    longest = max(config.max_source_length, config.max_target_length, config.max_generated)
-    check_positions(model, str(config.model_name_or_path), longest)
+        config = self.config
+        longest = max(config.max_source_length, config.max_target_length, config.max_generated)
+        check_positions(model_config, str(config.model_name_or_path), longest)
 
-    # Source and target keep their own lengths; the decoder reads the target one token late.
-    lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
-    encoder = Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
-    data = prepare(config, tokenizer, strategy, encoder=encoder, objective=SEQ2SEQ)
-    check_fit(model, tokenizer, data)
-    collate = Seq2SeqCollator(
-        tokenizer.pad_token_id,
-        DecoderInput(model),
-        pad_to_multiple_of=length_multiple(model),
-        source_length=config.max_source_length if config.pad_to_max_length else 0,
-        target_length=config.max_target_length if config.pad_to_max_length else 0,
-    )
+    def encoder(self, tokenizer: Any) -> Seq2SeqEncoder:
+        # Source and target keep their own lengths; the decoder reads the target one token late.
+        config = self.config
+        lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
+        return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
-    # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
-    answer_as_measured(
-        model,
-        tokenizer,
-        source_prefix=config.source_prefix,
-        num_beams=config.num_beams,
-        max_tokens=config.max_generated,
-        min_tokens=config.val_min_target_length,
-    )
-    scorers: list = task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)
-    if data.held_out:
-        rows = ConcatDataset(list(data.held_out.values()))
-        scorer = GenerationScorer(
-            rows, tokenizer, collate, decoding=model.generation_config, batch_size=config.per_device_eval_batch_size,
-            batches=config.n_val_batch_generations,
-        )  # fmt: skip
-        scorers.append(scorer)
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=SEQ2SEQ, scorers=scorers)
-    loop.run()
-    save_model(strategy, tokenizer, config)
+    def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
+        from zerobook.evaluation.generation import answer_as_measured
+
+        # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
+        model, config = super().model(tokenizer, strategy), self.config
+        answer_as_measured(
+            model,
+            tokenizer,
+            source_prefix=config.source_prefix,
+            num_beams=config.num_beams,
+            max_tokens=config.max_generated,
+            min_tokens=config.val_min_target_length,
+        )
+        return model
+
+    def collator(self, tokenizer: Any, model: nn.Module) -> Seq2SeqCollator:
+        config = self.config
+        return Seq2SeqCollator(
+            tokenizer.pad_token_id,
+            DecoderInput(model),
+            pad_to_multiple_of=length_multiple(model),
+            source_length=config.max_source_length if config.pad_to_max_length else 0,
+            target_length=config.max_target_length if config.pad_to_max_length else 0,
+        )
+
+    def scorers(self, tokenizer: Any, model: nn.Module, data: Any, collate: Any) -> Sequence[Scorer]:
+        from zerobook.evaluation.generation import GenerationScorer
+        from zerobook.evaluation.tasks import task_scorers
+
+        config = self.config
+        scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]
+        if data.held_out:
+            rows = ConcatDataset(list(data.held_out.values()))
+            batch_size, batches = config.per_device_eval_batch_size, config.n_val_batch_generations
+            decoding: Any = model.generation_config
+            scorers.append(
+                GenerationScorer(rows, tokenizer, collate, decoding=decoding, batch_size=batch_size, batches=batches)
+            )
+        return scorers
+
+    def batch_shape(self) -> BatchShape:
+        config = self.config
+        return BatchShape(config.per_device_train_batch_size, config.max_source_length, config.max_target_length, padded=True)
+
+    def example_batch(self, shape: BatchShape) -> dict[str, torch.Tensor]:
+        batch = super().example_batch(shape)
+        labels = torch.zeros(shape.rows, shape.target, dtype=torch.int64)
+        batch |= {"labels": labels, "decoder_input_ids": labels.clone()}
+        return batch | {"attention_mask": torch.zeros_like(batch["input_ids"])} if shape.padded else batch
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run(Seq2SeqChatbot)

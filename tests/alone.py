@@ -16,9 +16,12 @@ from zerobook.runlog.writer import RunLog
 
 
 def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
-    """Call ``recipe``'s ``main`` (the causal one's) with ``flags`` and return the finished run."""
-    import recipes.causal_lm
+    """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run."""
     import zerobook.loop
+    import zerobook.training.run
+    from recipes.causal_lm import CausalLM
+    from zerobook.config import parse
+    from zerobook.launch import plan_for_this_process
 
     gc.collect()  # the locks on a folder are released with the loop that held them
     line = ["recipe.py", "--output_dir", str(output)]
@@ -35,7 +38,10 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     try:
         with (mock.patch.object(sys, "argv", line), mock.patch.dict("os.environ"),
               mock.patch.object(zerobook.loop, "RunLog", opened)):  # fmt: skip
-            (recipe or recipes.causal_lm).main()
+            recipe = recipe or CausalLM
+            config, sources, _ = parse(recipe.config_class)
+            plan = plan_for_this_process(config, sources)
+            zerobook.training.run.train(recipe(config), sources=sources, plan=plan)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         for log in logs:

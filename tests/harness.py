@@ -100,7 +100,11 @@ def command(
         launcher = ["--config_file", str(path if path.suffix else ROOT / "accelerate_configs" / f"{strategy}.yaml")]
     line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(processes)]
     line += ["--num_machines", "1"] if isinstance(strategy, list) else []
-    line += [*meeting, *([str(through)] if through else []), str(ROOT / "recipes" / f"{recipe}.py")]
+    line += [
+        *meeting,
+        *([str(through)] if through else []),
+        recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py"),
+    ]
     for key, value in flags.items():
         line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
     return line

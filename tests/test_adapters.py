@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import recipes.lora_finetune
 from recipes.causal_lm import CausalLMConfig
-from recipes.lora_finetune import LoraConfig
+from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from tests.harness import ROOT
 from zerobook.config import Resolved, parse
@@ -60,7 +59,7 @@ def flags(tiny):
 
 def test_a_half_precision_base_trains_like_an_fp32_one_and_is_planned(flags, tmp_path):
     """Losses within bf16's rounding; adapters are fp32 masters; the weights held are to the byte those that were planned."""
-    runs = {dtype: train(tmp_path / str(dtype), recipes.lora_finetune, **flags, **given)
+    runs = {dtype: train(tmp_path / str(dtype), LoraFinetune, **flags, **given)
             for dtype, given in ((None, {}), ("float32", {"dtype": "float32"}))}  # fmt: skip
     half, full = runs[None], runs["float32"]
     assert half.losses == pytest.approx(full.losses, rel=0.02) and half.losses != full.losses

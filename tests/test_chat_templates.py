@@ -17,7 +17,7 @@ from zerobook.data.formats import BadSample, Chat
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import DataError
-from zerobook.loss import CAUSAL
+from zerobook.training.objective import NextToken
 
 # As Qwen3's: only turns behind the last question keep their thoughts; the last turn gets an empty one if it has none.
 QWEN3 = """
@@ -241,7 +241,7 @@ def test_what_a_template_leaves_out_is_counted(tokenizer):
 def prepared(tmp_path, tokenizer, template, lines, **keys):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat(*line).messages}) + "\n" for line in lines))
     config = RecipeConfig(cache_dir=str(tmp_path / "cache"), train_file=str(tmp_path / "a.jsonl"), **keys)
-    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=256, chat_template=template), CAUSAL)
+    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=256, chat_template=template), NextToken())
     return library.open(library.tokenize(1))
 
 

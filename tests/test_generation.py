@@ -7,6 +7,7 @@ import pickle
 import shlex
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,10 +23,10 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
 from zerobook.evaluation.generation import GenerationScorer, decoding
 from zerobook.evaluation.text_metrics import text_metrics
-from zerobook.loss import SEQ2SEQ, seq2seq_loss
-from zerobook.modeling import check_positions, load_seq2seq_lm
+from zerobook.modeling import check_positions, load_model
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import ReplicatedStrategy, Strategy
+from zerobook.training.objective import TargetTokens, seq2seq_loss
 
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
 ALONE = SimpleNamespace(
@@ -77,7 +78,7 @@ def test_the_loss_sums_what_is_supervised_and_shifts_nothing():
     nothing = seq2seq_loss(logits, torch.full((2, 3), IGNORE))
     nothing.backward()
     assert nothing.item() == 0 and logits.grad.abs().sum() == 0
-    assert not SEQ2SEQ.shifted
+    assert TargetTokens().weight({"labels": np.array([4, IGNORE, 1])}) == 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -270,9 +271,9 @@ def test_lengths_that_cannot_be():
 
 def test_a_model_that_cannot_do_it_is_named(tiny):
     with pytest.raises(ConfigError, match="128 positions, and texts of 129 tokens"):
-        check_positions(load(tiny / "bart"), "bart", 129)
-    check_positions(load(tiny / "bart"), "bart", 128)
-    check_positions(load(tiny / "t5"), "t5", 10_000)  # relative positions have no end
+        check_positions(load(tiny / "bart").config, "bart", 129)
+    check_positions(load(tiny / "bart").config, "bart", 128)
+    check_positions(load(tiny / "t5").config, "t5", 10_000)  # relative positions have no end
     config, _, _ = parse(Seq2SeqConfig, ["--model_name_or_path", str(tiny / "llama"), "--dataset_name", "d"])
     with pytest.raises(ConfigError, match="AutoModelForSeq2SeqLM cannot load it"):
-        load_seq2seq_lm(config, ALONE)
+        load_model(config, ALONE, encoder_decoder=True)

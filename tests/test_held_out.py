@@ -5,31 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-import recipes.seq2seq_chatbot
-import zerobook.loss
+from recipes.causal_lm import CausalLM
+from recipes.seq2seq_chatbot import Seq2SeqChatbot
 from tests.alone import train
 from zerobook.evaluation import held_out
-from zerobook.loss import Objective
+from zerobook.training.objective import NextToken, TargetTokens
 
 RECIPES = {
-    "chats": (None, "CAUSAL", "llama", {"block_size": 64}),
-    "packed": (None, "CAUSAL", "llama", {"block_size": 64, "packing": True}),
-    "pairs": (recipes.seq2seq_chatbot, "SEQ2SEQ", "bart", {"max_source_length": 64, "max_target_length": 32}),
+    "chats": (CausalLM, NextToken, "llama", {"block_size": 64}),
+    "packed": (CausalLM, NextToken, "llama", {"block_size": 64, "packing": True}),
+    "pairs": (Seq2SeqChatbot, TargetTokens, "bart", {"max_source_length": 64, "max_target_length": 32}),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_evaluation_takes_fewer_rows_where_their_logits_would_be_too_many(tiny, tmp_path, monkeypatch, capsys, name):
     recipe, objective, model, flags = RECIPES[name]
-    own = getattr(zerobook.loss, objective)
     seen: list[torch.Size] = []
 
-    def loss(logits, labels):
-        if not torch.is_grad_enabled():
-            seen.append(logits.shape)
-        return own.loss(logits, labels)
+    class Watched(objective):
+        def loss(self, model, batch):
+            if torch.is_grad_enabled():
+                return super().loss(model, batch)
+            seen_by = model.register_forward_hook(lambda _, __, output: seen.append(output.logits.shape))
+            try:
+                return super().loss(model, batch)
+            finally:
+                seen_by.remove()
 
-    monkeypatch.setattr(zerobook.loss, objective, Objective(loss, own.shifted))
+    class Asked(recipe):
+        def objective(self):
+            return Watched()
+
+    recipe = Asked
     common = dict(
         model_name_or_path=tiny / model, train_file=tiny / "few.jsonl", validation_file=tiny / "chats.jsonl", max_train_steps=1,
         max_eval_samples=12, per_device_train_batch_size=2, per_device_eval_batch_size=6, num_warmup_steps=0, **flags,

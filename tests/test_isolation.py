@@ -14,7 +14,7 @@ from zerobook.constants import IGNORE
 from zerobook.data.collate import PackedCollator, to_device
 from zerobook.errors import ConfigError
 from zerobook.isolation import isolating
-from zerobook.loss import causal_lm_loss
+from zerobook.training.objective import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
 

@@ -20,10 +20,10 @@ from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.modeling import MADE_OF, absolute_positions, check_fit, choose_attention, load_causal_lm
-from zerobook.recipe import save_model
+from zerobook.modeling import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
 from zerobook.resolve import Hardware
 from zerobook.strategy import Strategy
+from zerobook.training.result import save_model
 
 SMALL = {
     "bloom": dict(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
@@ -63,7 +63,7 @@ def fresh(small, name):
 
 @pytest.mark.parametrize("name", ["bloom", "gemma2", "mamba"])
 def test_models_without_sdpa_load(small, tmp_path, name):
-    model = load_causal_lm(config(config_name=str(small / name), output_dir=str(tmp_path)), alone())
+    model = load_model(config(config_name=str(small / name), output_dir=str(tmp_path)), alone())
     assert type(model).__name__.lower().startswith(name) and model.config._attn_implementation != "sdpa"
 
 
@@ -93,7 +93,7 @@ def test_attention_is_what_model_and_device_have(tiny):
         assert attends(without, gpu) is None
     assert choose_attention(causal(), AutoConfig.for_model("llama"), None, gpu, "bf16") is None, "code of its own"
     assert attends("llama", gpu, causal(attn_implementation="eager")) == "eager"
-    loaded = load_causal_lm(causal(model_name_or_path=str(tiny / "llama")), alone())
+    loaded = load_model(causal(model_name_or_path=str(tiny / "llama")), alone())
     assert loaded.config._attn_implementation == "sdpa"
 
 
@@ -144,14 +144,14 @@ def test_flash_attention_is_refused_before_an_fp32_model_loads(tiny):
         dataset_name="x", model_name_or_path=str(tiny / "llama"), dtype="auto", attn_implementation="flash_attention_2"
     )
     with pytest.raises(ConfigError, match="fp32"):
-        load_causal_lm(asked, alone())
+        load_model(asked, alone())
 
 
 def test_flex_attention_may_be_compiled_for_many_shapes(tiny, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    load_causal_lm(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="sdpa"), alone())
+    load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="sdpa"), alone())
     assert torch._dynamo.config.recompile_limit == 8
-    load_causal_lm(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="flex_attention"), alone())
+    load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="flex_attention"), alone())
     assert torch._dynamo.config.recompile_limit > 30
 
 
@@ -187,8 +187,8 @@ def test_a_hub_that_cannot_be_reached_is_left_to_what_loads(monkeypatch):
 
 
 def prepared(folder, documents):
-    writer = TokenWriter(folder, shifted=True)
-    writer.append(Ragged.join([np.asarray(d, np.int32) for d in documents]))
+    writer = TokenWriter(folder)
+    writer.append(Ragged.join([np.asarray(d, np.int32) for d in documents]), None, np.array([len(d) for d in documents]))
     writer.close({})
     part = Part((Documents(TokenStore(folder), np.arange(len(documents))),), "")
     return SimpleNamespace(train=part, held_out={})
@@ -226,7 +226,7 @@ def test_ids_beyond_a_models_embeddings_are_refused_where_they_occur(tiny, tmp_p
 
 def test_a_start_from_scratch_is_of_the_config_and_seed_that_are_asked_for(tiny, tmp_path):
     def start(name, seed):
-        return load_causal_lm(config(config_name=str(tiny / name), output_dir=str(tmp_path), seed=seed), alone())
+        return load_model(config(config_name=str(tiny / name), output_dir=str(tmp_path), seed=seed), alone())
 
     first, again, other = start("llama", 1), start("llama", 1), start("llama", 2)
     weights = [next(model.parameters()) for model in (first, again, other)]
@@ -236,7 +236,7 @@ def test_a_start_from_scratch_is_of_the_config_and_seed_that_are_asked_for(tiny,
 
 def test_an_edited_config_is_another_start_and_a_moved_one_is_not(tiny, tmp_path):
     def start(name):
-        model = load_causal_lm(config(config_name=str(tmp_path / name), output_dir=str(tmp_path / "run")), alone())
+        model = load_model(config(config_name=str(tmp_path / name), output_dir=str(tmp_path / "run")), alone())
         return model.config.num_hidden_layers
 
     def edit(name, **values):
@@ -267,7 +267,7 @@ def test_an_edited_config_is_another_start_and_a_moved_one_is_not(tiny, tmp_path
 def test_the_start_of_a_runs_checkpoints_is_not_replaced(tiny, tmp_path, left):
     def start(name, **more):
         asked = config(config_name=str(tiny / name), output_dir=str(tmp_path), resume_from_checkpoint="auto", **more)
-        return load_causal_lm(asked, alone())
+        return load_model(asked, alone())
 
     start("llama", seed=1)
     with staged(tmp_path, 2):
@@ -294,7 +294,7 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     monkeypatch.setattr(store, "_GRACE_S", 0)
 
     def start(run, seed):
-        return load_causal_lm(config(config_name=str(tiny / "gpt2"), output_dir=str(run), seed=seed), alone())
+        return load_model(config(config_name=str(tiny / "gpt2"), output_dir=str(run), seed=seed), alone())
 
     mine = tmp_path / "mine" / "initial_model"
     mine.mkdir(parents=True)
@@ -330,7 +330,7 @@ def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, writ
     from safetensors.torch import load_file
 
     asked = config(model_name_or_path=str(tiny / "llama"), dtype=dtype, output_dir=str(tmp_path))
-    model = load_causal_lm(asked, alone())
+    model = load_model(asked, alone())
     model.config.dtype = model.dtype
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)

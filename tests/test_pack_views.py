@@ -11,6 +11,9 @@ from zerobook.constants import IGNORE
 from zerobook.data.pack import best_fit_decreasing
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Blocks, Documents, Part, pack
+from zerobook.training.objective import NextToken, TargetTokens
+
+OBJECTIVE = NextToken()
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -44,10 +47,11 @@ def test_a_long_tail_fills_its_rows():
     assert lengths.sum() / (len(packing) * 4096) > 0.995
 
 
-def make(tmp_path, documents, shifted=True):
-    writer = TokenWriter(tmp_path / "store", shifted=shifted)
+def make(tmp_path, documents, objective=OBJECTIVE):
+    writer = TokenWriter(tmp_path / "store")
     ids, labels = (Ragged.join([d[which] for d in documents]) for which in (0, 1))
-    writer.append(ids, None if all(a is b for a, b in documents) else labels)
+    weights = np.array([objective.weight({"input_ids": d[0], "labels": d[1]}) for d in documents])
+    writer.append(ids, None if all(a is b for a, b in documents) else labels, weights)
     writer.close({"format": "messages"})
     return TokenStore(tmp_path / "store")
 
@@ -72,15 +76,15 @@ def test_documents_come_back_as_written(tmp_path):
     view = Documents(make(tmp_path, written), np.arange(30)[::-1])
     for row, (ids, labels) in zip(view, written[::-1], strict=True):
         assert row["input_ids"].tolist() == ids.tolist() and row["labels"].tolist() == labels.tolist()
-    assert view.supervised.tolist() == [counted(row) for row in view]
+    assert view.loss_weights.tolist() == [counted(row) for row in view]
     assert view.lengths.tolist() == [len(row["input_ids"]) for row in view]
 
 
 def test_labels_of_another_length_are_kept_apart(tmp_path):
     written = [(np.arange(5), np.array([1, IGNORE])), (np.arange(2), np.array([7, 8, 9]))]
-    view = Documents(make(tmp_path, written, shifted=False), np.arange(2))
+    view = Documents(make(tmp_path, written, TargetTokens()), np.arange(2))
     assert [row["labels"].tolist() for row in view] == [[1, IGNORE], [7, 8, 9]]
-    assert view.supervised.tolist() == [1, 3]
+    assert view.loss_weights.tolist() == [1, 3]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(2, 9), st.data())
@@ -88,17 +92,17 @@ def test_blocks_are_the_joined_text_cut(tmp_path_factory, lengths, length, data)
     ids = [np.full(n, 10 + i, np.int32) for i, n in enumerate(lengths)]
     store = make(tmp_path_factory.mktemp("blocks"), [(d, d) for d in ids])
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), min_size=1))))
-    view = Blocks(store, store.offsets[chosen], store.offsets[chosen + 1], length)
+    view = Blocks(store, store.offsets[chosen], store.offsets[chosen + 1], length, length - 1)
     joined = np.concatenate([ids[i] for i in chosen])
     whole = len(joined) // length * length
     assert len(view) * length == whole
     assert [i for row in view for i in row["input_ids"].tolist()] == joined[:whole].tolist()
-    assert view.supervised.tolist() == [counted(row) for row in view]
+    assert view.loss_weights.tolist() == [counted(row) for row in view]
 
 
 def test_packs_hold_every_sample_once_and_isolate_it(tmp_path):
     written = chats(np.random.default_rng(1), 200)
-    view = pack(make(tmp_path, written), np.arange(200), 32)
+    view = pack(make(tmp_path, written), np.arange(200), 32, OBJECTIVE.weight)
     found = []
     for row in view:
         assert len(row["input_ids"]) <= 32
@@ -107,22 +111,22 @@ def test_packs_hold_every_sample_once_and_isolate_it(tmp_path):
         for ids, labels in zip(np.split(row["input_ids"], starts[1:]), np.split(row["labels"], starts[1:]), strict=True):
             found.append((ids.tolist(), labels[1:].tolist()))
     assert sorted(found) == sorted((ids.tolist(), labels[1:].tolist()) for ids, labels in written)
-    assert view.supervised.tolist() == [counted(row) for row in view]
+    assert view.loss_weights.tolist() == [counted(row) for row in view]
     assert view.lengths.tolist() == [len(row["input_ids"]) for row in view]
     assert view.lengths.sum() / (len(view) * 32) > 0.98
 
 
 def test_a_long_text_is_cut_into_samples_of_a_row(tmp_path):
     ids = np.arange(100, dtype=np.int32) + 5
-    view = pack(make(tmp_path, [(ids, ids)]), np.arange(1), 33)
+    view = pack(make(tmp_path, [(ids, ids)]), np.arange(1), 33, OBJECTIVE.weight)
     assert sorted(i for row in view for i in row["input_ids"].tolist()) == ids[:99].tolist()  # one token alone predicts nothing
-    assert view.supervised.sum() == 96
+    assert view.loss_weights.sum() == 96
 
 
 def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
     written = chats(np.random.default_rng(2), 60)
     store = make(tmp_path, written)
-    part = Part((pack(store, np.arange(40), 32), Documents(store, np.arange(40, 60))), "x")
+    part = Part((pack(store, np.arange(40), 32, OBJECTIVE.weight), Documents(store, np.arange(40, 60))), "x")
     packs = len(part.views[0])
     gone = part.samples_of(0) + part.samples_of(3)[:1] + part.samples_of(packs + 2)
     assert gone[-1] == 42, "samples are numbered through over the datasets"
@@ -130,7 +134,7 @@ def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
     assert np.flatnonzero(kept.dropped).tolist() == [0, packs + 2]
     assert len(kept) == len(part)
     assert kept.samples_of(3) == part.samples_of(3)[1:]
-    assert kept.supervised[3] == counted(kept[3]) < part.supervised[3]
+    assert kept.loss_weights[3] == counted(kept[3]) < part.loss_weights[3]
     for row in range(len(part)):
         if row not in (0, 3, packs + 2):
             assert kept[row]["input_ids"].tolist() == part[row]["input_ids"].tolist()

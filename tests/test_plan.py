@@ -23,7 +23,7 @@ from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
 from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
 from zerobook.plan.holdings import Weight, hold
-from zerobook.plan.job import Job, Shape, job, read_config
+from zerobook.plan.job import Job, job, read_config
 from zerobook.plan.memory import PARTS, Memory, memory
 from zerobook.plan.paper import paper
 from zerobook.plan.recommend import recommend
@@ -33,8 +33,9 @@ from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
-from zerobook.recipe_file import config_class
+from zerobook.recipe_file import recipe_class
 from zerobook.resolve import Hardware
+from zerobook.training.recipe import BatchShape
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "benchmarks" / "models"
@@ -42,8 +43,8 @@ FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
 def made(recipe: str, model: str | Path, **flags) -> Job:
-    config = config_class(str(ROOT / "recipes" / f"{recipe}.py"))(model_name_or_path=str(model), **flags)
-    return job(config)
+    kind = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
+    return job(kind(kind.config_class(model_name_or_path=str(model), **flags)))
 
 
 # --- activations
@@ -69,7 +70,7 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     lengths = {"causal_lm": {"block_size": 48}, "lora_finetune": {"max_seq_length": 48},
                "seq2seq_chatbot": {"max_source_length": 48, "max_target_length": 24}}  # fmt: skip
     planned = made(recipe, tiny / model, **flags, **lengths[recipe])
-    shape = Shape(2, 48, 24 if planned.seq2seq else 0, planned.shape.padded)
+    shape = BatchShape(2, 48, 24 if planned.recipe.encoder_decoder else 0, planned.shape.padded)
     precision = flags.get("mixed_precision", "no")
     with planned.made(shape) as (fake, batch):
         found = trace(fake, batch, planned.objective.loss, precision, kernels="cpu")
@@ -99,12 +100,12 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     assert most == pytest.approx(measured, rel=0.001 if exact else 0.02) and most < found.peak
 
 
-def real_model(planned: Job, shape: Shape):
+def real_model(planned: Job, shape: BatchShape):
     import transformers
 
     from zerobook.modeling import enable_activation_checkpointing
 
-    kind = transformers.AutoModelForSeq2SeqLM if planned.seq2seq else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForSeq2SeqLM if planned.recipe.encoder_decoder else transformers.AutoModelForCausalLM
     config = planned.config
     options = {"attn_implementation": "eager"} if config.attn_implementation == "eager" else {}
     torch.manual_seed(0)
@@ -113,9 +114,9 @@ def real_model(planned: Job, shape: Shape):
     model.config.use_cache = False
     if config.activation_checkpointing:
         enable_activation_checkpointing(model)
-    if planned.lora:
-        model = planned._adapted(model)
-    batch = {key: torch.ones_like(value) for key, value in planned.batch(shape).items()}
+    if planned.config.trains_adapters:
+        model = planned.recipe.adapt(model)
+    batch = {key: torch.ones_like(value) for key, value in planned.recipe.example_batch(shape).items()}
     if "attention_mask" in batch:
         batch["attention_mask"][0, -3:] = 0
     if "position_ids" in batch:
@@ -147,7 +148,7 @@ def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
     assert more.device["activations"] > 6 * logits, "bf16, and the fp32 copy that accelerate returns"
     assert more.device["gradients"] == 0
     between = cluster(gpu_memory=f"{(none.total + more.total) // 2}B")
-    judge(row, made("lora_finetune", f"{model}.json", **flags).config, between)
+    judge(row, made("lora_finetune", f"{model}.json", **flags).recipe, between)
     assert row.remedies == ["a smaller --per_device_eval_batch_size"]
 
     def replan(changes: dict, recipe: str | None) -> tuple[Traced, list[Row]]:
@@ -179,8 +180,8 @@ def test_autocast_casts_what_attention_takes(device):
 def test_what_cuda_does_otherwise_is_traced(tiny):
     """A dropout's mask is a byte there, and autocast runs layer norms in fp32."""
     plain = made("causal_lm", tiny / "gpt2")
-    dropping = Job(plain.config, type(plain.model_config)(**plain.model_config.to_dict() | {"resid_pdrop": 0.1}), "gpt2")
-    shape, found = Shape(2, 48, 0, False), {}
+    dropping = Job(plain.recipe, type(plain.model_config)(**plain.model_config.to_dict() | {"resid_pdrop": 0.1}), "gpt2")
+    shape, found = BatchShape(2, 48, 0, False), {}
     for name, planned, kernels, precision in [
         ("plain", plain, "cuda", "no"), ("cpu", dropping, "cpu", "no"), ("cuda", dropping, "cuda", "no"),
         ("autocast on cpu", plain, "cpu", "bf16"), ("autocast", plain, "cuda", "bf16"),
@@ -201,7 +202,7 @@ def saved(tmp_path: Path, facts: dict, cast: str, **flags) -> tuple[float, float
     file = tmp_path / "config.json"
     file.write_text(json.dumps(facts))
     planned = made("causal_lm", file, **flags)
-    with planned.made(Shape(4, 256, 0, False), cast=cast) as (model, batch):
+    with planned.made(BatchShape(4, 256, 0, False), cast=cast) as (model, batch):
         found = trace(model, batch, planned.objective.loss, "no", kernels="cuda")
     fused = flags.get("attn_implementation") != "eager"
     said = formulas.activations(8, 4, 256, 512, 8, element=4 if cast == "no" else 2, fused=fused, checkpointing=False)
@@ -242,7 +243,7 @@ def test_a_checkpointed_model_peaks_where_the_formula_says(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(GPT2))
     planned = made("causal_lm", file, activation_checkpointing=True)
-    with planned.made(Shape(4, 256, 0, False), cast="bf16") as (model, batch):
+    with planned.made(BatchShape(4, 256, 0, False), cast="bf16") as (model, batch):
         found = trace(model, batch, planned.objective.loss, "no", kernels="cuda")
     said = formulas.activations(8, 4, 256, 512, 8, fused=True, checkpointing=True) + formulas.logits(4, 256, 512)
     assert found.peak == pytest.approx(said, rel=0.15)
@@ -260,7 +261,7 @@ MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 256
            "tie_word_embeddings": False}  # fmt: skip
 
 
-def operations(planned: Job, shape: Shape, cast: str, precision: str, implementation: str = "grouped_mm") -> float:
+def operations(planned: Job, shape: BatchShape, cast: str, precision: str, implementation: str = "grouped_mm") -> float:
     with planned.made(shape, cast=cast) as (model, batch):
         assert model.config._experts_implementation == "grouped_mm", "what transformers takes by itself"
         model.config._experts_implementation = implementation
@@ -273,7 +274,7 @@ def operations(planned: Job, shape: Shape, cast: str, precision: str, implementa
 @pytest.mark.parametrize("cast, precision", [("bf16", "no"), ("fp16", "no"), ("no", "no"), ("no", "bf16")])
 def test_experts_cost_what_their_tokens_do(tmp_path, cast, precision, implementation):
     """By the formula: 6 for each parameter that a token meets, and 8 with checkpointing."""
-    shape = Shape(2, 128, 0, False)
+    shape = BatchShape(2, 128, 0, False)
     tokens, attention = 2 * 128, 2 * 2 * 4 * 128**2 * 32 * 2  # of both layers, half of the pairs
 
     def layers(experts: int, met: int) -> int:
@@ -291,14 +292,14 @@ def test_a_mixtral_8x7b_computes_with_12_9_billion(tmp_path):
     """Of its 46.7: two experts of eight. 12.88 of them, as published, less the embedding, which is looked up."""
     changes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
-    found = operations(mixture(tmp_path, changes=changes), Shape(1, 1024, 0, False), "bf16", "no")
+    found = operations(mixture(tmp_path, changes=changes), BatchShape(1, 1024, 0, False), "bf16", "no")
     assert found == pytest.approx(6 * 12.88e9 * 1024 + 3.5 * 32 * 2 * 32 * 1024**2 * 128, rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_trace_of_experts_is_what_real_tensors_do(tmp_path, precision):
     """autocast leaves products in groups in the weights' fp32, which torch has no shapes for, and kernels."""
-    planned, shape = mixture(tmp_path), Shape(2, 48, 0, False)
+    planned, shape = mixture(tmp_path), BatchShape(2, 48, 0, False)
     with planned.made(shape) as (fake, batch):
         found = trace(fake, batch, planned.objective.loss, precision, kernels="cpu")
     real, batch = real_model(planned, shape)
@@ -514,7 +515,7 @@ def test_packed_weights_are_parameters_by_their_own_number():
     "recipe, model, flags, said",
     [
         ("causal_lm", "gpt2_xl", {"block_size": 4096}, "GPT2LMHeadModel has 1024 positions"),
-        ("seq2seq_chatbot", "blenderbot_400m", {"max_source_length": 256}, "blenderbot_400m has 128 positions"),
+        ("seq2seq_chatbot", "blenderbot_400m", {"max_source_length": 256}, "blenderbot_400m.* has 128 positions"),
     ],
 )
 def test_lengths_that_the_recipe_refuses_are_not_planned(recipe, model, flags, said):
@@ -1081,7 +1082,7 @@ def test_remedies_name_what_is_in_the_way():
         held = dict.fromkeys(PARTS, 0) | {"activations": activations, "parameters": 10}
         made_of = Row(file="zero3", name="ZeRO-3", spread=Spread(kind="deepspeed", name="ZeRO-3", ranks=1, node=1, stage=3),
                       memory=Memory(device=held, when="", host_at_load=0, host=0, disk=0))  # fmt: skip
-        judge(made_of, made("causal_lm", MODELS / "gpt2_xl.json", **flags).config, cluster(gpu_memory="100B"))
+        judge(made_of, made("causal_lm", MODELS / "gpt2_xl.json", **flags).recipe, cluster(gpu_memory="100B"))
         return made_of.remedies
 
     assert for_the_gpu(150, per_device_train_batch_size=8, activation_checkpointing=True)[0].startswith(
@@ -1210,7 +1211,7 @@ def test_formulas_alone_need_nothing_heavy():
 
 # --- the probe
 def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(tmp_path, monkeypatch):
-    import zerobook.recipe
+    import zerobook.training.result
     from zerobook.loop import TrainingLoop
     from zerobook.plan import measure, probe
 
@@ -1239,7 +1240,7 @@ def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(t
     for name, fake in (("_step", stepping), ("run", running), ("save", saving),
                        ("_summed_loss", lambda loop, batch: (weight * weight).sum())):  # fmt: skip
         monkeypatch.setattr(TrainingLoop, name, fake)
-    monkeypatch.setattr(zerobook.recipe, "save_model", saving)
+    monkeypatch.setattr(zerobook.training.result, "save_model", saving)
     probe.watch_loop(file)
     loop = TrainingLoop.__new__(TrainingLoop)
     loop.progress = SimpleNamespace(step=0)
@@ -1247,7 +1248,7 @@ def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(t
         model=torch.nn.Linear(1, 1), device=torch.device("cpu"), rank=0, memory=lambda: {"parameters": 1}, apply=lambda rate: 0
     )  # fmt: skip
     loop.run()
-    zerobook.recipe.save_model()
+    zerobook.training.result.save_model()
     found = json.loads(file.with_suffix(".0.json").read_text())
     assert found["saved"] == 16 and found["held"] == {"parameters": 1} and found["batch"]["labels"] == [1, 4]
     assert 0 < found["seconds"] < 0.2

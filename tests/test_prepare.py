@@ -22,7 +22,7 @@ from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs
 from zerobook.errors import ConfigError, DataError
-from zerobook.loss import CAUSAL
+from zerobook.training.objective import NextToken
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tokenizer(tiny):
 def shelf(tmp_path, tokenizer):
     def make(length=64, workers=1, **keys):
         config = RecipeConfig(**({"cache_dir": str(tmp_path / "cache")} | keys))
-        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), CAUSAL)
+        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), NextToken())
         return library.open(library.tokenize(workers))
 
     return make
@@ -61,7 +61,7 @@ def test_splits_limits_and_views(tmp_path, shelf):
     assert len(shelf(train_file=file, validation_split_percentage=10, max_train_samples=7, max_eval_samples=2).train) == 7
     packed = shelf(train_file=file, validation_split_percentage=10, packing=True)
     assert isinstance(packed.train.views[0], Packs) and packed.train.isolated and not data.train.isolated
-    assert packed.train.supervised.sum() == data.train.supervised.sum()
+    assert packed.train.loss_weights.sum() == data.train.loss_weights.sum()
     assert {data.train.fingerprint} != {packed.train.fingerprint}
     assert shelf(train_file=file, validation_file=chats(tmp_path / "v.jsonl", 3)).held_out["validation"].sizes == [3]
 
@@ -70,7 +70,7 @@ def test_text_becomes_whole_blocks_and_the_end_is_held_out(tmp_path, shelf, toke
     text = "".join(f"line {i}\n" for i in range(400))
     (tmp_path / "book.txt").write_text(text)
     data = shelf(length=16, train_file=str(tmp_path / "book.txt"), validation_split_percentage=10)
-    assert isinstance(data.train.views[0], Blocks) and set(data.train.lengths) == {16} and set(data.train.supervised) == {15}
+    assert isinstance(data.train.views[0], Blocks) and set(data.train.lengths) == {16} and set(data.train.loss_weights) == {15}
     decoded = tokenizer.decode(np.concatenate([data.train[i]["input_ids"] for i in range(len(data.train))]))
     assert text.startswith(decoded)
     held = data.held_out["book"]
@@ -100,7 +100,7 @@ def test_a_document_begins_and_ends_once_however_it_is_cut(tmp_path, tokenizer, 
     monkeypatch.setattr(tokenize, "TEXT_PIECE", 100)
     keys = dict(cache_dir=str(tmp_path / "cache"), train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
     for packing in (False, True):
-        library = Library(RecipeConfig(packing=packing, **keys), made, CausalEncoder(made, length=16), CAUSAL)
+        library = Library(RecipeConfig(packing=packing, **keys), made, CausalEncoder(made, length=16), NextToken())
         view = library.open(library.tokenize(1)).train.views[0]
         ids = np.asarray(view.store.ids).tolist()
         assert made.decode(ids) == "".join(f"<|im_start|>{text}<|im_end|>" for text in texts)
@@ -234,7 +234,7 @@ def test_workers_make_the_same_bytes(tmp_path, shelf, tokenizer, monkeypatch):
     digests = []
     for workers in (1, 2):
         config = RecipeConfig(cache_dir=str(tmp_path / f"cache{workers}"), train_file=file)
-        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), CAUSAL)
+        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), NextToken())
         digests.append(library.open(library.tokenize(workers)).train.views[0].store.meta["digest"])
     assert digests[0] == digests[1]
 
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch):
 
     import zerobook.data.store as store
 
-    def full(self, *documents):
+    def full(self, *documents, **more):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.TokenWriter, "append", full)
@@ -333,11 +333,11 @@ from transformers import AutoTokenizer
 from zerobook.config import RecipeConfig
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
-from zerobook.loss import CAUSAL
+from zerobook.training.objective import NextToken
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for file in sys.argv[2:]:
     config = RecipeConfig(cache_dir=str(Path(file).parent / "cache"), train_file=file)
-    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), CAUSAL)
+    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), NextToken())
     library.tokenize(1)
     # not ru_maxrss, which a process inherits from the one that started it
     status = Path("/proc/self/status").read_text()
@@ -371,4 +371,4 @@ def test_texts_that_name_a_special_token_are_used_and_counted(tmp_path, shelf, t
 def test_labels_survive_as_given(tmp_path, shelf):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}\n' * 4)
     data = shelf(train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
-    assert data.train[0]["labels"].tolist() == [IGNORE, 4, 5] and data.train.supervised.tolist() == [2] * 4
+    assert data.train[0]["labels"].tolist() == [IGNORE, 4, 5] and data.train.loss_weights.tolist() == [2] * 4

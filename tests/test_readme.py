@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,9 @@ from zerobook.cli import COMMANDS
 from zerobook.config import RecipeConfig
 from zerobook.data import formats
 from zerobook.doctor import inspect_launch
+from zerobook.recipe_file import recipe_class
 from zerobook.resolve import Hardware
+from zerobook.training.run import run
 
 README = (ROOT / "README.md").read_text()
 DATA = (ROOT / "docs" / "data.md").read_text()
@@ -134,19 +135,11 @@ def test_dry_run_of_a_recipe_config(name, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for more in ("", said["Override"].partition(":")[0]):
         monkeypatch.setattr(sys, "argv", ["recipe", "--config", file, "--dry-run", *shlex.split(more)])
-        recipe(CONFIGS[name]).main()
+        run(recipe_class(f"recipes/{CONFIGS[name]}.py"))
         printed = capsys.readouterr().out
         assert "samples a step" in printed and "strategy one process" in printed
         for key in yaml.safe_load((ROOT / file).read_text()):
             assert f"│ {key}" in printed or key in ("n_train", "n_val")
-
-
-def recipe(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- launch lines that are not run here

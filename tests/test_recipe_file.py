@@ -18,6 +18,7 @@ DATA = {
     "script.py": "import os\nopen({mark!r}, 'w')\n",
     "config.py": "open({mark!r}, 'w')\nclass MyConfig(dict): pass\n",
     "uses.py": "from zerobook.config import RecipeConfig\nopen({mark!r}, 'w')\nRecipeConfig()\n",
+    "runs.py": "from subprocess import run\nopen({mark!r}, 'w')\nrun(CausalLM)\n",
     "broken.py": "open({mark!r}, 'w')\nclass (\n",
 }
 
@@ -39,19 +40,18 @@ def test_a_file_that_is_no_recipe_is_not_run(tmp_path, capsys, command, name):
 @pytest.mark.parametrize(
     "text",
     [
-        "from zerobook.config import RecipeConfig\nclass Mine(RecipeConfig): pass\n",
-        "import zerobook.config\nclass Mine(zerobook.config.RecipeConfig): pass\n",
-        "from recipes.causal_lm import CausalLMConfig\nfrom zerobook.launch import build\nclass Mine(CausalLMConfig): pass\n",
+        "from zerobook.training.run import run\nfrom recipes.causal_lm import CausalLM\nclass Mine(CausalLM): ...\nrun(Mine)\n",
+        "from zerobook.training.run import run as go\nclass Mine: pass\nif __name__ == '__main__':\n    go(Mine)\n",
     ],
 )
 def test_a_recipe_of_ones_own_is_one(tmp_path, text):
     (tmp_path / "mine.py").write_text(text)
-    assert check_recipe(str(tmp_path / "mine.py")) == tmp_path / "mine.py"
+    assert check_recipe(str(tmp_path / "mine.py")) == (tmp_path / "mine.py", "Mine")
 
 
 def test_every_recipe_of_the_package_is_one_and_its_other_files_are_not(tmp_path):
     recipes = sorted((ROOT / "recipes").glob("*.py"))
-    assert len(recipes) == 3 and [check_recipe(str(file)) for file in recipes] == recipes
+    assert len(recipes) == 3 and [check_recipe(str(file))[0] for file in recipes] == recipes
     for file in (ROOT / "zerobook" / "loop.py", tmp_path / "none.py", tmp_path):
         with pytest.raises(ConfigError, match=r"declares no recipe|no such recipe file"):
             check_recipe(str(file))

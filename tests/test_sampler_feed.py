@@ -21,7 +21,7 @@ class Rows(list):
 
     filler = 0
 
-    def supervised_of(self, ids):
+    def loss_weights_of(self, ids):
         return np.ones(len(ids), np.int64)
 
     def lengths_of(self, ids):

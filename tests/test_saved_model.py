@@ -27,14 +27,14 @@ from zerobook.doctor import doctor
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.evaluation.generation import answer_as_measured
 from zerobook.evaluation.load import load_result
-from zerobook.modeling import load_causal_lm, load_seq2seq_lm, load_tokenizer
+from zerobook.modeling import load_model, load_tokenizer
 from zerobook.progress import Progress
-from zerobook.recipe import save_model
 from zerobook.resolve import LaunchPlan
 from zerobook.runlog.report import write as write_report
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import ReplicatedStrategy
 from zerobook.terminal import plain
+from zerobook.training.result import save_model
 
 END_OF_TEXT, END_OF_TURN = 0, 2
 
@@ -65,13 +65,13 @@ def trained(tmp_path):
         strategy = ReplicatedStrategy(Accelerator(cpu=True), plan)
         tokenizer = load_tokenizer(config, strategy)
         if isinstance(config, Seq2SeqConfig):
-            model = load_seq2seq_lm(config, strategy)
+            model = load_model(config, strategy, encoder_decoder=True)
             answer_as_measured(
                 model, tokenizer, source_prefix=config.source_prefix, num_beams=config.num_beams,
                 max_tokens=config.max_generated, min_tokens=config.val_min_target_length,
             )  # fmt: skip
         else:
-            model = load_causal_lm(config, strategy)
+            model = load_model(config, strategy)
         if isinstance(config, LoraConfig):
             lora = dict(rank=2, alpha=4, dropout=0.0, targets=["all-linear"], seed=0)
             model = add_lora(model, **lora, revision=config.model_revision)
@@ -79,7 +79,7 @@ def trained(tmp_path):
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=1e-4)
         strategy.prepare(model, config, total_steps=1)
-        save_model(strategy, tokenizer, config, name="adapter" if isinstance(config, LoraConfig) else "model")
+        save_model(strategy, tokenizer, config)
         progress = Progress(step=1, samples=1, tokens=1, global_batch=1, data_fingerprint="x")
         log = RunLog(config.output_dir)
         Keeper(strategy, config).save(progress, log)
@@ -290,10 +290,10 @@ def test_an_adapter_is_put_onto_the_revision_that_it_was_trained_on(hub, trained
 def test_adapters_stay_on_the_commit_that_they_were_trained_beside(hub, trained, tmp_path, tiny):
     from huggingface_hub import constants
 
-    import recipes.lora_finetune
+    from recipes.lora_finetune import LoraFinetune
 
     flags = dict(
-        recipe=recipes.lora_finetune, model_name_or_path=hub, model_revision="v1", lora_r=2, lora_alpha=4, max_seq_length=64,
+        recipe=LoraFinetune, model_name_or_path=hub, model_revision="v1", lora_r=2, lora_alpha=4, max_seq_length=64,
         train_file=tiny / "few.jsonl", validation_split_percentage=0, save_steps=2, per_device_train_batch_size=2,
     )  # fmt: skip
     run = train(tmp_path / "run", **flags, max_train_steps=2).output
@@ -318,10 +318,10 @@ def other_weights(folder: Path) -> None:
 
 
 def test_adapters_go_on_beside_their_base_alone_and_as_they_were_weighed(base, tmp_path, tiny):
-    import recipes.lora_finetune
+    from recipes.lora_finetune import LoraFinetune
 
     flags = dict(
-        recipe=recipes.lora_finetune, lora_r=2, lora_alpha=4, max_seq_length=64, train_file=tiny / "few.jsonl",
+        recipe=LoraFinetune, lora_r=2, lora_alpha=4, max_seq_length=64, train_file=tiny / "few.jsonl",
         validation_split_percentage=0, save_steps=2, per_device_train_batch_size=2, num_warmup_steps=0,
     )  # fmt: skip
     run = train(tmp_path / "run", **flags, model_name_or_path=base, max_train_steps=2).output
@@ -513,7 +513,7 @@ def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
 
 
 def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, tmp_path, monkeypatch):
-    import zerobook.recipe
+    import zerobook.training.result
 
     run = tmp_path / "run"
     train(run, **short(tiny))
@@ -522,7 +522,7 @@ def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, 
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(zerobook.recipe, "modes_by_umask", full)
+    monkeypatch.setattr(zerobook.training.result, "modes_by_umask", full)
     longer = short(tiny, max_train_steps=4, resume_from_checkpoint="auto")
     with pytest.raises(OSError, match="No space"):
         train(run, **longer)

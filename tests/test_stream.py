@@ -21,7 +21,7 @@ from zerobook.data.stream import BEHIND, Stream, row_number
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Documents, Part
 from zerobook.errors import DataError
-from zerobook.loss import CAUSAL
+from zerobook.training.objective import NextToken
 
 FAR = 10**6
 
@@ -31,7 +31,7 @@ class Store:
 
     def __init__(self, rows):
         self.offsets = np.arange(rows + 1)
-        self.supervised = np.ones(rows, np.int32)
+        self.loss_weights = np.ones(rows, np.int32)
         self.meta = {"tokens": rows, "report": {}, "bad_samples": []}
 
 
@@ -218,7 +218,7 @@ def library(tmp_path, tiny):
 
     def make(**keys):
         config = RecipeConfig(cache_dir=str(tmp_path / "cache"), **keys)
-        return Library(config, tokenizer, CausalEncoder(tokenizer, length=64), CAUSAL)
+        return Library(config, tokenizer, CausalEncoder(tokenizer, length=64), NextToken())
 
     return make
 
@@ -234,7 +234,7 @@ def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeyp
     ids, _ = streamed.order(seed=3, weights=None, by_length=False).take(0, len(whole), FAR)
     assert len(set(ids.tolist())) == len(whole)
     assert sorted(streamed[i]["input_ids"].tobytes() for i in ids) == sorted(r["input_ids"].tobytes() for r in whole)
-    assert sorted(streamed.supervised_of(ids)) == sorted(whole.supervised) and streamed.lengths_of(ids).max() <= 64
+    assert sorted(streamed.loss_weights_of(ids)) == sorted(whole.loss_weights) and streamed.lengths_of(ids).max() <= 64
     folders = list((tmp_path / "cache" / "data").glob("stream-*/shard-*/meta.json"))
     assert len(folders) == streamed.counts[0]
     feed = Feed(streamed, streamed.order(seed=3, weights=None, by_length=True), Layout(world_size=1, rank=0, micro=4),

@@ -385,12 +385,12 @@ def score_in_a_launch() -> None:
     """What the launched processes of the test above run."""
     from zerobook.config import RecipeConfig, parse
     from zerobook.launch import build, plan_for_this_process
-    from zerobook.modeling import load_causal_lm, load_tokenizer
+    from zerobook.modeling import load_model, load_tokenizer
 
     config, sources, _ = parse(RecipeConfig)
     strategy = build(config, plan_for_this_process(config, sources))
     tokenizer = load_tokenizer(config, strategy)
-    strategy.prepare(load_causal_lm(config, strategy), config, total_steps=1)
+    strategy.prepare(load_model(config, strategy), config, total_steps=1)
     assert strategy.shards_parameters
     forwards, scores = [], []
     strategy.model.register_forward_hook(lambda *_: forwards.append(1))
@@ -426,6 +426,8 @@ def test_the_command_prints_a_table_or_one_object(tiny, capsys):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from zerobook.recipe import run_recipe
+    from zerobook.process import exit_on_error, leave
 
-    run_recipe(score_in_a_launch)
+    with exit_on_error():
+        score_in_a_launch()
+    leave()

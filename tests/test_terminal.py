@@ -15,10 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zerobook
 from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
-from zerobook import chat, doctor, recipe
+from zerobook import chat, doctor, process
 from zerobook.bars import tqdm
 from zerobook.cli import main
 from zerobook.config import DatasetSpec, Resolved
@@ -28,6 +29,7 @@ from zerobook.evaluation import tasks
 from zerobook.plan import table as plan_table
 from zerobook.resolve import LaunchPlan
 from zerobook.terminal import plain
+from zerobook.training import run
 
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 EVIL = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\r\x08d\u202ee\n[99] All is well."
@@ -100,7 +102,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
     plan.config_file = BRACKETS
     plan.notes.append(BRACKETS)
-    recipe.print_dry_run(config, sources, plan)
+    run.print_dry_run(config, sources, plan)
     assert capsys.readouterr().out.count(BRACKETS) == 2
     monkeypatch.setattr(doctor, "inspect_launch", lambda *_: (plan, [BRACKETS], config, sources))
     monkeypatch.setattr(doctor, "_machine", lambda *_: [])
@@ -169,7 +171,7 @@ def test_bars_and_what_is_printed_beside_them_steer_nothing(capsys):
 
 
 def test_every_bar_is_one_that_steers_nothing():
-    files = [f for f in Path(recipe.__file__).parent.rglob("*.py") if f.name != "bars.py"]
+    files = [f for f in Path(zerobook.__file__).parent.rglob("*.py") if f.name != "bars.py"]
     assert files and not [f for f in files if re.search(r"^\s*(from|import) tqdm", f.read_text(), re.MULTILINE)]
 
 
@@ -177,9 +179,9 @@ def test_errors_steer_nothing(capsys, monkeypatch):
     def fail():
         raise ConfigError(EVIL)
 
-    monkeypatch.setattr(recipe.os, "_exit", lambda code: None)
-    monkeypatch.setattr(recipe, "leave", lambda: None)
-    recipe.run_recipe(fail)
+    monkeypatch.setattr(process.os, "_exit", lambda code: None)
+    with process.exit_on_error():
+        fail()
     said = capsys.readouterr().err
     assert "owned" not in said and "All is well" in said and not FORBIDDEN.search(said)
 

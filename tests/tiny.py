@@ -143,7 +143,7 @@ def causal_rows(tokenizer, chats: list[list[dict[str, str]]]) -> list[dict[str, 
 
 
 def mean_loss(model, rows: list[dict[str, list[int]]]):
-    """transformers' own loss: the mean over the supervised tokens of ``rows``. It shares nothing with zerobook.loss."""
+    """transformers' own loss: the mean over the supervised tokens of ``rows``. It shares nothing with zerobook.training."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

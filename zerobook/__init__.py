@@ -1,3 +1,18 @@
 """Zerobook: training recipes on Accelerate that plan, survive and log themselves."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerobook.progress import Progress
+    from zerobook.training.recipe import Recipe
+
 __version__ = "0.1.0"
+
+
+def train(recipe: Recipe[Any]) -> Progress:
+    """Train a recipe from Python: see `zerobook.training.run.train`. Libraries are imported when it is called."""
+    from zerobook.training.run import train as run
+
+    return run(recipe)

@@ -63,6 +63,8 @@ class RecipeConfig(BaseModel):
 
     trains_adapters: ClassVar[bool] = False
     """The recipe freezes the model that it loads, and trains what it adds to it."""
+    length_key: ClassVar[str]
+    """The field that limits a row's ``input_ids``, in tokens. Advice names it."""
 
     # --- model
     model_name_or_path: str | None = Field(
@@ -123,6 +125,9 @@ class RecipeConfig(BaseModel):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second beta")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0 never clips")
+    router_aux_loss_coef: float | None = Field(
+        None, ge=0, description="factor of the loss that balances a mixture's experts; unset: as the model's config says"
+    )
     mixed_precision: Precision | None = Field(
         None, description="no, bf16 or fp16; unset follows the launcher's flag, its YAML, then the JSON"
     )
@@ -153,6 +158,26 @@ class RecipeConfig(BaseModel):
     rollback_lr_steps: int = Field(500, ge=1, description="steps over which the rate then rises back to its schedule")
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
+
+    @property
+    def initialised_from(self) -> str | None:
+        """The architecture that is trained from scratch: a hub name or a folder. None where weights are loaded."""
+        return None
+
+    @property
+    def row_length(self) -> int:
+        """Tokens that a row's ``input_ids`` may have."""
+        return getattr(self, self.length_key)
+
+    @property
+    def in_4bit(self) -> bool:
+        """Whether the frozen weights are quantised to 4 bits."""
+        return False
+
+    @property
+    def result(self) -> str:
+        """The folder in ``output_dir`` that the trained weights are saved in."""
+        return "adapter" if self.trains_adapters else "model"
 
     @field_validator("output_dir")
     @classmethod
@@ -343,6 +368,19 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: b
     if problems:
         raise ConfigError(problems)
     return config, sources, known.dry_run
+
+
+def from_python(config: RecipeConfig) -> Resolved:
+    """Return the sources of a config that was made in Python.
+
+    Raises:
+        ConfigError: with every missing file and disagreement at once.
+    """
+    problems = [] if config.names_data() else ["dataset_name: no training data is named. Set dataset_name or train_file."]
+    problems += config.problems()
+    if problems:
+        raise ConfigError(problems)
+    return Resolved({key: "Python" if key in config.model_fields_set else "default" for key in type(config).model_fields})
 
 
 def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], changes: dict[str, Any]) -> tuple[ConfigT, Resolved]:

@@ -20,7 +20,7 @@ from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
 from zerobook.launcher import left_unsaid, loopback_note
-from zerobook.recipe_file import RUNS, config_class
+from zerobook.recipe_file import RUNS, recipe_class
 from zerobook.resolve import Hardware, LaunchPlan, resolve
 from zerobook.terminal import console
 
@@ -78,7 +78,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
     if recipe:
         try:
-            config, sources, _ = parse(config_class(recipe), recipe_flags)
+            config, sources, _ = parse(recipe_class(recipe).config_class, recipe_flags)
         except ConfigError as error:
             problems += error.problems
     try:

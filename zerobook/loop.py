@@ -6,7 +6,7 @@ import atexit
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from zerobook.data.sampler import rows_of
 from zerobook.errors import CheckpointError, DivergenceError
 from zerobook.evaluation import held_out
 from zerobook.isolation import settled
-from zerobook.loss import Objective
 from zerobook.modeling import pin_rotary
 from zerobook.preemption import EXIT_CODE, Preemption
+from zerobook.process import leave
 from zerobook.progress import Progress
-from zerobook.recipe import leave
 from zerobook.recovery import Recovery
 from zerobook.runlog.attempt import begin, decided, last_words, write_page
 from zerobook.runlog.history import last_of
@@ -40,10 +39,9 @@ from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
 from zerobook.terminal import plain
+from zerobook.training.objective import Metrics, Objective
+from zerobook.training.recipe import Collator, Scorer
 from zerobook.versions import versions
-
-Scorer = Callable[[Strategy, nn.Module, int], tuple[dict[str, float], list[dict[str, Any]]]]
-"""(strategy, prepared model, step) -> (metrics by name, table of samples), called on every rank at every evaluation."""
 
 _FOREVER = 2**62
 
@@ -72,7 +70,7 @@ class TrainingLoop:
         model: nn.Module,
         data: PreparedData,
         *,
-        collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
+        collate: Collator,
         objective: Objective,
         scorers: Sequence[Scorer] = (),
     ):
@@ -397,11 +395,15 @@ class TrainingLoop:
         torch.manual_seed(_step_seed(progress.seed, progress.step, strategy.rank))
         rate = self.rate()
         total = torch.zeros((), device=strategy.device)
+        metrics: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             with strategy.micro_batch(last=index == self.layout.accumulation - 1):
-                loss = self._summed_loss(batch) / plan.tokens
+                summed, more = self._loss(batch)
+                loss = summed / plan.tokens
                 strategy.backward(loss)
             total += loss.detach()
+            for name, value in more.items():
+                metrics[name] = metrics.get(name, 0) + value.detach() / plan.tokens
         first = not self._pending and progress.step == 0
         memory = strategy.memory() if first else None  # at the seam: gradients are ready, nothing is applied
         norm = strategy.apply(rate)
@@ -416,22 +418,28 @@ class TrainingLoop:
         progress.tokens += plan.tokens
         self._pending.append(
             {"step": progress.step, "loss": total, "grad_norm": norm, "learning_rate": rate, "tokens": plan.tokens,
-             "cursor": [before, plan.cursor], "ids": plan.ids}
+             "cursor": [before, plan.cursor], "ids": plan.ids, "metrics": metrics}
         )  # fmt: skip
         self.bar.update(1)
 
-    def _summed_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        batch = to_device(batch, self.strategy.device)
-        labels = batch.pop("labels")
-        return self.objective.loss(self.strategy.model(**batch).logits, labels)
+    def _loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Metrics]:
+        """Return the objective's summed loss of a micro-batch, and its metrics."""
+        found = self.objective.loss(self.strategy.model, to_device(batch, self.strategy.device))
+        return found if isinstance(found, tuple) else (found, {})
+
+    def _summed_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        return self._loss(batch)[0]
 
     def _flush(self) -> Measure | None:
         """The log point: the only place where the host waits for losses and norms. Returns what is to be done about them."""
         pending, self._pending = self._pending, []
         if not pending:
             return None
-        for record, (loss, norm) in zip(pending, self._reduced(pending), strict=True):
+        for record, (loss, norm, *metrics) in zip(pending, self._reduced(pending), strict=True):
             record["loss"], record["grad_norm"] = loss, norm
+            record["metrics"] = dict(zip(record["metrics"], metrics, strict=True))
+            if not record["metrics"]:
+                del record["metrics"]
         now, tokens = time.monotonic(), self.progress.tokens
         rate = (tokens - self._window[1]) / max(now - self._window[0], 1e-9)
         waited, self.waited = self.waited / max(now - self._window[0], 1e-9), 0.0
@@ -447,6 +455,7 @@ class TrainingLoop:
                 "metrics", durable=False, steps=[pending[0]["step"], last["step"]], loss=last["loss"],
                 mean_loss=sum(r["loss"] for r in pending) / len(pending), grad_norm=last["grad_norm"],
                 learning_rate=last["learning_rate"], tokens_per_second=round(rate, 1), data_wait=round(waited, 4),
+                **({"metrics": last["metrics"]} if "metrics" in last else {}),
             )  # fmt: skip
             self.log.take_notes()
             self._compare_with_before(pending)
@@ -454,6 +463,7 @@ class TrainingLoop:
         if self.config.report_to:
             values = {"loss": last["loss"], "grad_norm": last["grad_norm"], "learning_rate": last["learning_rate"],
                       "tokens_per_second": rate, "epoch": self.progress.epoch, "step": last["step"]}  # fmt: skip
+            values |= {f"train/{name}": value for name, value in last.get("metrics", {}).items()}
             self.strategy.accelerator.log(values, step=self._tracker_step(last["step"]))
         measure = self.watch.see(pending)
         self._annotate(last["step"])
@@ -461,13 +471,17 @@ class TrainingLoop:
             self._give_up(last)
         return measure
 
-    def _reduced(self, pending: list[dict[str, Any]]) -> list[tuple[float, float]]:
-        """(loss summed over ranks, gradient norm) of each step, the same bits on every rank: all decide from them alike."""
+    def _reduced(self, pending: list[dict[str, Any]]) -> list[list[float]]:
+        """Return the loss summed over ranks, the gradient norm and the summed metrics of each step. Collective.
+
+        They are the same bits on every rank, since all ranks decide from them.
+        """
         losses = torch.stack([record["loss"] for record in pending]).float()
         norms = torch.stack([torch.as_tensor(record["grad_norm"], device=losses.device).float() for record in pending])
         if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
             norms = torch.zeros_like(norms)
-        return [tuple(pair) for pair in self.strategy.sum_over_ranks(torch.stack([losses, norms], dim=1)).tolist()]
+        metrics = [torch.stack([r["metrics"][name] for r in pending]).float() for name in pending[0]["metrics"]]
+        return self.strategy.sum_over_ranks(torch.stack([losses, norms, *metrics], dim=1)).tolist()
 
     def _annotate(self, step: int) -> None:
         """What the watch said, as text in the trackers."""

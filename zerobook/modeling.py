@@ -179,22 +179,31 @@ def attention_dropout(facts: dict[str, Any]) -> float:
     return max(found, default=0.0)
 
 
-def load_causal_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
-    """A decoder-only model: see `load_model`."""
-    return load_model("AutoModelForCausalLM", config, strategy, quantization)
+def load_config(config: RecipeConfig, strategy: Strategy) -> Any:
+    """Return transformers' config of the model that the recipe's config names. Collective. Loads no weights.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    from_scratch = config.model_name_or_path is None
+    name, key = (config.initialised_from, "config_name") if from_scratch else (config.model_name_or_path, "model_name_or_path")
+    assert name is not None
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
+    return _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
 
 
-def load_seq2seq_lm(config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
-    """An encoder-decoder model: see `load_model`."""
-    return load_model("AutoModelForSeq2SeqLM", config, strategy, quantization)
+def load_model(
+    config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: Any = None
+) -> nn.Module:
+    """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Collective.
 
-
-def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization: Any = None) -> nn.Module:
-    """The model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Its ``base_commit`` is
-    the commit on the hub, None where it has none, and its ``base_facts`` what checkpoints record of it.
+    ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
+    of it.
 
     Args:
-        kind: the transformers auto class that makes it.
+        encoder_decoder: the model is one; otherwise it is a decoder.
         quantization: a transformers quantisation config, for frozen weights.
 
     A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then
@@ -203,15 +212,14 @@ def load_model(kind: str, config: RecipeConfig, strategy: Strategy, quantization
     """
     import transformers
 
-    auto_class = getattr(transformers, kind)
+    auto_class = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
     dtype = DTYPES[config.dtype]
     hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     name, commit = config.model_name_or_path, None
-    config_name = getattr(config, "config_name", None)
     if name is None:
-        assert config_name is not None
-        name = _initialise(auto_class, config, config_name, strategy)
+        assert config.initialised_from is not None
+        name = _initialise(auto_class, config, config.initialised_from, strategy)
     else:
         name = locate(name, strategy, config.model_revision, weights=True)
         # rank 0's, for every node: a branch in another node's cache can be an older commit
@@ -314,9 +322,9 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
     return said
 
 
-def check_positions(model: nn.Module, name: str, longest: int) -> None:
+def check_positions(model_config: Any, name: str, longest: int) -> None:
     """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "

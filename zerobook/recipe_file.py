@@ -1,28 +1,28 @@
-"""A recipe's file: the check that it is one, before it is run, and its config class. A recipe is Python code."""
+"""A recipe's file: the check that it is one, before it is run, and the class in it. A recipe is Python code."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zerobook.config import RecipeConfig
+    from zerobook.training.recipe import Recipe
 
 RUNS = "a recipe is Python code, and it is run"
 """A sentence of the commands' help."""
+_RUN = "zerobook.training.run"
 
 
-def check_recipe(name: str) -> Path:
-    """Return the path of a recipe's file. The file is read and not run.
+def check_recipe(name: str) -> tuple[Path, str]:
+    """Return the path of a recipe's file, and the name of the class that it runs. The file is read and not run.
 
     Raises:
-        ConfigError: there is no such file, it is not a ``.py``, or it declares no config class of a recipe.
+        ConfigError: there is no such file, it is not a ``.py``, or it runs no recipe.
     """
     path = Path(name).expanduser()
     if not path.is_file():
@@ -36,43 +36,53 @@ def check_recipe(name: str) -> Path:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: this is not valid Python, so it is no recipe: {error}.") from None
-    if not _declares_recipe(tree):
+    found = _class_that_runs(tree)
+    if found is None:
         raise ConfigError(
-            f"{name}: it declares no recipe, so it was not run. A recipe imports from zerobook, and its config class derives "
-            "from zerobook.config.RecipeConfig or from the config class of another recipe; see recipes/causal_lm.py."
+            f"{name}: it declares no recipe, so it was not run. A recipe declares a class that derives from "
+            f"zerobook.training.recipe.Recipe, and ends with run(ThatClass) of {_RUN}; see recipes/causal_lm.py."
         )
-    return path
+    return path, found
 
 
-def config_class(recipe: str) -> type[RecipeConfig]:
-    """Run a recipe's file and return its config class.
+def recipe_class(name: str) -> type[Recipe[Any]]:
+    """Run a recipe's file, without the training, and return its class.
 
     Raises:
         ConfigError: the file is no recipe. It was not run then, unless it looked like one.
     """
-    from zerobook.config import RecipeConfig
+    from zerobook.training.recipe import Recipe
 
-    path = check_recipe(recipe)
+    path, wanted = check_recipe(name)
+    if module := next((m for m in sys.modules.values() if _file_of(m) == path.resolve()), None):
+        return getattr(module, wanted)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    # processes that prepare data import the file by its name, to find its encoder and objective
     sys.modules[path.stem] = module
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
     spec.loader.exec_module(module)
-    own = [c for _, c in inspect.getmembers(module, inspect.isclass)
-           if issubclass(c, RecipeConfig) and c.__module__ == path.stem]  # fmt: skip
-    if not own:
-        raise ConfigError(f"{recipe}: it defines no config class, so it is no recipe. See recipes/causal_lm.py.")
-    return own[0]
+    found = getattr(module, wanted, None)
+    if not (isinstance(found, type) and issubclass(found, Recipe)):
+        raise ConfigError(f"{name}: {wanted}, which it runs, is no class that derives from zerobook.training.recipe.Recipe.")
+    return found
 
 
-def _declares_recipe(tree: ast.Module) -> bool:
-    """Return whether the file imports from zerobook and a class in it derives from a ``...Config``."""
-    modules: list[str] = []
+def _file_of(module: Any) -> Path | None:
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    return Path(origin).resolve() if origin else None
+
+
+def _class_that_runs(tree: ast.Module) -> str | None:
+    """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None where there is none."""
+    called: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            modules.append(node.module or "")
-        elif isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
-    bases = [base for node in tree.body if isinstance(node, ast.ClassDef) for base in node.bases]
-    names = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in bases]
-    return any(m.split(".")[0] == "zerobook" for m in modules) and any(n.endswith("Config") for n in names)
+        if isinstance(node, ast.ImportFrom) and node.module == _RUN:
+            called |= {alias.asname or alias.name for alias in node.names if alias.name == "run"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in called and len(node.args) == 1:
+            argument = node.args[0]
+            return argument.id if isinstance(argument, ast.Name) else None
+    return None

@@ -13,7 +13,7 @@ from zerobook.config import parse
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.plan.job import job
 from zerobook.plan.measure import measure
-from zerobook.recipe_file import config_class
+from zerobook.recipe_file import recipe_class
 
 ROOT = Path(__file__).resolve().parents[2]
 full = pytest.mark.full
@@ -83,12 +83,13 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     flags["train_file"] = tiny / flags["train_file"]
     line = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     file = ROOT / "recipes" / f"{recipe}.py"
-    config, sources, _ = parse(config_class(str(file)), line)
+    kind = recipe_class(str(file))
+    config, sources, _ = parse(kind.config_class, line)
     here = Cluster(gpus=ranks, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
     base, *changes = CHANGES.get(strategy, (strategy,))
     shipped = ROOT / "accelerate_configs" / f"{base}.yaml"
     changed = edited(shipped, tmp_path, *changes) if changes else shipped
-    found = measure(changed, job(config), file, line, here, sources)
+    found = measure(changed, job(kind(config)), file, line, here, sources)
     assert not found.died, found.died
     figures = {kind: [figure.planned, figure.measured] for kind, figure in found.figures.items()}
     record("plan", strategy=strategy, ranks=ranks, job=name, **figures)

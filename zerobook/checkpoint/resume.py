@@ -31,7 +31,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
 
     A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
     """
-    result, base = Path(config.output_dir) / ("adapter" if config.trains_adapters else "model"), config.model_name_or_path
+    result, base = Path(config.output_dir) / config.result, config.model_name_or_path
     if base is not None and Path(base).exists() and Path(base).resolve().is_relative_to(result.resolve()):
         return (
             f"output_dir: the run ends by writing {result}, and that is model_name_or_path {base}, which it is trained from. "

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
-import sys
 from typing import Any
 
 import numpy as np
 
+from zerobook.config import parse
 from zerobook.constants import IGNORE
-from zerobook.data.prepare import OnlyPrepared, PreparedData, only_preparing
+from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
-from zerobook.recipe_file import RUNS, check_recipe
+from zerobook.recipe_file import RUNS, recipe_class
 from zerobook.terminal import console, say, visible
 
 _BINS = 12
@@ -34,28 +33,25 @@ def data(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     parser.add_argument("--png", help="inspect: write a picture of the lengths to this file")
     known, recipe_flags = parser.parse_known_args(arguments)
-    prepared = _prepare(known.recipe, recipe_flags, known.workers)
-    _table(prepared.data)
+    prepared, tokenizer = _prepare(known.recipe, recipe_flags, known.workers)
+    _table(prepared)
     if known.action == "inspect":
-        _lengths(prepared.data)
-        _rows(prepared.data, prepared.tokenizer, known.samples)
+        _lengths(prepared)
+        _rows(prepared, tokenizer, known.samples)
         if known.png:
-            draw_lengths(prepared.data, known.png)
+            draw_lengths(prepared, known.png)
             say(f"wrote {known.png}")
     return 0
 
 
-def _prepare(recipe: str, flags: list[str], workers: int) -> OnlyPrepared:
-    file = str(check_recipe(recipe))
-    argv, sys.argv = sys.argv, [file, *flags]
-    try:
-        with only_preparing(workers):
-            runpy.run_path(file, run_name="__main__")
-    except OnlyPrepared as prepared:
-        return prepared
-    finally:
-        sys.argv = argv
-    raise ConfigError(f"{recipe}: it ended without preparing data. Give a training recipe, and leave out --dry-run.")
+def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData, Any]:
+    from zerobook.training.run import prepare_data
+
+    made = recipe_class(recipe)
+    config, sources, dry_run = parse(made.config_class, flags)
+    if dry_run:
+        raise ConfigError("--dry-run: zerobook data prepares what a launch would find, so there is nothing to leave out.")
+    return prepare_data(made(config), sources, workers)
 
 
 def _parts(data: PreparedData) -> list[tuple[str, Any]]:
@@ -68,12 +64,12 @@ def _table(data: PreparedData) -> None:
     from rich.table import Table
 
     table = Table(title="prepared data", title_justify="left")
-    for column in ("dataset", "rows", "tokens", "supervised", "shortest", "median", "longest", "what was done"):
+    for column in ("dataset", "rows", "tokens", "counted by the loss", "shortest", "median", "longest", "what was done"):
         table.add_column(column, justify="left" if column in ("dataset", "what was done") else "right", overflow="fold")
     for name, view in _parts(data):
         lengths, counted = view.lengths, {"rows", "tokens"}
         done = ", ".join(f"{n:,} {what}" for what, n in data.report[name].items() if what not in counted)
-        sizes = (len(view), lengths.sum(), view.supervised.sum(), lengths.min(), int(np.median(lengths)), lengths.max())
+        sizes = (len(view), lengths.sum(), view.loss_weights.sum(), lengths.min(), int(np.median(lengths)), lengths.max())
         table.add_row(name, *(f"{int(n):,}" for n in sizes), done)
     console().print(table)
     folders = dict.fromkeys(str(view.store.folder) for _, view in _parts(data))

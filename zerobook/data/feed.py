@@ -46,8 +46,8 @@ class Layout:
 class StepPlan:
     """One optimizer step's samples, known on every process without asking another.
 
-    ``ids`` is int64 [global batch] in run order, fillers at the end; ``tokens`` counts the
-    supervised tokens of all of them; ``cursor`` is the run's position behind them.
+    ``ids`` is int64 [global batch] in run order, fillers at the end; ``tokens`` is the
+    sum of their loss weights, for most objectives their supervised tokens; ``cursor`` is the run's position behind them.
     """
 
     ids: np.ndarray
@@ -67,7 +67,7 @@ class _Rows(Dataset):
         if index != FILLER:
             return self.rows[index]
         row = self.rows[self.rows.filler]
-        return row | {"labels": np.full_like(row["labels"], IGNORE)}
+        return {name: np.full_like(values, IGNORE) if name.endswith("labels") else values for name, values in row.items()}
 
 
 class Feed:
@@ -143,7 +143,7 @@ class Feed:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
-            tokens = int(self.part.supervised_of(ids).sum())
+            tokens = int(self.part.loss_weights_of(ids).sum())
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
             self._planned.append(StepPlan(ids=padded, cursor=cursor, tokens=tokens))

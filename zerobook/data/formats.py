@@ -83,19 +83,32 @@ class EmptyText(BadSample):
     """A document without text. Corpora that keep lines as rows are full of them; leaving them out loses nothing."""
 
 
-def parse(format: str, row: Any, *, text_column: str | None = None, summary_column: str | None = None) -> Sample:
+def own_of(encoder: Any) -> Mapping[str, Format]:
+    """Return the formats that an encoder brings itself, by name."""
+    return getattr(encoder, "formats", {})
+
+
+def parse(
+    format: str,
+    row: Any,
+    *,
+    text_column: str | None = None,
+    summary_column: str | None = None,
+    own: Mapping[str, Format] | None = None,
+) -> Sample:
     """One row to a sample.
 
     Args:
-        format: a name of `FORMATS`.
+        format: a name of `FORMATS` or of ``own``.
         row: a mapping of columns to values. Anything else is a bad sample.
         text_column, summary_column: the columns of a pair, for ``pairs``; both or neither.
+        own: formats that the encoder brings.
 
     Raises:
         BadSample: a row that is not of the format, or that cannot be trained on.
         DataError: an unknown format, or one column of a pair without the other.
     """
-    columns, read = _named(format, text_column, summary_column)
+    columns, read = _named(format, text_column, summary_column, own or {})
     if not isinstance(row, Mapping):
         raise BadSample(f"it is {_kind(row)}, expected an object with {_either(columns)}")
     for needed in columns:
@@ -104,8 +117,14 @@ def parse(format: str, row: Any, *, text_column: str | None = None, summary_colu
     raise BadSample(f"expected {_either(columns)}, it has {_list(row)}")
 
 
-def detect(columns: Iterable[str], *, text_column: str | None = None, summary_column: str | None = None) -> str:
-    """The format of rows with these columns: the first of `FORMATS` that finds what it needs.
+def detect(
+    columns: Iterable[str],
+    *,
+    text_column: str | None = None,
+    summary_column: str | None = None,
+    own: Mapping[str, Format] | None = None,
+) -> str:
+    """The format of rows with these columns: the first of ``own``, and then of `FORMATS`, that finds what it needs.
 
     Columns of a pair that are named by hand come before any other format.
 
@@ -114,30 +133,36 @@ def detect(columns: Iterable[str], *, text_column: str | None = None, summary_co
     """
     there = list(columns)
     by_hand = text_column is not None or summary_column is not None
-    for name in ["pairs"] if by_hand else FORMATS:
-        if any(set(needed) <= set(there) for needed in _named(name, text_column, summary_column).columns):
+    known = {**(own or {}), **FORMATS}
+    for name in ["pairs"] if by_hand else known:
+        if any(set(needed) <= set(there) for needed in _named(name, text_column, summary_column, own or {}).columns):
             return name
     if by_hand:
         raise DataError(
             f"--text_column {text_column} --summary_column {summary_column}: the samples have the columns {_list(there)}."
         )
-    known = "\n".join(f"  {name}: {_either(entry.columns)}" for name, entry in FORMATS.items())
+    lines = "\n".join(f"  {name}: {_either(entry.columns)}" for name, entry in known.items())
     raise DataError(
-        f"the samples have the columns {_list(there)}, which fit no known format:\n{known}\n"
+        f"the samples have the columns {_list(there)}, which fit no known format:\n{lines}\n"
         "Rename the columns, name a pair with --text_column and --summary_column, or the format with --format."
     )
 
 
 class Format(NamedTuple):
-    """``columns``: sets of columns, each of which will do, the best first. ``read(row, columns)`` takes one of them."""
+    """``columns``: sets of columns, each of which will do, the best first. ``read(row, columns)`` takes one of them.
+
+    ``read`` returns a sample that the encoder takes, or raises `BadSample` with the reason.
+    """
 
     columns: tuple[tuple[str, ...], ...]
-    read: Callable[[Mapping[str, Any], tuple[str, ...]], Sample]
+    read: Callable[[Mapping[str, Any], tuple[str, ...]], Any]
 
 
-def _named(name: str, text_column: str | None, summary_column: str | None) -> Format:
+def _named(name: str, text_column: str | None, summary_column: str | None, own: Mapping[str, Format]) -> Format:
+    if name in own:
+        return own[name]
     if name not in FORMATS:
-        raise DataError(f"--format {name}: no such format. There are: {', '.join(FORMATS)}.")
+        raise DataError(f"--format {name}: no such format. There are: {', '.join([*own, *FORMATS])}.")
     if name != "pairs" or (text_column is None and summary_column is None):
         return FORMATS[name]
     if text_column is None or summary_column is None:
@@ -166,7 +191,19 @@ def _tokenized(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
 
 
 def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
-    return _chat(_read_turns(row[columns[0]], columns[0]))
+    return read_chat(row[columns[0]], columns[0])
+
+
+def read_chat(turns: Any, column: str) -> Chat:
+    """Return a list of turns, ``role`` and ``content`` or ``from`` and ``value``, as a chat.
+
+    Args:
+        column: where the turns stand; errors name it.
+
+    Raises:
+        BadSample: a turn is not of that form, the roles do not alternate, or no turn is the assistant's.
+    """
+    return _chat(_read_turns(turns, column))
 
 
 def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:

@@ -7,13 +7,14 @@ tokenizer, template and lengths. One process a node does it, under a lock; a fol
 from __future__ import annotations
 
 import errno
+import hashlib
+import inspect
 import json
 import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -26,14 +27,16 @@ from zerobook import locks
 from zerobook.bars import tqdm
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, sources
+from zerobook.data.formats import own_of
 from zerobook.data.sources import Item, Source, Splits, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
+from zerobook.data.templates import Encoder
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all
-from zerobook.data.views import Blocks, Documents, Part, View, pack, report
-from zerobook.errors import DataError
-from zerobook.loss import Objective
+from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
+from zerobook.errors import ConfigError, DataError
 from zerobook.strategy import Strategy
+from zerobook.training.objective import NextToken, Objective, TargetTokens
 
 VERSION = 2
 """Of what is written; another one is prepared again."""
@@ -59,46 +62,35 @@ class PreparedData:
     """per dataset, the first that were left out: where, and why"""
 
 
-class OnlyPrepared(Exception):
-    """Raised by `prepare` inside `only_preparing`, with what it made."""
-
-    def __init__(self, data: PreparedData, tokenizer: Any):
-        self.data, self.tokenizer = data, tokenizer
-
-
-_ONLY: ContextVar[int] = ContextVar("workers", default=0)
-
-
-@contextmanager
-def only_preparing(workers: int) -> Iterator[None]:
-    """A recipe that runs inside stops behind its call of `prepare`, which uses ``workers`` processes."""
-    token = _ONLY.set(workers)
-    try:
-        yield
-    finally:
-        _ONLY.reset(token)
-
-
-def prepare(config: RecipeConfig, tokenizer: Any, strategy: Strategy, *, encoder: Any, objective: Objective) -> PreparedData:
-    """Tokenize what is not there yet, on one process a node, and open all of it on every process.
+def prepare(
+    config: RecipeConfig,
+    tokenizer: Any,
+    strategy: Strategy,
+    *,
+    encoder: Encoder,
+    objective: Objective,
+    workers: int | None = None,
+    read_ahead: bool = True,
+) -> PreparedData:
+    """Tokenize what is not there yet, on one process a node, and open all of it on every process. Collective.
 
     Args:
-        encoder: samples -> ids and labels, see `zerobook.data.templates`.
-        objective: says which labels count.
+        encoder: makes ids and labels of samples.
+        objective: weighs the rows.
+        workers: processes that tokenize; None: as the config says.
+        read_ahead: processes prepare a stream's next shards while training.
 
     Raises:
+        ConfigError: packing with an objective or an encoder that cannot be packed.
         DataError: on every rank, where one met it.
     """
     library = Library(config, tokenizer, encoder, objective)
-    workers = _ONLY.get() or config.preprocessing_num_workers or 1
+    workers = workers or config.preprocessing_num_workers or 1
     data = library.open(strategy.once_per_node(lambda: library.tokenize(workers)))
     if config.streaming:
-        ahead = workers if strategy.accelerator.is_local_main_process and not _ONLY.get() else 0
-        data = library.streaming(data, ahead)
+        data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
         if strategy.is_main and not data.held_out:
             tqdm.write("streaming: nothing is held out of a stream; give --validation_file to measure a loss")
-    if _ONLY.get():
-        raise OnlyPrepared(data, tokenizer)
     return data
 
 
@@ -114,12 +106,19 @@ class _Shelf:
 class Library:
     """The prepared folders of a config's datasets."""
 
-    def __init__(self, config: RecipeConfig, tokenizer: Any, encoder: Any, objective: Objective):
+    def __init__(self, config: RecipeConfig, tokenizer: Any, encoder: Encoder, objective: Objective):
+        if config.packing and not isinstance(objective, NextToken):
+            raise ConfigError(
+                f"packing: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
+                "samples. Drop --packing, or derive the objective from zerobook.training.objective.NextToken."
+            )
         self.config = config
         self.encoder = encoder
         self.objective = objective
         self.tokenizer_digest = digest_of_tokenizer(tokenizer)
         self.vocabulary = len(tokenizer)
+        if not encoder.length:
+            raise ConfigError(f"{type(encoder).__name__}.length is {encoder.length!r}; rows need a length of at least 1.")
         self.length: int = encoder.length
         self._cut_sources: dict[int, list[Source]] = {}
         self._stream_names: dict[int, str] = {}
@@ -295,12 +294,15 @@ class Library:
     def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
         """``chosen``: document numbers, or a stretch of the tokens of a lone text."""
         if isinstance(chosen, slice):
-            return Blocks(store, np.array([chosen.start]), np.array([chosen.stop]), self.length)
+            return self._blocks(store, np.array([chosen.start]), np.array([chosen.stop]))
         if self.config.packing:
-            return pack(store, chosen, self.length)
+            return pack(store, chosen, self.length, self.objective.weight)
         if store.meta["format"] == "text":
-            return Blocks(store, store.offsets[chosen], store.offsets[chosen + 1], self.length)
+            return self._blocks(store, store.offsets[chosen], store.offsets[chosen + 1])
         return Documents(store, chosen)
+
+    def _blocks(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> Blocks:
+        return Blocks(store, starts, stops, self.length, self.objective.weight(text_row(self.length)))
 
     def _part(self, views: list[View]) -> Part:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
@@ -326,8 +328,8 @@ class Library:
             "limit": [spec.limit, rows and [rows, self.config.packing]],
             "on_bad_sample": self.config.on_bad_sample,
             "tokenizer": self.tokenizer_digest,
-            "encoder": [type(self.encoder).__name__, {k: v for k, v in vars(self.encoder).items() if isinstance(v, int | str)}],
-            "shifted": self.objective.shifted,
+            "encoder": [*_identity(self.encoder), {k: v for k, v in vars(self.encoder).items() if isinstance(v, int | str)}],
+            **_weighed_by(self.objective),
         }
 
     def _ensure(
@@ -366,7 +368,7 @@ class Library:
         staging = folder.with_name(f".{folder.name}{'' if alone else f'.{uuid4().hex}'}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
-            writer = TokenWriter(staging, shifted=self.objective.shifted)
+            writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
             if _meta(folder) is None:  # where it is whole, another process that was not alone has been faster
@@ -395,8 +397,8 @@ class Library:
         first = next(parts, [])
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         try:
-            found = spec.format or ("text" if streaming and not first else detect(first, columns))
-            reading = Reading(found, columns, self.encoder, self.objective.shifted)
+            found = spec.format or ("text" if streaming and not first else detect(first, columns, own_of(self.encoder)))
+            reading = Reading(found, columns, self.encoder, self.objective)
         except DataError as error:
             raise DataError(f"{source.name}: {error}") from None
         in_tokens = reading.format == "text" or self.config.packing
@@ -409,7 +411,12 @@ class Library:
                 reasons[reason] += 1
             counts += encoded.counts
             counts["bad samples skipped"] += len(encoded.bad)
-            writer.append(encoded.ids, encoded.labels, encoded.begins)
+            if encoded.extra and self.config.packing:
+                raise ConfigError(
+                    f"packing: rows of {type(self.encoder).__name__} have {', '.join(encoded.extra)} beside ids and "
+                    "labels, and such rows cannot be packed. Drop --packing."
+                )
+            writer.append(encoded.ids, encoded.labels, encoded.weights, begins=encoded.begins, extra=encoded.extra)
             if rows is not None and (writer.tokens >= rows * self.length if in_tokens else writer.documents >= rows):
                 break
         bar.close()
@@ -426,6 +433,29 @@ class Library:
             skipped = f"{done['bad samples skipped']} bad samples skipped, the first {listed[0]}. All reasons: {why}"
             tqdm.write(f"{source.name}: {skipped}")
         return {"format": reading.format, "lone_text": source.lone_text, "report": done, "bad_samples": listed}
+
+
+def _identity(thing: Any) -> list[str]:
+    """Return the name of an object's class; for a class from outside this package, also digests of the files it is made by.
+
+    Data is prepared again where such a file changes.
+    """
+    files = {inspect.getsourcefile(kind) for kind in type(thing).__mro__ if not _is_known(kind)}
+    digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
+    return [type(thing).__name__, *digests]
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("zerobook", "builtins", "abc", "typing")
+
+
+def _weighed_by(objective: Objective) -> dict[str, Any]:
+    """Return what says how ``objective`` weighs rows, for the fingerprint of prepared data."""
+    for known in (NextToken, TargetTokens):
+        if type(objective).weight is known.weight:
+            return {"shifted": known.shifted}
+    settings = {key: value for key, value in vars(objective).items() if isinstance(value, int | float | str | None)}
+    return {"objective": [*_identity(objective), settings]}
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:

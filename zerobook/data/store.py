@@ -2,7 +2,8 @@
 
 ``input_ids.bin``, ``labels.bin``        int32, all documents joined; no labels file where labels equal the ids
 ``*.offsets.npy``                        int64 [documents + 1], where each begins; one for both where they are of one length
-``supervised.npy``                       int32 [documents], labels that the loss counts
+``NAME.bin``, ``NAME.offsets.npy``       further arrays of every document, int32, as an encoder names them
+``supervised.npy``                       int32 [documents], the objective's weights: labels that the loss counts
 ``samples.npy``                          int64 [documents], the sample of each; no file where each is a sample of its own
 ``meta.json``                            counts and settings, written last
 """
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.constants import IGNORE
+from zerobook.errors import DataError
 
 META = "meta.json"
 
@@ -35,26 +36,17 @@ class Ragged:
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         return cls(np.concatenate([np.empty(0, np.int32), *arrays]).astype(np.int32, copy=False), lengths)
 
-    def count(self, mask: np.ndarray, *, skip_first: bool) -> np.ndarray:
-        """How often ``mask``, bool like ``values``, holds in each array, int32 [arrays]; maybe not at its first place."""
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask)])
-        ends = np.cumsum(self.lengths)
-        starts = ends - self.lengths
-        first = np.minimum(starts + skip_first, ends)
-        return (before[ends] - before[first]).astype(np.int32)
-
 
 class TokenWriter:
     """Appends documents to a folder that does not exist yet. Memory does not grow with what is written but by 20 bytes
     a document."""
 
-    def __init__(self, folder: Path, *, shifted: bool):
+    def __init__(self, folder: Path):
         folder.mkdir(parents=True)
         self.folder = folder
-        self.shifted = shifted
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in ("input_ids", "labels")}
         self._lengths: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
-        self._supervised: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
         self._begins: list[np.ndarray] = []
         self._alike = True  # labels have equalled the ids so far
 
@@ -64,20 +56,43 @@ class TokenWriter:
 
     @property
     def documents(self) -> int:
-        return sum(map(len, self._supervised))
+        return sum(map(len, self._weights))
 
-    def append(self, ids: Ragged, labels: Ragged | None = None, begins: np.ndarray | None = None) -> None:
-        """Add documents; without ``labels`` they equal the ids.
+    def append(
+        self,
+        ids: Ragged,
+        labels: Ragged | None,
+        weights: np.ndarray,
+        *,
+        begins: np.ndarray | None = None,
+        extra: Mapping[str, Ragged] | None = None,
+    ) -> None:
+        """Add documents.
 
-        ``begins``, bool [documents]: whether each is the first of its sample; without it, all are.
+        Args:
+            ids: token ids.
+            labels: None where they equal the ids.
+            weights: int [documents], by the objective.
+            begins: bool [documents], which are the first of their sample; None where all are.
+            extra: further arrays of every document, the same names in every call.
         """
+        if not len(weights):
+            return
+        names = {"input_ids", "labels", *(extra or {})}
+        if self._weights and names != set(self._files):
+            raise DataError(
+                f"the encoder gave documents with the arrays {sorted(names)} after others with {sorted(self._files)}. Every "
+                "document needs the same arrays; an array may be empty."
+            )
         self._begins.append(np.ones(len(ids.lengths), bool) if begins is None else begins)
         self._alike = self._alike and labels is None
-        labels = labels or ids
-        for name, ragged in (("input_ids", ids), ("labels", labels)):
+        for name, ragged in {"input_ids": ids, "labels": labels or ids, **(extra or {})}.items():
+            if name not in self._files:
+                self._files[name] = (self.folder / f"{name}.bin").open("xb")
+                self._lengths[name] = []
             self._lengths[name].append(ragged.lengths)
             self._files[name].write(ragged.values.data)
-        self._supervised.append(labels.count(labels.values != IGNORE, skip_first=self.shifted))
+        self._weights.append(weights.astype(np.int32))
 
     def close(self, meta: dict[str, Any]) -> None:
         """Write the rest; ``meta`` is JSON and gets the content's digest and counts."""
@@ -89,13 +104,17 @@ class TokenWriter:
             (self.folder / "labels.bin").unlink()
         if not np.array_equal(offsets["input_ids"], offsets["labels"]):
             np.save(self.folder / "labels.offsets.npy", offsets["labels"])
-        np.save(self.folder / "input_ids.offsets.npy", offsets["input_ids"])
-        supervised = np.concatenate([np.zeros(0, np.int32), *self._supervised])
-        np.save(self.folder / "supervised.npy", supervised)
+        for name in offsets:
+            if name != "labels":
+                np.save(self.folder / f"{name}.offsets.npy", offsets[name])
+        weights = np.concatenate([np.zeros(0, np.int32), *self._weights])
+        np.save(self.folder / "supervised.npy", weights)
         begins = np.concatenate([np.zeros(0, bool), *self._begins])
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
-        counts = {"documents": len(supervised), "tokens": int(offsets["input_ids"][-1]), "supervised": int(supervised.sum())}
+        counts = {"documents": len(weights), "tokens": int(offsets["input_ids"][-1]), "supervised": int(weights.sum())}
+        if extra := sorted(set(offsets) - {"input_ids", "labels"}):
+            counts["extra"] = extra
         sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
         text = json.dumps(meta | counts | {"digest": self._digest(), "bytes": sizes}, indent=1)
         (self.folder / META).write_text(text)
@@ -127,7 +146,7 @@ class TokenStore:
 
     def mapped(self) -> TokenStore:
         """Itself, with all files open: what is deleted from here on can still be read."""
-        for _ in (self.ids, self.labels, self.offsets, self.label_offsets, self.supervised):
+        for _ in (self.ids, self.labels, self.offsets, self.label_offsets, self.loss_weights, self.extra):
             pass
         return self
 
@@ -153,8 +172,14 @@ class TokenStore:
         return np.load(own, mmap_mode="r") if own.exists() else self.offsets
 
     @cached_property
-    def supervised(self) -> np.ndarray:
-        """int32 [documents], labels that the loss counts"""
+    def extra(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """name -> (values int32, offsets int64 [documents + 1]) of the arrays besides ids and labels"""
+        names = self.meta.get("extra", [])
+        return {name: (self._map(name), np.load(self.folder / f"{name}.offsets.npy", mmap_mode="r")) for name in names}
+
+    @cached_property
+    def loss_weights(self) -> np.ndarray:
+        """int32 [documents], what each counts in the divisor of the loss: labels that the loss counts"""
         return np.load(self.folder / "supervised.npy", mmap_mode="r")
 
     @cached_property

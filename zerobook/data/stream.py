@@ -107,9 +107,9 @@ class Stream:
             self._open.pop(key, None)
             self.shards.forget(*key)
 
-    def supervised_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, supervised tokens of the rows ``ids``"""
-        return self._look_up(ids, lambda part, rows: part.supervised_of(rows))
+    def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, loss weights of the rows ``ids``"""
+        return self._look_up(ids, lambda part, rows: part.loss_weights_of(rows))
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
         """int64, tokens of the rows ``ids``"""

@@ -10,13 +10,11 @@ Labels are made by position, never by comparing ids, so a pad token that equals 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jinja2 import TemplateSyntaxError
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from zerobook.constants import IGNORE
 from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
@@ -32,7 +30,8 @@ class Encoded:
     ``cut``: something was longer than allowed. ``added_eos``: turns that got an end-of-text token
     because the chat template ends them with no special token. ``shortened``: turns of which the template leaves out a
     part. ``plain``: the text names a special token, which was read as characters. ``others``: further rows of the same
-    chat, each with turns that the rows before it do not supervise.
+    chat, each with turns that the rows before it do not supervise. ``extra``: further arrays of the row, int32, by name;
+    the collator gets them beside ids and labels.
     """
 
     input_ids: np.ndarray
@@ -42,6 +41,36 @@ class Encoded:
     shortened: int = 0
     plain: bool = False
     others: tuple[Encoded, ...] = ()
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Encoder(Protocol):
+    """Makes rows of samples. It is sent to the processes that prepare data, so it must be picklable.
+
+    An encoder may bring formats of its own as ``formats``, a mapping of names to `zerobook.data.formats.Format`; they are
+    looked for before the built-in ones.
+    """
+
+    @property
+    def length(self) -> int | None:
+        """Tokens that ``input_ids`` of a row may have."""
+
+    def encode(self, samples: Sequence[Any]) -> list[Encoded | BadSample]:
+        """Return one result for each sample, in order; a `BadSample` says why there is no row."""
+
+
+def paired(
+    first: Sequence[Encoded | BadSample], second: Sequence[Encoded | BadSample], prefix: str
+) -> list[Encoded | BadSample]:
+    """Return the rows of ``first`` with the ids and labels of ``second`` as the extra arrays ``PREFIXids``, ``PREFIXlabels``.
+
+    A pair is a bad sample where one of both is.
+    """
+    return [
+        next((side for side in both if isinstance(side, BadSample)), None)
+        or replace(both[0], extra={f"{prefix}ids": both[1].input_ids, f"{prefix}labels": both[1].labels})
+        for both in zip(first, second, strict=True)
+    ]
 
 
 class CausalEncoder:
@@ -251,7 +280,7 @@ class ChatTemplate:
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._around: dict[tuple[str, ...], Around] = {}
         self._turn_tokens = any_of(self._written_around_turns({token.content for token in added if not token.special}))
-        self._writes_only = only_writes_contents(_compile_jinja_template(source).environment.parse(source))
+        self._writes_only = only_writes_contents(_compiled(source).environment.parse(source))
 
     def render(self, messages: list[dict[str, str]]) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, closed by its end-of-turn token.
@@ -288,7 +317,7 @@ class ChatTemplate:
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
         # the compiled template is cached there; it cannot be pickled, so it is not kept here
-        compiled = _compile_jinja_template(self.source)
+        compiled = _compiled(self.source)
         try:
             return compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
@@ -313,6 +342,8 @@ class ChatTemplate:
 
     def _by_marks(self, messages: list[dict[str, str]]) -> tuple[str, list[Turn], int]:
         try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
             (text,), (spans,) = render_jinja_template(
                 [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
             )
@@ -509,12 +540,24 @@ def end_tokens(tokenizer: Any, *, chats: bool = True) -> set[int]:
     return ends
 
 
+def _compiled(source: str) -> Any:
+    """Return a chat template as transformers compiles it, which keeps it in a cache.
+
+    transformers is imported here, because a recipe imports this module before it knows whether anything is trained.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
+
+
 def _template(tokenizer: Any, given: str | None) -> ChatTemplate | None:
     if given is None and not tokenizer.chat_template:
         return None
+    from jinja2 import TemplateSyntaxError
+
     try:
         source = tokenizer.get_chat_template(given)
-        _compile_jinja_template(source)
+        _compiled(source)
     except TemplateSyntaxError as error:
         where = "--chat_template" if given else "the tokenizer's chat template"
         raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.constants import IGNORE
 from zerobook.data import formats
 from zerobook.data.sources import Item, Malformed
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded
-from zerobook.errors import DataError
+from zerobook.errors import ConfigError, DataError
 from zerobook.terminal import plain
+from zerobook.training.objective import Objective
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
@@ -38,18 +38,31 @@ class Reading:
     format: str
     columns: dict[str, str | None]
     encoder: Any
-    shifted: bool  # a row's first label counts nothing
+    objective: Objective
+
+    def weigh(self, document: Encoded) -> int:
+        """Return the objective's weight of a document. Raises `ConfigError` where it is no integer of at least 0."""
+        weight = self.objective.weight({"input_ids": document.input_ids, "labels": document.labels, **document.extra})
+        if not isinstance(weight, int | np.integer) or weight < 0:
+            raise ConfigError(
+                f"{type(self.objective).__name__}.weight gave {weight!r}; it has to be an integer of at least 0, since the "
+                "loss of a step is divided by the sum of its rows' weights."
+            )
+        return int(weight)
 
 
 @dataclass
 class EncodedChunk:
-    """``ids`` and ``labels`` (None: equal) of the documents; ``begins``, bool [documents], are the first of their sample.
+    """``ids`` and ``labels`` (None: equal) of the documents, and their ``extra`` arrays by name.
 
+    ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], are the first of their sample;
     ``bad`` are (where, reason); ``counts`` say what was done.
     """
 
     ids: Ragged
     labels: Ragged | None
+    extra: dict[str, Ragged]
+    weights: np.ndarray
     begins: np.ndarray
     bad: list[tuple[str, str]]
     counts: Counter
@@ -77,12 +90,12 @@ def _size(row: Any) -> int:
     return len(row) if isinstance(row, bytes) else 200
 
 
-def detect(chunk: Chunk, columns: dict[str, str | None]) -> str:
-    """The format of the first readable sample. Raises `DataError` where there is none."""
+def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, formats.Format]) -> str:
+    """Return the format of the first readable sample; ``own`` are the encoder's. Raises `DataError` where there is none."""
     for _, raw in chunk:
         row = _parsed(raw)
         if isinstance(row, dict):
-            return formats.detect(row, **columns)
+            return formats.detect(row, own=own, **columns)
     if chunk:
         raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(_parsed(chunk[0][1]))}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
@@ -147,6 +160,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
     bad: list[tuple[str, str]] = []
     counts: Counter = Counter()
     samples, places = [], []
+    own = formats.own_of(reading.encoder)
     for where, raw in chunk:
         row = _parsed(raw)
         try:
@@ -154,7 +168,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
                 raise formats.BadSample(row.reason)
             if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
                 raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is a mistake")
-            sample = formats.parse(reading.format, row, **reading.columns)
+            sample = formats.parse(reading.format, row, own=own, **reading.columns)
         except formats.EmptyText:
             counts["empty texts left out"] += 1
             continue
@@ -165,6 +179,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
         places.append(where)
     pieces = [_pieces(sample) for sample in samples]
     documents: list[Encoded] = []
+    weights: list[int] = []
     begins: list[bool] = []
     encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
     for where, parts in zip(places, pieces, strict=True):
@@ -181,15 +196,19 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             counts["cut to the maximum length"] += document.cut
             counts["turns given an end-of-text token"] += document.added_eos
             counts["turns of which the chat template leaves out a part"] += document.shortened
-            if reading.format == "text" or np.any(document.labels[reading.shifted :] != IGNORE):
+            weight = reading.weigh(document)
+            if reading.format == "text" or weight:
                 documents.append(document)
+                weights.append(weight)
                 begins.append(begin)
                 begin = False
             else:
                 counts["dropped, nothing supervised"] += 1
     ids = Ragged.join([d.input_ids for d in documents])
     labels = None if reading.format == "text" else Ragged.join([d.labels for d in documents])
-    return EncodedChunk(ids, labels, np.array(begins, bool), bad, counts)
+    names = {name for document in documents for name in document.extra}
+    extra = {name: Ragged.join([document.extra[name] for document in documents]) for name in sorted(names)}
+    return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 
 
 def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:

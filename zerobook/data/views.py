@@ -6,7 +6,7 @@ every row known beforehand. Nothing is copied on disk: another length, split or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -44,28 +44,33 @@ class Documents:
         return np.diff(self.store.label_offsets)[self.chosen]
 
     @property
-    def supervised(self) -> np.ndarray:
-        """int64 [rows], supervised tokens"""
-        return self.store.supervised[self.chosen].astype(np.int64)
+    def loss_weights(self) -> np.ndarray:
+        """int64 [rows], what each counts in the divisor of the loss"""
+        return self.store.loss_weights[self.chosen].astype(np.int64)
 
     def __getitem__(self, row: int) -> Row:
         store, document = self.store, self.chosen[row]
         ids = store.ids[store.offsets[document] : store.offsets[document + 1]]
         labels = store.labels[store.label_offsets[document] : store.label_offsets[document + 1]]
-        return {"input_ids": ids.astype(np.int64), "labels": labels.astype(np.int64)}
+        found = {"input_ids": ids.astype(np.int64), "labels": labels.astype(np.int64)}
+        for name, (values, offsets) in store.extra.items():
+            found[name] = values[offsets[document] : offsets[document + 1]].astype(np.int64)
+        return found
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Running text, cut every ``length`` tokens; what is left at the end is dropped. All is supervised.
 
-    ``starts`` and ``stops`` are int64: the stretches of the store's tokens that are joined.
+    ``starts`` and ``stops`` are int64: the stretches of the store's tokens that are joined. ``loss_weight`` is that of a
+    block: all tokens are supervised, so every block weighs the same.
     """
 
     store: TokenStore
     starts: np.ndarray
     stops: np.ndarray
     length: int
+    loss_weight: int
 
     isolated = False
 
@@ -86,8 +91,8 @@ class Blocks:
         return self.lengths
 
     @property
-    def supervised(self) -> np.ndarray:
-        return self.lengths - 1
+    def loss_weights(self) -> np.ndarray:
+        return np.full(len(self), self.loss_weight, np.int64)
 
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
@@ -110,7 +115,7 @@ class Packs:
     """Several samples a row, isolated from each other by ``position_ids`` that begin anew with each.
 
     ``starts`` and ``stops`` are int64 [samples]: stretches of the store's tokens; ``counts`` int64 [samples], their
-    supervised tokens; ``packing`` says which of them share a row.
+    loss weights; ``packing`` says which of them share a row.
     """
 
     store: TokenStore
@@ -133,7 +138,7 @@ class Packs:
         return self.lengths
 
     @property
-    def supervised(self) -> np.ndarray:
+    def loss_weights(self) -> np.ndarray:
         return self._per_row(self.counts)
 
     def _per_row(self, values: np.ndarray) -> np.ndarray:
@@ -168,8 +173,20 @@ class Packs:
 View = Documents | Blocks | Packs
 
 
-def pack(store: TokenStore, chosen: np.ndarray, length: int) -> Packs:
-    """Pack the documents ``chosen``, int64, into rows of ``length``; longer ones are cut into several samples first."""
+def text_row(length: int) -> Row:
+    """Return a row of running text of ``length`` tokens, for the objective to weigh: all of it is supervised."""
+    tokens = np.zeros(length, np.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Row], int]) -> Packs:
+    """Pack documents into rows; longer ones are cut into several samples first.
+
+    Args:
+        chosen: int64, numbers of the documents.
+        length: tokens of a row.
+        weigh: the objective's weight of a row.
+    """
     offsets = np.asarray(store.offsets)
     lengths = np.diff(offsets)[chosen]
     pieces = -(-lengths // length)
@@ -178,9 +195,10 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int) -> Packs:
     starts = offsets[chosen][of] + nth * length
     stops = np.minimum(starts + length, offsets[chosen + 1][of])
     if store.labels is store.ids:
-        counts = stops - starts - 1
+        sizes, which = np.unique(stops - starts, return_inverse=True)
+        counts = np.array([weigh(text_row(int(size))) for size in sizes], np.int64)[which]
     else:  # samples with labels of their own were cut to the length when they were made
-        counts = store.supervised[chosen].astype(np.int64)
+        counts = store.loss_weights[chosen].astype(np.int64)
     keep = stops - starts > 1  # one token alone predicts nothing
     starts, stops, counts = starts[keep], stops[keep], counts[keep]
     return Packs(store, starts, stops, counts, best_fit_decreasing(stops - starts, length))
@@ -223,17 +241,17 @@ class Part:
         return np.concatenate([view.lengths for view in self.views])
 
     @cached_property
-    def supervised(self) -> np.ndarray:
-        """int64 [rows], supervised tokens"""
-        return np.concatenate([view.supervised for view in self.views])
+    def loss_weights(self) -> np.ndarray:
+        """int64 [rows], what each counts in the divisor of the loss"""
+        return np.concatenate([view.loss_weights for view in self.views])
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
         """int64, tokens of the rows ``ids``"""
         return self.lengths[ids]
 
-    def supervised_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, supervised tokens of the rows ``ids``"""
-        return self.supervised[ids]
+    def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
+        """int64, loss weights of the rows ``ids``"""
+        return self.loss_weights[ids]
 
     def is_dropped(self, ids: np.ndarray) -> np.ndarray:
         """bool, which of the rows ``ids`` are left out"""
@@ -241,8 +259,8 @@ class Part:
 
     @property
     def filler(self) -> int:
-        """A row with something supervised, for batches to be filled up with."""
-        return int(np.argmax(self.supervised > 0))
+        """A row that weighs something, for batches to be filled up with."""
+        return int(np.argmax(self.loss_weights > 0))
 
     @property
     def longest_sample(self) -> int:

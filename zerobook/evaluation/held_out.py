@@ -70,7 +70,7 @@ def losses(
                 sums[index] += summed_loss(batch)
             bar.update(1)
     bar.close()
-    tokens = [int(part.supervised.sum()) for part in parts.values()]
+    tokens = [int(part.loss_weights.sum()) for part in parts.values()]
     sums = strategy.sum_over_ranks(sums).tolist()
     result: dict[str, Any] = _of(sum(sums), sum(tokens))
     if len(parts) > 1:

@@ -89,9 +89,8 @@ def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolve
         for checkpointing in (False, True):
             changed = {"per_device_train_batch_size": micro, "activation_checkpointing": checkpointing,
                        "gradient_accumulation_steps": accumulation}  # fmt: skip
-            config = job.config.model_copy(update=changed)
             given = Resolved(sources | dict.fromkeys(changed, "autotune"))
-            traced = Traced.of(Job(config, job.model_config, job.name), kernels)
+            traced = Traced.of(job.changed(**changed), kernels)
             for file in files:
                 planned = row(file, traced, where, given)
                 if planned.fits and planned.spread is not None and planned.spread.ranks == where.ranks:
@@ -146,9 +145,8 @@ def autotune(
 
 def _measure(candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: Resolved) -> None:
     line = [*flags, *(word for key, value in candidate.flags.items() for word in (f"--{key}", str(value)))]
-    config = job.config.model_copy(update=candidate.flags)
     given = Resolved(sources | dict.fromkeys(candidate.flags, "autotune"))
-    found = measure(candidate.file, Job(config, job.model_config, job.name), recipe, line, where, given)
+    found = measure(candidate.file, job.changed(**candidate.flags), recipe, line, where, given)
     candidate.died = found.died
     if not found.died:
         candidate.rate = candidate.micro * candidate.accumulation * where.ranks / found.seconds

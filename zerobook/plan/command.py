@@ -17,10 +17,11 @@ from zerobook.recipe_file import RUNS
 from zerobook.terminal import console, say
 
 if TYPE_CHECKING:
-    from zerobook.config import RecipeConfig, Resolved
+    from zerobook.config import Resolved
     from zerobook.plan.measure import Figure
     from zerobook.plan.recommend import Advice
     from zerobook.plan.rows import Row, Subject, Traced
+    from zerobook.training.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
@@ -83,9 +84,9 @@ def plan(argv: list[str]) -> int:
         return _measure(argv[place], argv[place + 1 :], where, asked)
     if asked.autotune:
         return _autotune(argv[place], argv[place + 1 :], where, asked)
-    recipe, _, config, sources = _read(argv[place], argv[place + 1 :], data=False)
-    subject, rows, traced = _plan(config, sources, where, asked.strategies)
-    advice = _advice(recipe, config, sources, where, asked.strategies, rows, traced) if asked.recommend else None
+    file, _, recipe, sources = _read(argv[place], argv[place + 1 :], data=False)
+    subject, rows, traced = _plan(recipe, sources, where, asked.strategies)
+    advice = _advice(file, recipe, sources, where, asked.strategies, rows, traced) if asked.recommend else None
     # what is printed as JSON is alone
     tell = partial(say, file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json:
@@ -200,22 +201,23 @@ def here(processes: str | None) -> Cluster:
     return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host.available, disk=disk)
 
 
-def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], RecipeConfig, Resolved]:
-    """The recipe, its flags, and what they come to."""
+def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], Resolved]:
+    """Return the recipe's file, its flags, and the recipe with the config that they come to."""
     from zerobook.config import parse
     from zerobook.plan.job import NoClass, read_config
-    from zerobook.recipe_file import config_class
+    from zerobook.recipe_file import recipe_class
 
-    recipe = Path(first)
-    if recipe.suffix != ".py":
+    file = Path(first)
+    if file.suffix != ".py":
         try:
             both = read_config(first).is_encoder_decoder
         except NoClass as error:
             both = error.facts.get("is_encoder_decoder", False)
         kind = "seq2seq_chatbot" if both else "causal_lm"
-        recipe, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
-    config, sources, _ = parse(config_class(str(recipe)), flags, data=data)
-    return recipe, flags, config, sources
+        file, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
+    made = recipe_class(str(file))
+    config, sources, _ = parse(made.config_class, flags, data=data)
+    return file, flags, made(config), sources
 
 
 def _files(chosen: str | None) -> list[Path]:
@@ -229,14 +231,15 @@ def _files(chosen: str | None) -> list[Path]:
     return [file for file in files if file.stem in wanted]
 
 
-def _rows(config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
+def _rows(recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
     from zerobook.bars import tqdm
     from zerobook.plan.job import job
     from zerobook.plan.rows import Traced, rank, row
 
-    made = job(config)
-    if made.seq2seq != hasattr(config, "max_source_length"):
-        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if made.seq2seq else ("no encoder-decoder", "causal_lm")
+    made = job(recipe)
+    encoder_decoder = bool(made.model_config.is_encoder_decoder)
+    if encoder_decoder != recipe.encoder_decoder:
+        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if encoder_decoder else ("no encoder-decoder", "causal_lm")
         raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
     traced = Traced.of(made, "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
@@ -247,35 +250,36 @@ def _rows(config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str |
 
 
 def _plan(
-    config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None
+    recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None
 ) -> tuple[Subject, list[Row], Traced | None]:
     """What was planned and its rows; without traces where there are but formulas."""
     from zerobook.plan.job import NoClass
 
     try:
-        traced, rows = _rows(config, sources, where, chosen)
+        traced, rows = _rows(recipe, sources, where, chosen)
         return traced.subject, rows, traced
     except NoClass as error:
         from zerobook.plan.fallback import fall_back
 
-        return *fall_back(config, sources, error, _files(chosen), where), None
+        return *fall_back(recipe, sources, error, _files(chosen), where), None
 
 
 def _advice(
-    recipe: Path, config: RecipeConfig, sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
+    file: Path, recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
     traced: Traced | None,
 ) -> Advice | None:  # fmt: skip
     """What to take; None where there are but formulas, on which no rule can be tried."""
     from zerobook.config import changed
     from zerobook.plan.recommend import recommend
-    from zerobook.recipe_file import config_class
+    from zerobook.recipe_file import recipe_class
 
     if traced is None:
         return None
 
     def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
-        kind = type(config) if other is None else config_class(str(recipe.with_name(f"{other}.py")))
-        return _rows(*changed(config, sources, kind, changes), where, chosen)
+        kind = type(recipe) if other is None else recipe_class(str(file.with_name(f"{other}.py")))
+        config, origin = changed(recipe.config, sources, kind.config_class, changes)
+        return _rows(kind(config), origin, where, chosen)
 
     return recommend(traced, rows, where, replan)
 
@@ -292,10 +296,10 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
         raise ConfigError(
             "--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be."
         )
-    recipe, flags, config, sources = _read(first, flags, data=True)
-    planned, found = job(config), []
+    recipe_file, flags, recipe, sources = _read(first, flags, data=True)
+    planned, found = job(recipe), []
     for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False, disable=not sys.stderr.isatty()):
-        found.append(measure(file, planned, recipe, flags, where, sources))
+        found.append(measure(file, planned, recipe_file, flags, where, sources))
     if asked.json:
         table.write_json(asked.json, [asdict(made) for made in found])
     alright = not any(made.died and not made.died.startswith("cannot run") for made in found)
@@ -330,7 +334,7 @@ def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Name
         raise ConfigError(
             f"--global_batch: {asked.global_batch!r} is no number of samples. Give what a step is to have, such as 64."
         )
-    recipe, flags, config, sources = _read(first, flags, data=True)
+    recipe_file, flags, recipe, sources = _read(first, flags, data=True)
     with tqdm(desc="measuring", unit=" runs", leave=False, disable=not sys.stderr.isatty()) as bar:
 
         def progress(words: str) -> None:
@@ -338,7 +342,7 @@ def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Name
             bar.update()
 
         files = _files(asked.strategies)
-        tuned = autotune(job(config), recipe, flags, files, where, sources, int(asked.global_batch), progress)
+        tuned = autotune(job(recipe), recipe_file, flags, files, where, sources, int(asked.global_batch), progress)
     say(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {asked.global_batch} on {where.name}")
     for candidate in tuned.tried:
         samples = candidate.planned.tokens_per_second / candidate.planned.tokens_per_step * int(asked.global_batch)
@@ -350,11 +354,12 @@ def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Name
         shown = ", ".join(f"{micro}: {rate:.4g}" for micro, rate in tuned.curve)
         rising = tuned.knee == tuned.curve[-1][0]
         say(f"samples/s by micro-batch: {shown}; {'still rising' if rising else f'from {tuned.knee} on it hardly rises'}")
-    strategy, override = write(tuned, recipe, where, Path(asked.autotune))
+    strategy, override = write(tuned, recipe_file, where, Path(asked.autotune))
     say(f"wrote {strategy} and {override}")
     say(
-        f"the learning rate stays at {config.learning_rate:g}: the global batch is what was asked for, however it is cut. "
-        "Another batch wants another rate, which grows with its square root under Adam; very large models want a lower one."
+        f"the learning rate stays at {recipe.config.learning_rate:g}: the global batch is what was asked for, however "
+        "it is cut. Another batch wants another rate, which grows with its square root under Adam; very large models want a "
+        "lower one."
     )
     return 0
 

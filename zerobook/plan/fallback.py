@@ -13,17 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Weight
-from zerobook.plan.job import NoClass, Shape
+from zerobook.plan.job import NoClass
 from zerobook.plan.memory import Memory, at_load
 from zerobook.plan.paper import flows, paper
 from zerobook.plan.roofline import time
 from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank
 from zerobook.plan.spread import spread
+from zerobook.training.recipe import BatchShape, Recipe
 
 KEYS = {
     "width": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -124,7 +125,7 @@ class Decoder:
 
 
 def fall_back(
-    config: RecipeConfig, sources: Resolved, error: NoClass, files: Sequence[Path], cluster: Cluster
+    recipe: Recipe[Any], sources: Resolved, error: NoClass, files: Sequence[Path], cluster: Cluster
 ) -> tuple[Subject, list[Row]]:
     """Rows by formula for every strategy file, the best first.
 
@@ -134,8 +135,9 @@ def fall_back(
     Raises:
         ConfigError: the config lacks the numbers, or the recipe trains what the formulas do not know.
     """
-    if hasattr(config, "lora_r") or hasattr(config, "max_source_length"):
-        what = "adapters" if hasattr(config, "lora_r") else "encoder-decoders"
+    config = recipe.config
+    if config.trains_adapters or recipe.encoder_decoder:
+        what = "adapters" if config.trains_adapters else "encoder-decoders"
         raise ConfigError(
             [*error.problems, f"{error.name}: without its class there are formulas, which do not know {what}. "
              "Plan recipes/causal_lm.py with it, or take a model whose class is known."]
@@ -144,15 +146,16 @@ def fall_back(
         decoder = Decoder.of(error.name, error.facts)
     except ConfigError as refused:  # why the class failed is what can be mended
         raise ConfigError([*error.problems, *refused.problems]) from refused
-    shape = Shape(config.per_device_train_batch_size, config.block_size, 0, padded=False)  # type: ignore[attr-defined]
+    shape = BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=False)
     subject = Subject(
         name=error.name, parameters=decoder.parameters, trained=decoder.parameters, shape=shape,
         accumulation=config.gradient_accumulation_steps, by_formula=error.why,
     )  # fmt: skip
-    return subject, rank([_row(file, config, sources, decoder, shape, cluster) for file in files])
+    return subject, rank([_row(file, recipe, sources, decoder, shape, cluster) for file in files])
 
 
-def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, shape: Shape, cluster: Cluster) -> Row:
+def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, shape: BatchShape, cluster: Cluster) -> Row:
+    config = recipe.config
     try:
         plan = launch_plan(file, cluster, config, sources)
     except ConfigError as error:
@@ -213,11 +216,11 @@ def _row(file: Path, config: RecipeConfig, sources: Resolved, decoder: Decoder, 
         },
         tokens_per_step=rows * length * config.gradient_accumulation_steps * spreads.ranks,
     )  # fmt: skip
-    judge(made, config, cluster)
+    judge(made, recipe, cluster)
     return made
 
 
-def _activations(decoder: Decoder, shape: Shape, *, element: int, fused: bool, checkpointing: bool) -> str:
+def _activations(decoder: Decoder, shape: BatchShape, *, element: int, fused: bool, checkpointing: bool) -> str:
     """`formulas.activations`, written out. Its 34 are those of an MLP of two matrices, 4 H wide."""
     tokens = f"{shape.rows} x {shape.source} x {decoder.width}"
     layer = f"{34 * element / 2:g} x {tokens}"

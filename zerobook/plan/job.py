@@ -5,32 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
-from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
-from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
+from zerobook.modeling import DTYPES, check_length, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.base import parameter_groups
-
-
-class Shape(NamedTuple):
-    """Of a micro-batch: ``rows``, and tokens of a source (or text) and of a target. ``padded``: some of them are padding,
-    for which an encoder-decoder needs a mask."""
-
-    rows: int
-    source: int
-    target: int
-    padded: bool
+from zerobook.training.objective import Objective
+from zerobook.training.recipe import BatchShape, Recipe
 
 
 class NoClass(ConfigError):
@@ -51,51 +41,41 @@ class NoClass(ConfigError):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe's config with the model's. ``name`` is what the model is called in tables."""
+    """A recipe with its model's config. ``name`` is what tables call the model."""
 
-    config: RecipeConfig
+    recipe: Recipe[Any]
     model_config: Any
     name: str
 
     @property
-    def seq2seq(self) -> bool:
-        return bool(self.model_config.is_encoder_decoder)
+    def config(self) -> Any:
+        return self.recipe.config
 
     @property
     def objective(self) -> Objective:
-        return SEQ2SEQ if self.seq2seq else CAUSAL
+        return self.recipe.objective()
 
     @property
-    def lora(self) -> bool:
-        return hasattr(self.config, "lora_r")
+    def shape(self) -> BatchShape:
+        """The largest micro-batch there can be."""
+        return self.recipe.batch_shape()
+
+    def changed(self, **changes: Any) -> Job:
+        """Return the same job with other values in its config."""
+        return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """(tokens of a source or text, of a target; 0 where there is none) at most."""
-        if self.seq2seq:
-            return self.config.max_source_length, self.config.max_target_length
-        key = "max_seq_length" if self.lora else "block_size"
-        return getattr(self.config, key), 0
-
-    @property
-    def shape(self) -> Shape:
-        """The largest micro-batch there can be. Text is cut into blocks that need no padding; chats and pairs do."""
-        blocks = not self.seq2seq and not self.lora and self.config.format in (None, "text")
-        return Shape(self.config.per_device_train_batch_size, *self.lengths, padded=not (blocks or self.config.packing))
-
-    @property
-    def evaluated(self) -> Shape | None:
+    def evaluated(self) -> BatchShape | None:
         """An evaluation's largest batch; None where nothing is held out. A split that the data brings is not known here."""
-        config = self.config
+        config, shape = self.config, self.shape
         if not (config.validation_file or config.validation_split_percentage):
             return None
-        source, target = self.lengths
-        rows = rows_at_once(config.per_device_eval_batch_size, target or source, vocabulary(self.model_config))
-        return self.shape._replace(rows=rows)
+        asked = config.per_device_eval_batch_size
+        return shape._replace(rows=rows_at_once(asked, shape.target or shape.source, vocabulary(self.model_config)))
 
     @contextmanager
     def made(
-        self, shape: Shape | None = None, *, cast: str = "no", precision: str | None = None
+        self, shape: BatchShape | None = None, *, cast: str = "no", precision: str | None = None
     ) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
         """The model in training mode and a micro-batch for it, good inside.
 
@@ -109,7 +89,7 @@ class Job:
         import transformers
 
         precision = precision or self.config.mixed_precision or "no"
-        kind = transformers.AutoModelForSeq2SeqLM if self.seq2seq else transformers.AutoModelForCausalLM
+        kind = transformers.AutoModelForSeq2SeqLM if self.recipe.encoder_decoder else transformers.AutoModelForCausalLM
         attention = self.config.attn_implementation
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         if attention == "eager":
@@ -123,10 +103,9 @@ class Job:
             keep_all_layers(model)
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
-            if getattr(self.config, "load_in_4bit", False):
+            if self.config.in_4bit:
                 _quantise(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
-            if self.lora:
-                model = self._adapted(model)
+            model = self.recipe.adapt(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
@@ -134,38 +113,11 @@ class Job:
                 model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
         with FakeTensorMode(allow_non_fake_inputs=True):
             _to_fake(model)
-            yield model.train(), self.batch(shape or self.shape)
-
-    def _check_lengths(self, model: nn.Module) -> None:
-        longest = max(self.lengths)
-        if self.seq2seq:
-            check_positions(model, self.name, max(longest, self.config.max_generated))
-        check_length(model, longest)
+            yield model.train(), self.recipe.example_batch(shape or self.shape)
 
     def _dtype(self, precision: str) -> torch.dtype:
         asked = DTYPES[self.config.loaded_dtype(precision)]
         return asked if isinstance(asked, torch.dtype) else getattr(self.model_config, "dtype", None) or torch.float32
-
-    def _adapted(self, model: nn.Module) -> nn.Module:
-        from zerobook.adapters import add_lora
-
-        config: Any = self.config
-        return add_lora(
-            model, rank=config.lora_r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=config.lora_target_modules,
-            seed=config.seed,
-        )  # fmt: skip
-
-    def batch(self, shape: Shape) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        if self.seq2seq:
-            labels = torch.zeros(shape.rows, shape.target, dtype=torch.int64)
-            batch |= {"labels": labels, "decoder_input_ids": labels.clone()}
-        if self.config.packing:
-            batch["position_ids"] = ids.clone()
-        elif shape.padded and self.seq2seq:
-            batch["attention_mask"] = ids.clone()
-        return batch
 
     def weights(self) -> tuple[list[Weight], list[list[Weight]]]:
         """All weights, and the trained ones by the optimizer's groups.
@@ -173,8 +125,9 @@ class Job:
         Raises:
             ConfigError: the lengths are more than the model has positions for, as in the recipe.
         """
+        self.recipe.check_model_config(self.model_config)
         with self.made() as (model, _):
-            self._check_lengths(model)
+            check_length(model, max(self.shape.source, self.shape.target))
             units = _units(model)
             packed = {m.weight: m.in_features * m.out_features for m in model.modules() if isinstance(m, _Linear4bit)}
             made = {
@@ -185,14 +138,15 @@ class Job:
             return list(made.values()), [[made[p] for p in group["params"]] for group in groups]
 
 
-def job(config: RecipeConfig) -> Job:
-    """The job of a recipe's config. Reads the model's config.json; downloads no more than that.
+def job(recipe: Recipe[Any]) -> Job:
+    """Return the job of a recipe. Reads the model's config.json; downloads no more than that.
 
     Raises:
         ConfigError: there is no such model, or it is one that the recipes do not train.
         NoClass: transformers does not know its class.
     """
-    name = config.model_name_or_path or getattr(config, "config_name", None)
+    config = recipe.config
+    name = config.model_name_or_path or config.initialised_from
     if name is None:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
     model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
@@ -201,7 +155,7 @@ def job(config: RecipeConfig) -> Job:
             f"model_name_or_path: {name}: {model_config.model_type} is an encoder, which fills in masked words, and has no "
             "language-modelling head that the recipes train. Take a decoder, or an encoder-decoder."
         )
-    return Job(config, model_config, _called(name))
+    return Job(recipe, model_config, _called(name))
 
 
 def _encoder_only(model_config: Any) -> bool:

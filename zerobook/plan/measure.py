@@ -14,13 +14,14 @@ from zerobook.config import Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import hold
-from zerobook.plan.job import Job, Shape
+from zerobook.plan.job import Job
 from zerobook.plan.memory import memory
 from zerobook.plan.passes import gathered
 from zerobook.plan.rows import launch_plan
 from zerobook.plan.spread import spread
 from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
+from zerobook.training.recipe import BatchShape
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0
@@ -105,8 +106,8 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
     traced: dict[tuple, Any] = {}
     for rank, found in enumerate(ranks):
         held = hold(weights, groups, spreads, rank)
-        labels = found["batch"]["labels"][1] if job.seq2seq else 0
-        shape = Shape(*found["batch"]["input_ids"], labels, found["padded"])
+        labels = found["batch"]["labels"][1] if job.recipe.encoder_decoder else 0
+        shape = BatchShape(*found["batch"]["input_ids"], labels, found["padded"])
         if shape not in traced:
             with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
                 kernels = "cpu" if where.cpu else "cuda"

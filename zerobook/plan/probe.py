@@ -96,7 +96,7 @@ def _counting() -> Any:
 
 def watch_loop(result: Path) -> None:
     """Measure the loop's step `STEP`, time the next one, write both down, and save nothing."""
-    import zerobook.recipe
+    import zerobook.training.result
     from zerobook.loop import TrainingLoop
     from zerobook.plan.trace import Saved
 
@@ -154,7 +154,7 @@ def watch_loop(result: Path) -> None:
     TrainingLoop._step, TrainingLoop._summed_loss, TrainingLoop.run = stepping, forwarding, running
     # what a few steps have trained is of no use to anybody
     TrainingLoop.save = lambda self: None
-    zerobook.recipe.save_model = lambda *given, **named: None
+    zerobook.training.result.save_model = lambda *given, **named: None
 
 
 def main() -> None:

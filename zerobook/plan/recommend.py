@@ -138,7 +138,7 @@ def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
         yield "bf16", "--mixed_precision bf16: half the bytes, and no loss scale that can overflow"
     if not where.cpu and not where.device.bf16 and config.mixed_precision != "fp16":
         yield "fp16", f"--mixed_precision fp16: {where.device.name} has no bf16"
-    if not traced.job.seq2seq and not config.packing and traced.job.shape.padded:
+    if not traced.job.recipe.encoder_decoder and not config.packing and traced.job.shape.padded:
         yield "packing", "--packing: no time is spent on padding"
     if where.device.fused:
         yield "flash attention", "--attn_implementation auto takes it where the package is installed"
@@ -157,14 +157,14 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
         )
     # adapters say nothing on weights that were never trained
-    if traced.job.seq2seq or getattr(config, "config_name", None):
+    if traced.job.recipe.encoder_decoder or config.initialised_from:
         return
     adapters: dict[str, Any] = {}
-    if not traced.job.lora:
+    if not config.trains_adapters:
         adapters = {"recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16"}
-        adapters["max_seq_length"] = config.block_size  # what the other recipe calls it
+        adapters["max_seq_length"] = config.row_length  # what the other recipe calls it
         yield "LoRA on all linear layers", adapters
-    if not getattr(config, "load_in_4bit", False):
+    if not config.in_4bit:
         # rows of files that lose a quantised base, such as parameter offload, cannot run, and say so
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 
@@ -181,7 +181,7 @@ def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tu
         reasons.append((rule, f"{size(where.network or 0)}/s between nodes: weights are gathered {how}"))
         return inside[0]
     sharded = [row for row in fitting if row.spread is not None and row.spread.kind == "deepspeed" and row.spread.stage == 3]
-    if traced.job.lora and best.spread is not None and best.spread.stage == 3 and sharded:
+    if traced.job.config.trains_adapters and best.spread is not None and best.spread.stage == 3 and sharded:
         reasons.append(
             ("LoRA with bf16 and ZeRO-3 first", "adapters are small, and the frozen weights are what has to be shared")
         )

@@ -15,7 +15,7 @@ from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight, hold, unswappable
-from zerobook.plan.job import Job, NoClass, Shape
+from zerobook.plan.job import Job, NoClass
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.paper import Paper, paper
 from zerobook.plan.passes import gathered
@@ -25,6 +25,7 @@ from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
 from zerobook.plan.units import size
 from zerobook.resolve import Hardware, LaunchPlan, resolve
+from zerobook.training.recipe import BatchShape, Recipe
 
 STATE_BYTES = 12
 """A trained parameter in a checkpoint of this project: fp32 weight and two moments."""
@@ -81,7 +82,7 @@ class Subject:
     name: str
     parameters: int
     trained: int
-    shape: Shape
+    shape: BatchShape
     accumulation: int
     by_formula: str = ""
 
@@ -121,7 +122,7 @@ class Traced:
             try:
                 found = trace(model, batch, job.objective.loss, autocast, kernels=self.device)
                 if evaluation is not None:
-                    held_out = job.batch(evaluation)
+                    held_out = job.recipe.example_batch(evaluation)
                     found.evaluation = evaluated(model, held_out, job.objective.loss, autocast, kernels=self.device)
                 return found
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -221,9 +222,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         ),
         bare=bare,
         uncounted=list(micro.uncounted),
-        tokens_per_step=config.per_device_train_batch_size * sum(job.lengths) * accumulation * spreads.ranks,
+        tokens_per_step=job.shape.rows * (job.shape.source + job.shape.target) * accumulation * spreads.ranks,
     )  # fmt: skip
-    judge(made, config, cluster)
+    judge(made, job.recipe, cluster)
     return made
 
 
@@ -237,7 +238,7 @@ def checkpoints(trained: int, config: RecipeConfig) -> dict[str, Any]:
     return {"checkpoint": most * one, "checkpoints": most}
 
 
-def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
+def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:
     """Write into a row what does not fit, and what would help."""
     assert made.memory is not None and made.spread is not None
     limits = [
@@ -252,7 +253,7 @@ def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
     made.tight = made.memory.total > TIGHT * cluster.device.memory
     over = {words.partition(":")[0] for words in made.over}
     if "GPU memory" in over:
-        made.remedies += _for_the_gpu(made, config, made.memory.total - cluster.device.memory)
+        made.remedies += _for_the_gpu(made, recipe, made.memory.total - cluster.device.memory)
     elif "host RAM while loading" in over:  # what shards the GPU's memory helps here too
         loads_once = made.spread.kind == "fsdp" or made.spread.stage == 3
         made.remedies.append("more host RAM" if loads_once else "fsdp or zero3, whose ranks do not load a copy each")
@@ -263,9 +264,10 @@ def judge(made: Row, config: RecipeConfig, cluster: Cluster) -> None:
         made.remedies.append("a lower --save_total_limit" if fewer else "a larger --disk")
 
 
-def _for_the_gpu(made: Row, config: RecipeConfig, excess: int) -> list[str]:
-    """What would save ``excess`` bytes of a GPU's memory."""
+def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
+    """Return what would save ``excess`` bytes of a GPU's memory."""
     assert made.memory is not None and made.spread is not None
+    config = recipe.config
     activations, rows = made.memory.device["activations"], config.per_device_train_batch_size
     found = []
     if activations > excess:
@@ -276,13 +278,12 @@ def _for_the_gpu(made: Row, config: RecipeConfig, excess: int) -> list[str]:
         if activations * (rows - 1) / rows > excess:
             found.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
         else:  # one row alone is too long
-            names = ("block_size", "max_seq_length", "max_source_length")
-            found.append(f"a smaller --{next(name for name in names if hasattr(config, name))}")
+            found.append(f"a smaller --{config.length_key}")
         return found
     if made.spread.stage < 3 or made.spread.offload_param == "none":
         found.append("more sharding or offload")
     # there is no recipe for adapters of encoder-decoders, and none on weights that were never trained
-    if not (hasattr(config, "lora_r") or hasattr(config, "max_target_length") or getattr(config, "config_name", None)):
+    if not (config.trains_adapters or recipe.encoder_decoder or config.initialised_from):
         found.append("LoRA")
     return found or ["more or larger GPUs"]
 

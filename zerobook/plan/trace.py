@@ -26,6 +26,8 @@ from torch.utils.flop_counter import flop_registry
 
 from zerobook.plan.passes import Visit
 
+Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
+
 
 @dataclass
 class Trace:
@@ -175,7 +177,7 @@ class Saved:
 def trace(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss: Loss,
     precision: str,
     *,
     kernels: str | None = None,
@@ -184,7 +186,7 @@ def trace(
 
     Args:
         batch: what the collator makes, with ``labels``.
-        loss: (logits, labels) -> scalar.
+        loss: of an objective, see `zerobook.training.objective.Objective.loss`.
         precision: of autocast: ``no``, ``bf16`` or ``fp16``.
         kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
     """
@@ -204,10 +206,9 @@ def trace(
     try:
         with _followed(follow, model, batch, precision, kernels):
             inputs = follow.live
-            labels = batch["labels"]
-            given = {key: value for key, value in batch.items() if key != "labels"}
             with Saved(lambda: apart) as saved:
-                value = loss(model(**given).logits, labels)
+                value = loss(model, batch)
+                value = value[0] if isinstance(value, tuple) else value
             kept = saved.bytes
             del saved
             points.append((0, forward := follow.since()))
@@ -223,7 +224,7 @@ def trace(
 def evaluated(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss: Loss,
     precision: str,
     *,
     kernels: str | None = None,
@@ -234,13 +235,23 @@ def evaluated(
     model.eval()
     try:
         with _followed(follow, model, batch, precision, kernels):
-            given = {key: value for key, value in batch.items() if key != "labels"}
-            logits = model(**given).logits
-            # accelerate returns what autocast's forward makes in fp32
-            loss(logits if precision == "no" else logits.float(), batch["labels"])
+            loss(model if precision == "no" else _Upcast(model), batch)
             return follow.since()
     finally:
         model.train(was_training)
+
+
+class _Upcast(nn.Module):
+    """Returns logits in fp32, as accelerate does for a model under autocast."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.module(**inputs)
+        output.logits = output.logits.float()
+        return output
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from zerobook.config import parse
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import job
 from zerobook.plan.measure import Measured, measure
-from zerobook.recipe_file import config_class
+from zerobook.recipe_file import recipe_class
 from zerobook.tables.materials import Materials, seq2seq_sides
 from zerobook.tables.trial import LIMIT_S, ROOT, Arm, Outcome, TrialError, attempt
 
@@ -149,9 +149,12 @@ class Bench:
             limit = self._seconds(f"{file}, {ranks} processes")
             self.say(f"{file}, {ranks} processes" + "".join(f", {name} {value}" for name, value in flags.items()))
             recipe, line = ROOT / "recipes" / "causal_lm.py", fresh.flags(given)
-            config, sources, _ = parse(config_class(str(recipe)), line)
+            kind = recipe_class(str(recipe))
+            config, sources, _ = parse(kind.config_class, line)
             where = replace(self.where, gpus=ranks)
-            found = measure(ROOT / "accelerate_configs" / f"{file}.yaml", job(config), recipe, line, where, sources, limit)
+            found = measure(
+                ROOT / "accelerate_configs" / f"{file}.yaml", job(kind(config)), recipe, line, where, sources, limit
+            )
             if found.died:
                 raise TrialError(f"{file}, {ranks} processes: {found.died}")
             self._measured[key] = found

@@ -121,11 +121,12 @@ def main() -> None:
     found: dict[str, Any] = {}
     target = Path(result).with_suffix(f".{os.environ.get('RANK', 0)}.json")
     watch(int(budget), found)
-    import zerobook.recipe
+    import zerobook.training.result
+    import zerobook.training.run
 
     # what was trained is of no use to anybody
-    zerobook.recipe.save_model = lambda *given, **named: None
-    zerobook.recipe.leave = lambda code=0: None
+    zerobook.training.result.save_model = lambda *given, **named: None
+    zerobook.training.run.leave = lambda code=0: None
     sys.argv = [recipe, *flags]
     sys.path.insert(0, os.path.dirname(recipe))
     try:

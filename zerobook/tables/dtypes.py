@@ -66,10 +66,11 @@ def main() -> None:
     result, how, recipe, *flags = sys.argv[1:]
     found: dict[str, str] = {}
     watch(how == "accelerate", found)
-    import zerobook.recipe
+    import zerobook.training.result
+    import zerobook.training.run
 
-    zerobook.recipe.save_model = lambda *given, **named: None
-    zerobook.recipe.leave = lambda code=0: None
+    zerobook.training.result.save_model = lambda *given, **named: None
+    zerobook.training.run.leave = lambda code=0: None
     sys.argv = [recipe, *flags]
     sys.path.insert(0, os.path.dirname(recipe))
     runpy.run_path(recipe, run_name="__main__")

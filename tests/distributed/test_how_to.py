@@ -1,0 +1,80 @@
+"""The files of docs/how-to/ train the same under ZeRO-3 and FSDP2 as in one process, and the commands take them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, launch
+from zerobook.cli import main
+
+FOLDER = ROOT / "docs" / "how-to"
+PAIRS = [
+    {side: [{"role": "user", "content": f"Name {n} of {n + 1}."}, {"role": "assistant", "content": f"{answer} {n}."}]
+     for side, answer in (("chosen", "This is number"), ("rejected", "I do not know, is it perhaps"))}
+    for n in range(24)
+]  # fmt: skip
+DIALOGUES = [{"dialogue": f"Q: What is {n}? A: A number. Q: And {n + 1}? A: One more than {n}."} for n in range(24)]
+CASES = {
+    "custom_loss": {"block_size": 32, "z_weight": 0.01},
+    "dpo": {"rows": PAIRS, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3, "beta": 0.5},
+    "data_format": {"rows": DIALOGUES, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3},
+    "evaluation": {"block_size": 32},
+}
+"""Page -> flags of its file; ``rows`` are the data."""
+METRICS = {"custom_loss": {"z_loss"}, "dpo": {"reward_margin", "reward_accuracy"}}
+
+
+def file_of(page: str, folder: Path) -> Path:
+    """Write a page's Python block under the name in its first line, and return the file."""
+    block = re.search(r"```python\n# (\w+\.py)\n.*?```", (FOLDER / f"{page}.md").read_text(), re.S)
+    assert block, f"{page}.md has no block that begins with a file's name"
+    file = folder / block[1]
+    file.write_text(block[0].removeprefix("```python\n").removesuffix("```"))
+    return file
+
+
+def flags_of(page: str, tiny: Path, folder: Path) -> dict:
+    flags = {"model_name_or_path": tiny / "llama", "train_file": tiny / "chats.jsonl", "validation_split_percentage": 25,
+             "num_warmup_steps": 0, "cache_dir": folder / "cache"} | CASES[page]  # fmt: skip
+    if rows := flags.pop("rows", None):
+        flags["train_file"] = folder / "rows.jsonl"
+        flags["train_file"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return flags
+
+
+@pytest.mark.parametrize("page", CASES)
+def test_a_how_to_is_short_and_prepares_and_plans(tiny, tmp_path, capsys, page):
+    file, flags = file_of(page, tmp_path), flags_of(page, tiny, tmp_path)
+    assert sum(bool(line.strip()) for line in file.read_text().splitlines()) <= 60, "lines that are not blank"
+    line = [str(file), *(str(word) for key, value in flags.items() for word in (f"--{key}", value))]
+    assert main(["data", "prepare", *line, "--output_dir", str(tmp_path / "run"), "--workers", "2"]) == 0
+    assert "rows" not in CASES[page] or "18" in capsys.readouterr().out, "of 24 rows, a quarter is held out"
+    assert main(["plan", "--gpus", "2", "--strategies", "zero3,fsdp", *line]) == 0
+    assert "zero3" in capsys.readouterr().out
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("page", CASES)
+def test_a_how_to_trains_equal_to_one_process(tiny, tmp_path, page):
+    file, flags = file_of(page, tmp_path), flags_of(page, tiny, tmp_path)
+    flags |= {"max_train_steps": 4, "logging_steps": 1, "eval_steps": 2, "per_device_eval_batch_size": 2}
+    runs = {}
+    for strategy, ranks, micro in (("single", 1, 6), ("zero3", 2, 1), ("fsdp", 2, 3)):
+        runs[strategy] = launch(
+            strategy, ranks, str(file), tmp_path / strategy, per_device_train_batch_size=micro,
+            gradient_accumulation_steps=6 // (ranks * micro), **flags,
+        ).read()  # fmt: skip
+    one = runs.pop("single")
+    assert one.losses[-1] < one.losses[0] or page == "dpo"
+    for run in runs.values():
+        assert run.losses == pytest.approx(one.losses, rel=1e-5) and run.norms == pytest.approx(one.norms, rel=1e-5)
+        for ours, reference in zip(run.steps, one.steps, strict=True):
+            assert set(ours.get("metrics", {})) == METRICS.get(page, set())
+            assert ours.get("metrics", {}) == pytest.approx(reference.get("metrics", {}), rel=1e-4, abs=1e-5)
+        assert run.event("eval")["loss"] == pytest.approx(one.event("eval")["loss"], rel=1e-5)
+        if page == "evaluation":
+            assert run.event("eval")["metrics"] == pytest.approx(one.event("eval")["metrics"])

@@ -1,0 +1,6 @@
+"""Numbers that stand for something else, shared by data, loss and evaluation. This module imports nothing."""
+
+IGNORE = -100
+"""Label of a token that the loss does not count, as in ``torch.nn.functional.cross_entropy`` and transformers."""
+FILLER = -1
+"""Row number of a row that fills up the last batch. Its tokens are real, and none of them is supervised, so its loss is 0."""

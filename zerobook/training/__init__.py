@@ -1,0 +1,1 @@
+"""Training: recipes, objectives, optimizers, hooks, and the loop that brings them together."""

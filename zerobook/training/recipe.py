@@ -1,0 +1,117 @@
+"""What a recipe is: a config class, and the parts of a training that differ from recipe to recipe.
+
+A recipe's file declares one subclass of `Recipe` and ends with ``run(ThatClass)``. What a recipe does not say stands here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
+
+from zerobook.config import ConfigT
+from zerobook.training.objective import NextToken, Objective, TargetTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from zerobook.data.prepare import PreparedData
+    from zerobook.data.templates import Encoder
+    from zerobook.strategy import Strategy
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Rows (int64 arrays by name) to a batch: tensors by name, ``labels`` among them. The objective gets the batch."""
+Scorer = Callable[["Strategy", "nn.Module", int], tuple[dict[str, float], list[dict[str, Any]]]]
+"""(strategy, prepared model, step) -> (metrics by name, table of samples). Called on every rank at every evaluation."""
+
+
+class BatchShape(NamedTuple):
+    """The shape of a micro-batch: rows, and the tokens of each row's source (or text) and target (0 where there is none).
+
+    ``padded``: some tokens are padding, for which an encoder-decoder needs a mask.
+    """
+
+    rows: int
+    source: int
+    target: int
+    padded: bool
+
+
+class Recipe(ABC, Generic[ConfigT]):
+    """The parts of a training. The strategies, the loop, checkpoints and the planner take them as they are.
+
+    Every method is called on every rank, in the order in which they stand here.
+    """
+
+    config_class: ClassVar[type]
+    """The class of ``config``, with the fields that become flags and YAML keys."""
+    encoder_decoder: ClassVar[bool] = False
+    """The model is an encoder-decoder; otherwise it is a decoder."""
+
+    def __init__(self, config: ConfigT):
+        self.config = config
+
+    def check_model_config(self, model_config: Any) -> None:
+        """Raise `ConfigError` where the model cannot be what the config asks for. Called before any data is prepared.
+
+        Args:
+            model_config: transformers' config of the model.
+        """
+
+    def objective(self) -> Objective:
+        """Return what is minimised."""
+        return TargetTokens() if self.encoder_decoder else NextToken(self.config.router_aux_loss_coef)
+
+    @abstractmethod
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return what makes token ids and labels of samples."""
+
+    def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
+        """Load the model, without what `adapt` adds. ZeRO-3 and FSDP2 shard it while it is loaded."""
+        from zerobook.modeling import load_model
+
+        quantization = self.quantization(strategy.plan.precision)
+        return load_model(self.config, strategy, encoder_decoder=self.encoder_decoder, quantization=quantization)
+
+    def quantization(self, precision: str) -> Any:
+        """Return transformers' quantisation config of the frozen weights; None where they are not quantised.
+
+        Args:
+            precision: of the run: ``no``, ``bf16`` or ``fp16``.
+        """
+        return None
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """Return the model that is trained: ``requires_grad`` is set on what is trained, and adapters are added."""
+        return model
+
+    def collator(self, tokenizer: Any, model: nn.Module) -> Collator:
+        """Return what makes a batch of rows."""
+        from zerobook.data.collate import causal_collator
+
+        return causal_collator(tokenizer, model, packed=self.config.packing, length=self.config.row_length)
+
+    def scorers(self, tokenizer: Any, model: nn.Module, data: PreparedData, collate: Any) -> Sequence[Scorer]:
+        """Return what measures more than the loss at every evaluation."""
+        from zerobook.evaluation.tasks import task_scorers
+
+        return task_scorers(self.config, tokenizer, model, "causal")
+
+    # --- for the planner, which builds the model from shapes alone
+    def batch_shape(self) -> BatchShape:
+        """Return the shape of the largest micro-batch there can be."""
+        config = self.config
+        # running text is cut into blocks, which need no padding; chats and pairs do
+        blocks = not config.trains_adapters and config.format in (None, "text")
+        padded = not (blocks or config.packing)
+        return BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=padded)
+
+    def example_batch(self, shape: BatchShape) -> dict[str, Tensor]:
+        """Return a batch of ``shape`` as the collator would make it, of any contents."""
+        import torch
+
+        ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if self.config.packing:
+            batch["position_ids"] = ids.clone()
+        return batch

@@ -1,0 +1,131 @@
+"""The run of a recipe, from its flags to the saved model.
+
+`run` is the last line of every recipe's file. The commands ``zerobook data`` and ``zerobook plan`` take their parts of it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from zerobook.config import RecipeConfig, Resolved, from_python, parse
+from zerobook.data.feed import Layout
+from zerobook.launch import build, plan_for_this_process
+from zerobook.process import exit_on_error, leave
+from zerobook.resolve import LaunchPlan
+from zerobook.terminal import console, say
+from zerobook.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from zerobook.data.prepare import PreparedData
+    from zerobook.progress import Progress
+
+
+def run(recipe_class: type[Recipe[Any]]) -> None:
+    """Train what the command line says, or print the plan of it with ``--dry-run``. Ends a launched process.
+
+    A user's error is printed without a traceback, and the process exits with 2.
+    """
+    with exit_on_error():
+        config, sources, dry_run = parse(recipe_class.config_class)
+        plan = plan_for_this_process(config, sources)
+        if dry_run:
+            print_dry_run(config, sources, plan)
+            return
+        announce(plan)
+        train(recipe_class(config), sources=sources, plan=plan)
+    leave()
+
+
+def train(recipe: Recipe[Any], *, sources: Resolved | None = None, plan: LaunchPlan | None = None) -> Progress:
+    """Prepare the data, load the model, train it and save it. Return how far the run came. Collective.
+
+    A script or a notebook calls it in one process; a launched script calls it in every process.
+
+    Args:
+        sources: where each value of the recipe's config came from; recorded in the runlog. None: from Python.
+        plan: of the launch that this process belongs to; None: as the environment of this process says.
+
+    Raises:
+        ConfigError: with everything that is wrong in the config or the launch.
+        ZerobookError: what stopped the run.
+    """
+    from zerobook.data.prepare import prepare
+    from zerobook.loop import TrainingLoop
+    from zerobook.modeling import check_fit, load_config, load_tokenizer
+    from zerobook.training.result import save_model
+
+    config = recipe.config
+    if sources is None:
+        sources = from_python(config)
+    strategy = build(config, plan or plan_for_this_process(config, sources))
+    tokenizer = load_tokenizer(config, strategy)
+    recipe.check_model_config(load_config(config, strategy))
+    objective = recipe.objective()
+    data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
+    model = recipe.model(tokenizer, strategy)
+    check_fit(model, tokenizer, data)
+    model = recipe.adapt(model)
+    collate = recipe.collator(tokenizer, model)
+    scorers = recipe.scorers(tokenizer, model, data, collate)
+    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=objective, scorers=scorers)
+    progress = loop.run()
+    save_model(strategy, tokenizer, config)
+    return progress
+
+
+def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, Any]:
+    """Prepare the data of a recipe as its run would, and nothing else. Returns it with the tokenizer.
+
+    Args:
+        workers: processes that tokenize.
+    """
+    from zerobook.data.prepare import prepare
+    from zerobook.modeling import load_config, load_tokenizer
+
+    config = recipe.config
+    strategy = build(config, plan_for_this_process(config, sources))
+    tokenizer = load_tokenizer(config, strategy)
+    recipe.check_model_config(load_config(config, strategy))
+    encoder, objective = recipe.encoder(tokenizer), recipe.objective()
+    return prepare(
+        config, tokenizer, strategy, encoder=encoder, objective=objective, workers=workers, read_ahead=False
+    ), tokenizer
+
+
+def announce(plan: LaunchPlan) -> None:
+    """Print the strategy in one line, and what was decided for the user. Rank 0 only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        say(plan.line)
+        for note in plan.notes:
+            say(f"  note: {note}")
+
+
+def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> None:
+    """Print the resolved config with the source of each value, the batch arithmetic and the strategy. Rank 0 only."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    from rich.table import Table
+
+    out = console()
+    table = Table(title="resolved config", title_justify="left")
+    for column in ("key", "value", "from"):
+        table.add_column(column, overflow="fold")
+    values = config.model_dump()
+    for key in sorted(values, key=lambda k: not sources.given(k)):
+        style = "" if sources.given(key) else "dim"
+        table.add_row(key, str(values[key]), sources[key], style=style)
+    out.print(table)
+    layout = Layout(
+        world_size=plan.world_size,
+        rank=0,
+        micro=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+    )
+    out.print(plan.line)
+    for note in plan.notes:
+        out.print(f"  note: {note}")
+    out.print(f"batch: {layout.arithmetic}")
+    steps = f"{config.max_train_steps}" if config.max_train_steps else (
+        f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read")  # fmt: skip
+    out.print(f"steps: {steps}")
