@@ -21,7 +21,7 @@ from zerobook.data import formats
 from zerobook.doctor import inspect_launch
 from zerobook.recipe_file import recipe_class
 from zerobook.resolve import Hardware
-from zerobook.training.run import run
+from zerobook.training import run as recipe_run
 
 README = (ROOT / "README.md").read_text()
 DATA = (ROOT / "docs" / "data.md").read_text()
@@ -135,7 +135,7 @@ def test_dry_run_of_a_recipe_config(name, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for more in ("", said["Override"].partition(":")[0]):
         monkeypatch.setattr(sys, "argv", ["recipe", "--config", file, "--dry-run", *shlex.split(more)])
-        run(recipe_class(f"recipes/{CONFIGS[name]}.py"))
+        recipe_run.run(recipe_class(f"recipes/{CONFIGS[name]}.py"))
         printed = capsys.readouterr().out
         assert "samples a step" in printed and "strategy one process" in printed
         for key in yaml.safe_load((ROOT / file).read_text()):
