@@ -46,9 +46,9 @@ def main() -> None:
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import CausalEncoder
     from zerobook.evaluation.tasks import task_scorers
-    from zerobook.loop import TrainingLoop
     from zerobook.loss import CAUSAL
     from zerobook.modeling import check_fit, load_causal_lm, load_tokenizer
+    from zerobook.training.trainer import Trainer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
@@ -61,9 +61,10 @@ def main() -> None:
     check_fit(model, tokenizer, data)
     collate = causal_collator(tokenizer, model, packed=config.packing, length=config.block_size)
     scorers = task_scorers(config, tokenizer, model, "causal")
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
-    loop.run()
-    save_model(strategy, tokenizer, config)
+    trainer = Trainer(config, sources, strategy, model, data, collate=collate, objective=CAUSAL, scorers=scorers)
+    trainer.run()
+    if trainer.save_results:
+        save_model(strategy, tokenizer, config)
 
 
 if __name__ == "__main__":

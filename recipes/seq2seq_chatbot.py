@@ -64,9 +64,9 @@ def main() -> None:
     from zerobook.data.templates import Seq2SeqEncoder
     from zerobook.evaluation.generation import GenerationScorer, answer_as_measured
     from zerobook.evaluation.tasks import task_scorers
-    from zerobook.loop import TrainingLoop
     from zerobook.loss import SEQ2SEQ
     from zerobook.modeling import check_fit, check_positions, load_seq2seq_lm, load_tokenizer
+    from zerobook.training.trainer import Trainer
 
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
@@ -104,9 +104,10 @@ def main() -> None:
             batches=config.n_val_batch_generations,
         )  # fmt: skip
         scorers.append(scorer)
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=SEQ2SEQ, scorers=scorers)
-    loop.run()
-    save_model(strategy, tokenizer, config)
+    trainer = Trainer(config, sources, strategy, model, data, collate=collate, objective=SEQ2SEQ, scorers=scorers)
+    trainer.run()
+    if trainer.save_results:
+        save_model(strategy, tokenizer, config)
 
 
 if __name__ == "__main__":

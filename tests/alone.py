@@ -18,7 +18,7 @@ from zerobook.runlog.writer import RunLog
 def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     """Call ``recipe``'s ``main`` (the causal one's) with ``flags`` and return the finished run."""
     import recipes.causal_lm
-    import zerobook.loop
+    from zerobook.training import trainer
 
     gc.collect()  # the locks on a folder are released with the loop that held them
     line = ["recipe.py", "--output_dir", str(output)]
@@ -34,7 +34,7 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         with (mock.patch.object(sys, "argv", line), mock.patch.dict("os.environ"),
-              mock.patch.object(zerobook.loop, "RunLog", opened)):  # fmt: skip
+              mock.patch.object(trainer, "RunLog", opened)):  # fmt: skip
             (recipe or recipes.causal_lm).main()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

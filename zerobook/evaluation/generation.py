@@ -81,7 +81,7 @@ def answer_as_measured(
 
 
 class GenerationScorer:
-    """Generates for held-out rows and scores the texts; a `zerobook.loop.Scorer`.
+    """Generates for held-out rows and scores the texts; a `zerobook.training.evaluator.Scorer`.
 
     The rows are cut into batches of ``batch_size`` per process, and every process makes the same number of ``generate``
     calls, which is what sharded weights need. The last batch is filled with rows whose texts are dropped again, so each

@@ -1,0 +1,1 @@
+"""The run: its state, its steps, and the hooks around them."""
