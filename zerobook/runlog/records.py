@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -25,7 +25,7 @@ class StepRecord:
     """supervised tokens, over all ranks"""
     cursor: tuple[int, int]
     """where the sample order stood before the step, and behind it"""
-    ids: Sequence[int]
+    ids: Iterable[int]
     """samples in run order; below 0 for a row that fills up the batch"""
     metrics: dict[str, SupportsFloat] = field(default_factory=dict)
     """what hooks and the objective add"""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from zerobook.bars import tqdm
 from zerobook.config import Resolved
+from zerobook.preemption import EXIT_CODE
 from zerobook.runlog.attempt import begin, write_page
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.runlog.words import far_above_best
@@ -59,6 +60,15 @@ class Logbook(Hook):
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
         self.log.event("eval", step=record.step, seconds=record.seconds, samples=record.samples, **record.result)
+
+    def preempted(self, trainer: TrainerView, reason: str | None) -> None:
+        """Write that a warning signal ended the attempt."""
+        step = trainer.progress.step
+        good, others = trainer.keeper.steps()
+        saved = step in (*good, *others)
+        self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
+        done = f"saved at step {step}" if saved else f"step {step} was not saved"
+        tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
 
     def finish(self, trainer: TrainerView) -> None:
         """Write that the run is done, and the logbook's page."""

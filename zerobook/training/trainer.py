@@ -9,12 +9,10 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from zerobook.bars import tqdm
 from zerobook.checkpoint.keeper import Keeper
-from zerobook.checkpoint.state import read_progress
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.collate import to_device
-from zerobook.data.feed import Layout, StepPlan
+from zerobook.data.feed import StepPlan
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import DivergenceError
 from zerobook.isolation import settled
@@ -29,7 +27,6 @@ from zerobook.runlog.policy import Measure
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import RunLog
-from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
 from zerobook.training import resume
 from zerobook.training.console import Console
@@ -38,7 +35,8 @@ from zerobook.training.hooks import Hook, Hooks, load_hooks
 from zerobook.training.logbook import Logbook, MemoryRecord
 from zerobook.training.pace import Pace
 from zerobook.training.rollback import Recovery
-from zerobook.training.state import Collate, RunState, step_seed
+from zerobook.training.setup import first_state
+from zerobook.training.state import Collate, step_seed
 from zerobook.training.trackers import Trackers
 
 
@@ -85,24 +83,11 @@ class Trainer:
         self.pace = Pace()
         self.console = Console(silent=not strategy.is_main)
         self.keeper = Keeper(strategy, config)
-        checkpoint = self.keeper.checkpoint
         self.log: RunLog | None = None
         strategy.on_main(self._open_log)
-        progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
-        resume.check_data(checkpoint, progress, data, config)
-        resume.check_base(checkpoint, config, model)
-        ladder = resume.earlier_decisions(progress, self.keeper, strategy, self.log)
-        self.watch = Watch(config, strategy, self.keeper, self.log, detector=progress.detector, ladder=ladder)
-        self.state = RunState(config, data, self._layout(), progress, self.collate, pin_memory=strategy.device.type == "cuda")
-        self.state.total_steps = resume.schedule_steps(self.state, checkpoint, self.log)
-        self.state.schedule = learning_rate_schedule(
-            config.lr_scheduler_type,
-            peak=config.learning_rate,
-            warmup=config.num_warmup_steps,
-            total=self.state.total_steps,
-        )
-        if strategy.owns_schedule:
-            self.state.schedule = lambda step: strategy.learning_rate()
+        self.state, tried = first_state(config, strategy, self.keeper, self.log, model, data, self.collate)
+        progress = self.progress
+        self.watch = Watch(config, strategy, self.keeper, self.log, detector=progress.detector, ladder=tried)
         strategy.prepare(model, config, self.state.total_steps)
         parts = [data.train, *data.held_out.values()]
         note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
@@ -119,7 +104,7 @@ class Trainer:
         self._pending: list[StepRecord] = []
         self._metrics: dict[str, SupportsFloat] = {}
         self._add_own_hooks(sources)
-        if checkpoint:
+        if self.keeper.checkpoint:
             resume.load(self.state, self.keeper, strategy, self.log)
             self.watch.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
             self.evaluation = strategy.on_main(lambda: resume.evaluation_of(self.log, progress))
@@ -134,14 +119,6 @@ class Trainer:
 
     def _open_log(self) -> None:
         self.log = RunLog(self.config.output_dir)  # stays here: it cannot be sent to other ranks, as a result would be
-
-    def _layout(self) -> Layout:
-        return Layout(
-            world_size=self.strategy.world_size,
-            rank=self.strategy.rank,
-            micro=self.config.per_device_train_batch_size,
-            accumulation=self.config.gradient_accumulation_steps,
-        )
 
     def _add_own_hooks(self, sources: Resolved) -> None:
         """Build what writes down and shows the run. The log has the start of the attempt before all else."""
@@ -341,12 +318,8 @@ class Trainer:
             self.save()
         self.keeper.finish(self.log)
         self.console.close()
-        if self.log:
-            good, others = self.keeper.steps()
-            saved = step in (*good, *others)
-            self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
-            done = f"saved at step {step}" if saved else f"step {step} was not saved"
-            tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
+        if self.logbook:
+            self.logbook.preempted(self, reason)
         self._leave(EXIT_CODE)
 
     def _leave(self, code: int) -> None:
