@@ -17,11 +17,10 @@ from zerobook.runlog.writer import RunLog
 
 def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run."""
-    import zerobook.loop
-    import zerobook.training.run
     from recipes.causal_lm import CausalLM
     from zerobook.config import parse
     from zerobook.launch import plan_for_this_process
+    from zerobook.training import run, trainer
 
     gc.collect()  # the locks on a folder are released with the loop that held them
     line = ["recipe.py", "--output_dir", str(output)]
@@ -37,11 +36,11 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         with (mock.patch.object(sys, "argv", line), mock.patch.dict("os.environ"),
-              mock.patch.object(zerobook.loop, "RunLog", opened)):  # fmt: skip
+              mock.patch.object(trainer, "RunLog", opened)):  # fmt: skip
             recipe = recipe or CausalLM
             config, sources, _ = parse(recipe.config_class)
             plan = plan_for_this_process(config, sources)
-            zerobook.training.run.train(recipe(config), sources=sources, plan=plan)
+            run.train(recipe(config), sources=sources, plan=plan)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         for log in logs:

@@ -1211,8 +1211,6 @@ def test_formulas_alone_need_nothing_heavy():
 
 # --- the probe
 def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(tmp_path, monkeypatch):
-    import zerobook.training.result
-    from zerobook.loop import TrainingLoop
     from zerobook.plan import measure, probe
 
     file, weight = tmp_path / "result.json", torch.ones(4, requires_grad=True)
@@ -1222,33 +1220,24 @@ def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(t
             sleep(0.3)
             return super()._pack(tensor)
 
-    def stepping(loop):
-        loop._summed_loss({"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 4)}).backward()
-        loop.strategy.apply(0.1)
-        loop.progress.step += 1
-
-    def running(loop):
-        for _ in range(measure.STEPS):
-            assert not file.with_suffix(".0.json").exists()
-            loop._step()
-        loop.save()
-
-    def saving(*_, **__):
-        raise AssertionError("what a few steps trained is not saved")
-
     monkeypatch.setattr("zerobook.plan.trace.Saved", Slow)
-    for name, fake in (("_step", stepping), ("run", running), ("save", saving),
-                       ("_summed_loss", lambda loop, batch: (weight * weight).sum())):  # fmt: skip
-        monkeypatch.setattr(TrainingLoop, name, fake)
-    monkeypatch.setattr(zerobook.training.result, "save_model", saving)
-    probe.watch_loop(file)
-    loop = TrainingLoop.__new__(TrainingLoop)
-    loop.progress = SimpleNamespace(step=0)
-    loop.strategy = SimpleNamespace(
-        model=torch.nn.Linear(1, 1), device=torch.device("cpu"), rank=0, memory=lambda: {"parameters": 1}, apply=lambda rate: 0
+    monkeypatch.setenv(probe.RESULT, str(file))
+    strategy = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), device=torch.device("cpu"), rank=0, memory=lambda: {"parameters": 1}
     )  # fmt: skip
-    loop.run()
-    zerobook.training.result.save_model()
+    trainer = SimpleNamespace(progress=SimpleNamespace(step=0), strategy=strategy, save_results=True)
+    hook, batch = probe.Probe(), {"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 4)}
+    hook.on_start(trainer)
+    assert not trainer.save_results, "what a few steps trained is not saved"
+    for step in range(1, measure.STEPS + 1):
+        assert not file.with_suffix(".0.json").exists()
+        hook.before_step(trainer, step)
+        with hook.around_loss(trainer, batch):
+            loss = (weight * weight).sum()
+        loss.backward()
+        hook.on_gradients_ready(trainer)
+        trainer.progress.step += 1
+        hook.after_step(trainer, SimpleNamespace(step=step))
     found = json.loads(file.with_suffix(".0.json").read_text())
     assert found["saved"] == 16 and found["held"] == {"parameters": 1} and found["batch"]["labels"] == [1, 4]
     assert 0 < found["seconds"] < 0.2

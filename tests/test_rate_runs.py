@@ -13,11 +13,11 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.recovery import Recovery
 from zerobook.runlog import curves
 from zerobook.runlog.history import History
 from zerobook.runlog.policy import Measure
 from zerobook.runlog.watch import Watch
+from zerobook.training.rollback import Recovery
 
 STEPS = 12  # two epochs of 24 samples in steps of 4
 
@@ -37,7 +37,7 @@ def leaves_out(monkeypatch):
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] != 5 or self.history[0].step != 1:
+        if records[-1].step != 5 or self.history[0].step != 1:
             return None
         return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=5, noticed=5, steps=(4, 5))
 
@@ -122,7 +122,7 @@ def test_the_evaluation_of_a_branch_that_was_given_up_is_not_taken_for_a_checkpo
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] == 5:
+        if records[-1].step == 5:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Watch, "see", seeing)
@@ -151,7 +151,7 @@ def lowers(monkeypatch):
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] != 6 or self.ladder.rollbacks:
+        if records[-1].step != 6 or self.ladder.rollbacks:
             return None
         self.ladder.rollbacks += 1
         return Measure(
@@ -220,7 +220,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path, monkeypatch):
 
     def seeing(self, records):
         see(self, records)
-        step = records[-1]["step"]
+        step = records[-1].step
         if len(stops) == 1 and step == 7 and not self.ladder.rollbacks:
             self.ladder.rollbacks += 1
             return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=7, noticed=7, to_step=4)
@@ -254,7 +254,7 @@ def test_a_rollback_that_a_kill_interrupts_is_finished_by_the_next_attempt(tiny,
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] != 5:
+        if records[-1].step != 5:
             return None
         return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=5, to_step=2)
 

@@ -52,7 +52,7 @@ def test_a_recipe_of_ones_own_is_one(tmp_path, text):
 def test_every_recipe_of_the_package_is_one_and_its_other_files_are_not(tmp_path):
     recipes = sorted((ROOT / "recipes").glob("*.py"))
     assert len(recipes) == 3 and [check_recipe(str(file))[0] for file in recipes] == recipes
-    for file in (ROOT / "zerobook" / "loop.py", tmp_path / "none.py", tmp_path):
+    for file in (ROOT / "zerobook" / "training" / "trainer.py", tmp_path / "none.py", tmp_path):
         with pytest.raises(ConfigError, match=r"declares no recipe|no such recipe file"):
             check_recipe(str(file))
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.alone import train
 from zerobook.checkpoint import keeper, save, store
-from zerobook.loop import TrainingLoop
 from zerobook.runlog.detector import Finding
 from zerobook.runlog.policy import Measure
 from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import read
+from zerobook.training.hooks import Hook
 
 
 def flags(tiny):
@@ -31,7 +31,7 @@ def diverging(monkeypatch, onset, noticed, before=lambda keeper: None):
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] != noticed or done:
+        if records[-1].step != noticed or done:
             return None
         done.append(before(self.keeper))
         return self._decide(
@@ -84,7 +84,7 @@ def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, monkeypatc
 
     def seeing(self, records):
         see(self, records)
-        if records[-1]["step"] != 8:
+        if records[-1].step != 8:
             return None
         return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
 
@@ -103,7 +103,18 @@ def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, monkeypatc
     assert again.event("run_end")["progress"]["step"] >= 12
 
 
-def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path, monkeypatch):
+class Killed(Hook):
+    def before_step(self, trainer, step):
+        raise KeyboardInterrupt
+
+
+class Warned(Hook):
+    def after_step(self, trainer, record):
+        if record.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path):
     """Three branches behind step 4: the last one goes on from the first one's given-up step 8, and is killed."""
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     four = flags(tiny) | {"save_steps": 4, "max_train_steps": 8}
@@ -113,15 +124,8 @@ def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path, monkeypat
     other = (checkpoints / "step-000008" / store.MANIFEST).read_bytes()
     chosen = checkpoints / "step-000008.abandoned"
     mine = (chosen / store.MANIFEST).read_bytes()
-    step = TrainingLoop._step
-
-    def killed(self, *rest):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TrainingLoop, "_step", killed)
     with pytest.raises(KeyboardInterrupt):
-        train(run, resume_from_checkpoint=chosen, **four | {"max_train_steps": 10})
-    monkeypatch.setattr(TrainingLoop, "_step", step)
+        train(run, resume_from_checkpoint=chosen, hooks=f"{__name__}:Killed", **four | {"max_train_steps": 10})
     found = store.find(run, "auto", passed_over={})
     assert found == checkpoints / "step-000008" and (found / store.MANIFEST).read_bytes() == mine and store.is_pinned(found)
     assert (checkpoints / "step-000008.abandoned-2" / store.MANIFEST).read_bytes() == other, "nor is the other one lost"
@@ -129,22 +133,16 @@ def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path, monkeypat
 
 
 def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_path, monkeypatch, capfd):
-    step, publish = TrainingLoop._step, store.publish
-
-    def warned(self, *rest):
-        step(self, *rest)
-        if self.progress.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+    publish = store.publish
 
     def full(staging, at, *rest):
         if at == 3:
             raise OSError(errno.ENOSPC, "No space left on device", str(staging))
         publish(staging, at, *rest)
 
-    monkeypatch.setattr(TrainingLoop, "_step", warned)
     monkeypatch.setattr(store, "publish", full)
     with pytest.raises(SystemExit) as left:
-        train(tmp_path / "run", on_save_error="continue", **flags(tiny))
+        train(tmp_path / "run", on_save_error="continue", hooks=f"{__name__}:Warned", **flags(tiny))
     assert left.value.code == 75
     told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
     assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out

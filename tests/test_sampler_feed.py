@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,16 +177,14 @@ def test_padding_of_a_feed_with_no_rows_left():
 def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
     from zerobook.config import RecipeConfig
     from zerobook.data.views import Part
-    from zerobook.loop import TrainingLoop
+    from zerobook.progress import Progress
+    from zerobook.training.state import RunState
 
     class Part100(Part):
         sizes = (100,)
         lengths = supervised = np.ones(100, np.int64)
 
-    loop = SimpleNamespace(
-        config=RecipeConfig(num_train_epochs=epochs), data=SimpleNamespace(train=Part100((), ""), weights=None), collate=None,
-        progress=SimpleNamespace(skip_ranges=[], seed=1, stream=None, cursor=0, step=0),
-        layout=Layout(world_size=1, rank=0, micro=1), strategy=SimpleNamespace(device=torch.device("cpu")),
-    )  # fmt: skip
-    feed = TrainingLoop.training_feed(loop)
-    assert (feed.end, loop.end_step) == (rows, rows)
+    data = SimpleNamespace(train=Part100((), ""), weights=None)
+    layout = Layout(world_size=1, rank=0, micro=1)
+    state = RunState(RecipeConfig(num_train_epochs=epochs), data, layout, Progress(seed=1), list)
+    assert (state.feed.end, state.end_step) == (rows, rows)

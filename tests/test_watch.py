@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from zerobook.runlog.lines import read
 from zerobook.runlog.policy import LEAD
+from zerobook.runlog.records import StepRecord
 from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import RunLog
 
@@ -56,8 +57,11 @@ class Run:
         block = []
         for step in range(first, last + 1):
             loss, norm = put.get(f"s{step}", (2 + random.Random(step).gauss(0, 0.04), 1.0))
+            cursor = (step * 4 - 4, step * 4)
             block.append(
-                {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 1e-3, "cursor": [step * 4 - 4, step * 4]}
+                StepRecord(
+                    step=step, loss=loss, grad_norm=norm, learning_rate=1e-3, tokens=4, cursor=cursor, ids=range(*cursor)
+                )
             )
             if step % 5 == 0 or step == last:
                 measure = self.watch.see(block)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from zerobook import user_code
 from zerobook.errors import ConfigError
 from zerobook.schedule import POLYNOMIAL_END
 from zerobook.terminal import plain
@@ -158,6 +159,7 @@ class RecipeConfig(BaseModel):
     rollback_lr_steps: int = Field(500, ge=1, description="steps over which the rate then rises back to its schedule")
     logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
+    hooks: list[str] = Field([], description="code that runs at points of the training, FILE.py:Class or module:Class each")
 
     @property
     def initialised_from(self) -> str | None:
@@ -233,6 +235,7 @@ class RecipeConfig(BaseModel):
             if value and not Path(value).expanduser().exists():
                 found.append(f"{key}: no such file or folder: {value}")
         found += _unusable_folder("output_dir", self.output_dir)
+        found += [problem for spec in self.hooks if (problem := user_code.problem("hooks", spec))]
         for file in self.eval_tasks:
             if not Path(file).expanduser().is_file():
                 found.append(f"eval_tasks: no such file: {file}")

@@ -11,8 +11,10 @@ import os
 import runpy
 import sys
 
+from zerobook.runlog.policy import Measure
+from zerobook.training.hooks import Hook
+
 BACK_AT = int(os.environ["ZEROBOOK_BETWEEN_BACK_AT"])
-recipe, *flags = sys.argv[1:]
 
 
 def generated(strategy, model, step):
@@ -28,32 +30,30 @@ def generated(strategy, model, step):
     return {}, [{"generated": str(tokens[:, prompts.shape[1] :].tolist())}]
 
 
-def main():
-    from zerobook.loop import TrainingLoop
-    from zerobook.runlog.policy import Measure
-    from zerobook.runlog.watch import Watch
+class Between(Hook):
+    def __init__(self):
+        self.back = False
 
+    def before_prepare(self, trainer, model):
+        trainer.scorers = [*trainer.scorers, generated]
+
+    def on_log(self, trainer, records):
+        step = records[-1].step
+        if step < BACK_AT or self.back:
+            return None
+        self.back = True
+        good, others = trainer.strategy.on_main(trainer.keeper.steps)
+        to = max(s for s in (*good, *others) if s < step)
+        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=step, noticed=step, to_step=to)
+
+
+def main():
     if importlib.util.find_spec("bitsandbytes"):
         import bitsandbytes.nn.modules
 
         bitsandbytes.nn.modules.has_avx512bf16 = lambda: True
-    make, see = TrainingLoop.__init__, Watch.see
-    back = []
-
-    def making(self, *args, scorers=(), **kwargs):
-        make(self, *args, scorers=[*scorers, generated], **kwargs)
-
-    def seeing(self, records):
-        found, step = see(self, records), records[-1]["step"]
-        if step < BACK_AT or back:
-            return found
-        back.append(step)
-        good, others = self.strategy.on_main(self.keeper.steps)
-        to = max(s for s in (*good, *others) if s < step)
-        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=step, noticed=step, to_step=to)
-
-    TrainingLoop.__init__, Watch.see = making, seeing
-    sys.argv = [recipe, *flags]
+    recipe = sys.argv[1]
+    sys.argv = [*sys.argv[1:], "--hooks", f"{__file__}:Between"]
     runpy.run_path(recipe, run_name="__main__")
 
 

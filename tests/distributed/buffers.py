@@ -10,15 +10,13 @@ import sys
 
 import torch
 
+from zerobook.training.hooks import Hook
+
 BIAS = [1.0001, -2.0003, 3.0005]
 
 
-def main():
-    from zerobook.loop import TrainingLoop
-
-    make = TrainingLoop.__init__
-
-    def making(self, config, sources, strategy, model, *args, **kwargs):
+class Buffers(Hook):
+    def before_prepare(self, trainer, model):
         layer = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[0]
         layer.register_buffer("seen", torch.tensor([1001]))
         layer.register_buffer("average", torch.zeros(2))
@@ -30,13 +28,9 @@ def main():
                 module.average.mul_(0.9).add_(0.1 * module.seen)
 
         layer.register_forward_pre_hook(before_forward)
-        make(self, config, sources, strategy, model, *args, **kwargs)
-
-    TrainingLoop.__init__ = making
-    recipe = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    runpy.run_path(recipe, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    recipe = sys.argv[1]
+    sys.argv = [*sys.argv[1:], "--hooks", f"{__file__}:Buffers"]
+    runpy.run_path(recipe, run_name="__main__")

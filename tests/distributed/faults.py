@@ -14,186 +14,195 @@ again   nothing is wrong, but every time that step is reached the run is sent ba
 It writes every poisoned row that reaches a model to ``fault-RANK.jsonl`` in the output folder.
 """
 
+import ctypes
+import gc
 import json
 import math
 import os
 import runpy
 import signal
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
-FAULT = os.environ.get("ZEROBOOK_FAULT")
+from zerobook.runlog.policy import Measure, rate_share
+from zerobook.training.hooks import Hook
+
 AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))
 STEPS = int(os.environ.get("ZEROBOOK_FAULT_STEPS", 1))
 KILL_AFTER = int(os.environ.get("ZEROBOOK_FAULT_KILL_AFTER", 0))
 """rollbacks after which every process is killed, two steps on"""
 RANK = int(os.environ.get("RANK", 0))
-recipe, *flags = sys.argv[1:]
-output = Path(flags[flags.index("--output_dir") + 1])
 
 
-def window(loop):
-    return AT <= loop.progress.step + 1 < AT + STEPS
+def during(trainer):
+    return AT <= trainer.progress.step + 1 < AT + STEPS
 
 
-def wrong_labels(loop):
+class WrongLabels(Hook):
     """Every word is followed by the same one, these rows say."""
-    from zerobook.data import feed
 
-    layout, order = loop.layout, loop.feed.order
-    cursor = 0
-    bad = set()
-    for step in range(1, AT + STEPS):
-        ids, cursor = order.take(cursor, layout.global_batch, loop.feed.end)
-        if step >= AT:
-            micro = [ids[(m * layout.world_size + 1) * layout.micro :][: layout.micro] for m in range(layout.accumulation)]
-            bad |= {int(row) for part in micro for row in part}
-    file = output / "poisoned.json"
-    if file.exists():  # rows that are left out have moved the others since
-        bad = set(json.loads(file.read_text()))
-    loop.strategy.barrier()
-    if RANK == 0:
-        file.write_text(json.dumps(sorted(bad)))
-    get = feed._Rows.__getitem__
+    def before_prepare(self, trainer, model):
+        self.bad, self.trainer, self.output = set(), trainer, Path(trainer.config.output_dir)
+        trainer.data = replace(trainer.data, train=Poisoned(trainer.data.train, self))
 
-    def poisoned(self, index):
-        row = get(self, index)
-        if index in bad and self.rows is loop.feed.part:
-            with (output / f"fault-{RANK}.jsonl").open("a") as file:
-                file.write(json.dumps({"row": index, "redone": loop.progress.redone, "step": loop.progress.step + 1}) + "\n")
-            labels = row["labels"].copy()
-            labels[labels >= 0] = 5
-            row = row | {"labels": labels}
-        return row
+    def on_start(self, trainer):
+        layout, feed = trainer.state.layout, trainer.state.feed
+        cursor = 0
+        bad = set()
+        for step in range(1, AT + STEPS):
+            ids, cursor = feed.order.take(cursor, layout.global_batch, feed.end)
+            if step >= AT:
+                micro = [ids[(m * layout.world_size + 1) * layout.micro :][: layout.micro] for m in range(layout.accumulation)]
+                bad |= {int(row) for part in micro for row in part}
+        file = self.output / "poisoned.json"
+        if file.exists():  # rows that are left out have moved the others since
+            bad = set(json.loads(file.read_text()))
+        trainer.strategy.barrier()
+        if RANK == 0:
+            file.write_text(json.dumps(sorted(bad)))
+        self.bad |= bad
 
-    feed._Rows.__getitem__ = poisoned
-
-
-def burst(loop):
-    wrong_labels(loop)
-
-    def hook(module, args, result):
-        if RANK == 1 and result.requires_grad and window(loop) and not loop.progress.skip_ranges:
-            result.register_hook(lambda gradient: gradient * 1e6)
-
-    loop.strategy.unwrapped.get_output_embeddings().register_forward_hook(hook)
+    def spoil(self, index, row):
+        if index not in self.bad:
+            return row
+        progress = self.trainer.progress
+        with (self.output / f"fault-{RANK}.jsonl").open("a") as file:
+            file.write(json.dumps({"row": index, "redone": progress.redone, "step": progress.step + 1}) + "\n")
+        labels = row["labels"].copy()
+        labels[labels >= 0] = 5
+        return row | {"labels": labels}
 
 
-def high_rate(loop):
-    rate = loop.rate
-    loop.rate = lambda: rate() * (60 if window(loop) and not loop.progress.redone else 1)
+class Poisoned:
+    """The training rows, some with wrong labels."""
+
+    def __init__(self, part, fault):
+        self.part, self.fault = part, fault
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return self.fault.spoil(index, self.part[index])
+
+    def skipping(self, ranges):
+        return Poisoned(self.part.skipping(ranges), self.fault)
 
 
-def sharp(loop):
+class Burst(WrongLabels):
+    def on_start(self, trainer):
+        super().on_start(trainer)
+
+        def hook(module, args, result):
+            if RANK == 1 and result.requires_grad and during(trainer) and not trainer.progress.skip_ranges:
+                result.register_hook(lambda gradient: gradient * 1e6)
+
+        trainer.strategy.unwrapped.get_output_embeddings().register_forward_hook(hook)
+
+
+class HighRate(Hook):
+    def on_start(self, trainer):
+        schedule = trainer.state.schedule
+        trainer.state.schedule = lambda step: schedule(step) * self.factor(trainer)
+
+    def factor(self, trainer):
+        return 60 if during(trainer) and not trainer.progress.redone else 1
+
+
+class Sharp(HighRate):
     """As where the loss is so sharp that the scheduled rate diverges and a lower one does not."""
-    from zerobook.runlog.policy import rate_share
 
-    rate = loop.rate
-
-    def acting():
-        above = rate_share(loop.progress.rate_cuts, loop.progress.step) > 0.95
-        return rate() * (100 if window(loop) and above else 1)
-
-    loop.rate = acting
+    def factor(self, trainer):
+        return 100 if during(trainer) and rate_share(trainer.progress.rate_cuts, trainer.progress.step) > 0.95 else 1
 
 
-def not_a_number(loop):
-    def hook(module, args, result):
-        if RANK == 1 and result.requires_grad and loop.progress.step + 1 >= AT and not loop.progress.redone:
-            result.register_hook(lambda gradient: gradient * math.nan)
+class NotANumber(Hook):
+    def on_start(self, trainer):
+        def hook(module, args, result):
+            if RANK == 1 and result.requires_grad and trainer.progress.step + 1 >= AT and not trainer.progress.redone:
+                result.register_hook(lambda gradient: gradient * math.nan)
 
-    loop.strategy.unwrapped.get_input_embeddings().register_forward_hook(hook)
+        trainer.strategy.unwrapped.get_input_embeddings().register_forward_hook(hook)
 
 
-def flipped_bit(loop, bit=30):
-    step = loop._step
-    done = []
+class FlippedBit(Hook):
+    bit = 30
 
-    def stepping(plan, batches):
-        if loop.progress.step + 1 == AT and not done:
-            done.append(True)
-            for piece in loop.strategy.pieces():
+    def __init__(self):
+        self.done = False
+
+    def before_step(self, trainer, step):
+        if step == AT and not self.done:
+            self.done = True
+            for piece in trainer.strategy.pieces():
                 if RANK == 1 and piece.key is None:
-                    piece.values.view(torch.int32)[0] ^= 1 << bit
+                    piece.values.view(torch.int32)[0] ^= 1 << self.bit
                     break
-        step(plan, batches)
-
-    loop._step = stepping
 
 
-def sent_back(loop):
-    """Writes down each time's resident memory, losses, and seconds beside those of a plain load of the same checkpoint."""
-    import ctypes
-    import gc
-    import time
+class Drift(FlippedBit):
+    bit = 0
 
-    import psutil
 
-    from zerobook.runlog.policy import Measure
+class SentBack(Hook):
+    """Writes down each time's resident memory, and seconds beside those of a plain load of the same checkpoint."""
 
-    see, go_back = loop.watch.see, loop.recovery.go_back
-    times = []
+    def __init__(self):
+        self.times = []
 
-    def seeing(records):
-        see(records)
-        if records[-1]["step"] >= AT and len(times) < STEPS:
-            to = (AT - 1) // 10 * 10
-            return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=AT, noticed=AT, to_step=to)
-        return None
-
-    def going_back(measure, *rest):
+    def on_log(self, trainer, records):
+        if records[-1].step < AT or len(self.times) == STEPS:
+            return None
+        to = (AT - 1) // 10 * 10
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is in use, not what the allocator keeps for later
-        rss = psutil.Process().memory_info().rss
+        self.rss = psutil.Process().memory_info().rss
         start = time.perf_counter()
-        loop.keeper.load(measure.to_step)
-        plain = time.perf_counter() - start
-        start = time.perf_counter()
-        go_back(measure, *rest)
-        times.append({"rss": rss, "load": plain, "rollback": time.perf_counter() - start})
-        (output / f"again-{RANK}.json").write_text(json.dumps(times))
+        trainer.keeper.load(to)
+        self.start = time.perf_counter()
+        self.plain = self.start - start
+        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=AT, noticed=AT, to_step=to)
 
-    loop.watch.see, loop.recovery.go_back = seeing, going_back
+    def on_rollback(self, trainer, action):
+        self.times.append({"rss": self.rss, "load": self.plain, "rollback": time.perf_counter() - self.start})
+        (Path(trainer.config.output_dir) / f"again-{RANK}.json").write_text(json.dumps(self.times))
 
 
-def main():
-    from zerobook.loop import TrainingLoop
-    from zerobook.recovery import Recovery
+class Kill(Hook):
+    def __init__(self):
+        self.rollbacks = []
 
-    run = TrainingLoop.run
+    def on_rollback(self, trainer, action):
+        self.rollbacks.append(trainer.progress.step)
 
-    def running(self):
-        output.mkdir(parents=True, exist_ok=True)
-        {
-            "labels": wrong_labels,
-            "burst": burst,
-            "rate": high_rate,
-            "sharp": sharp,
-            "nan": not_a_number,
-            "bit": flipped_bit,
-            "again": sent_back,
-            "drift": lambda loop: flipped_bit(loop, 0),
-        }[FAULT](self)
-        return run(self)
-
-    act, step, rollbacks = Recovery.act, TrainingLoop._step, []
-
-    def acting(self, measure):
-        act(self, measure)
-        rollbacks.append(self.loop.progress.step)
-
-    def stepping(self, plan, batches):
-        step(self, plan, batches)
-        if KILL_AFTER and len(rollbacks) == KILL_AFTER and self.progress.step == rollbacks[-1] + 2:
+    def after_step(self, trainer, record):
+        if KILL_AFTER and len(self.rollbacks) == KILL_AFTER and record.step == self.rollbacks[-1] + 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if FAULT:
-        TrainingLoop.run, Recovery.act, TrainingLoop._step = running, acting, stepping
-    sys.argv = [recipe, *flags]
-    runpy.run_path(recipe, run_name="__main__")
+
+HOOKS = {
+    "labels": WrongLabels,
+    "burst": Burst,
+    "rate": HighRate,
+    "sharp": Sharp,
+    "nan": NotANumber,
+    "bit": FlippedBit,
+    "drift": Drift,
+    "again": SentBack,
+}
 
 
 if __name__ == "__main__":
-    main()
+    recipe, *flags = sys.argv[1:]
+    if fault := os.environ.get("ZEROBOOK_FAULT"):
+        flags += ["--hooks", f"{__file__}:{HOOKS[fault].__name__}", f"{__file__}:Kill"]
+    sys.argv = [recipe, *flags]
+    runpy.run_path(recipe, run_name="__main__")

@@ -28,6 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerobook import user_code
+from zerobook.training.hooks import Hook
+
 COUNTS: Counter = Counter()
 KINDS: Counter = Counter()
 """Collectives by name, device and type of their tensors, loading and evaluation included."""
@@ -51,10 +54,11 @@ def counted(name, inner):
     return wrapped
 
 
-for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
-    setattr(dist, _name, counted(_name, getattr(dist, _name)))
-if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
-    dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
+def count_collectives():
+    for name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
+        setattr(dist, name, counted(name, getattr(dist, name)))
+    if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
+        dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
 
 
 def reduced(group, bucket):
@@ -65,8 +69,6 @@ def reduced(group, bucket):
     return allreduce_hook(group, bucket)
 
 
-recipe, *flags = sys.argv[1:]
-output = Path(flags[flags.index("--output_dir") + 1])
 rank = int(os.environ.get("RANK", 0))
 asked = {
     key.removeprefix("ZEROBOOK_SPY_").lower(): value for key, value in os.environ.items() if key.startswith("ZEROBOOK_SPY")
@@ -76,7 +78,7 @@ restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 signal_at = int(asked.get("signal_at_step", 0)) if asked.get("signal_attempt", restarts) == restarts else 0
 
 
-def write(record):
+def write(output, record):
     with (output / f"spy-{rank}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 
@@ -103,72 +105,64 @@ def timeouts():
     ]
 
 
-def watch(loop, tokenizer):
-    micro = Counter()
+class Spy(Hook):
+    def on_start(self, trainer):
+        from transformers import AutoTokenizer
 
-    def before_forward(model, args, kwargs):
-        if not model.training:
-            return  # evaluation, and the probe of packed rows
-        step = loop.progress.step + 1
-        if step == hang_at:
-            (output / "hanging").touch()
-            time.sleep(3600)
-        if step == signal_at and str(rank) == asked["signal_rank"]:
-            if "signal_launcher" in asked:
-                os.kill(os.getppid(), getattr(signal, asked["signal"]))
-            os.kill(os.getpid(), getattr(signal, asked["signal"]))
-        hashes = []
-        for ids in samples(kwargs, tokenizer.pad_token_id):
-            hashes.append(hashlib.sha256(tokenizer.decode(ids).encode()).hexdigest()[:16])
-        write({"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
-        micro[step] += 1
+        self.output = Path(trainer.config.output_dir)
+        self.micro = Counter()
+        self.watch(trainer, AutoTokenizer.from_pretrained(trainer.config.model_name_or_path))
+        COUNTS.clear()
+        if hasattr(trainer.strategy.model, "register_comm_hook"):
+            trainer.strategy.model.register_comm_hook(None, reduced)
 
-    def before_layer(layer, args):
-        COUNTS["layer_forwards"] += layer.training
-        COUNTS["workers"] = max(COUNTS["workers"], len(multiprocessing.active_children()))
+    def watch(self, trainer, tokenizer):
+        output, micro = self.output, self.micro
 
-    loop.strategy.model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    for layers in [m for m in loop.strategy.unwrapped.modules() if isinstance(m, nn.ModuleList)]:
-        for layer in layers:
-            # transformers recomputes a layer's forward without the layer's own hooks, and with those of its parts
-            next(layer.children(), layer).register_forward_pre_hook(before_layer)
+        def before_forward(model, args, kwargs):
+            if not model.training:
+                return  # evaluation, and the probe of packed rows
+            step = trainer.progress.step + 1
+            if step == hang_at:
+                (output / "hanging").touch()
+                time.sleep(3600)
+            if step == signal_at and str(rank) == asked["signal_rank"]:
+                if "signal_launcher" in asked:
+                    os.kill(os.getppid(), getattr(signal, asked["signal"]))
+                os.kill(os.getpid(), getattr(signal, asked["signal"]))
+            hashes = []
+            for ids in samples(kwargs, tokenizer.pad_token_id):
+                hashes.append(hashlib.sha256(tokenizer.decode(ids).encode()).hexdigest()[:16])
+            write(output, {"kind": "rows", "step": step, "micro": micro[step], "rank": rank, "hashes": hashes})
+            micro[step] += 1
+
+        def before_layer(layer, args):
+            COUNTS["layer_forwards"] += layer.training
+            COUNTS["workers"] = max(COUNTS["workers"], len(multiprocessing.active_children()))
+
+        trainer.strategy.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        for layers in [m for m in trainer.strategy.unwrapped.modules() if isinstance(m, nn.ModuleList)]:
+            for layer in layers:
+                # transformers recomputes a layer's forward without the layer's own hooks, and with those of its parts
+                next(layer.children(), layer).register_forward_pre_hook(before_layer)
+
+    def after_step(self, trainer, record):
+        record = {"kind": "calls", "counts": dict(COUNTS), "kinds": dict(KINDS), "timeouts": timeouts(),
+                  "threads": torch.get_num_threads()}  # fmt: skip
+        write(self.output, record)
 
 
 def main():
-    from transformers import AutoTokenizer
-
     from zerobook import launch
-    from zerobook.loop import TrainingLoop
 
+    count_collectives()
     if "cores" in asked:
         launch.usable_cores = lambda: int(asked["cores"])
-
-    make, run = TrainingLoop.__init__, TrainingLoop.run
-
-    def making(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        watch(self, AutoTokenizer.from_pretrained(self.config.model_name_or_path))
-
-    def running(self):
-        COUNTS.clear()
-        if hasattr(self.strategy.model, "register_comm_hook"):
-            self.strategy.model.register_comm_hook(None, reduced)
-        steps_done = self.strategy.apply
-
-        def applied(rate):
-            result = steps_done(rate)
-            write({"kind": "calls", "counts": dict(COUNTS), "kinds": dict(KINDS), "timeouts": timeouts(),
-                   "threads": torch.get_num_threads()})  # fmt: skip
-            return result
-
-        self.strategy.apply = applied
-        return run(self)
-
-    TrainingLoop.__init__, TrainingLoop.run = making, running
-    output.mkdir(parents=True, exist_ok=True)
-    sys.argv = [recipe, *flags]
+    recipe, *flags = sys.argv[1:]
+    Path(flags[flags.index("--output_dir") + 1]).mkdir(parents=True, exist_ok=True)
+    sys.argv = [recipe, *flags, "--hooks", f"{__file__}:Spy"]
     runpy.run_path(recipe, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    user_code.load("hooks", f"{__file__}:main")()  # in the module that the hook is taken from, which counts

@@ -2,12 +2,12 @@
 
     accelerate launch ... zerobook/plan/probe.py RESULT.json recipes/NAME.py [flags]
 
-The recipe runs unchanged, but nothing is saved; what it calls is watched from outside: collectives by wrapping
-torch.distributed before anything imports it, the rest around the loop's own methods. Step `STEP` is measured: allocations have
-settled by then, and so has the order of modules that ZeRO-3 learns anew after every forward pass without a backward one. The
-step after it is timed: a look at every saved tensor takes longer than a GPU's forward pass. Every rank's figures go to
-``RESULT.RANK.json``: bytes of live tensors by kind between backward pass and step, of activations saved by autograd in the
-first micro-batch's forward pass, bytes sent by each collective, seconds, and on CUDA the allocator's peaks.
+The recipe runs unchanged, but nothing is saved. Collectives are watched by wrapping torch.distributed before anything imports
+it, the rest by a hook. Step `STEP` is measured: allocations have settled by then, and so has the order of modules that ZeRO-3
+learns anew after every forward pass without a backward one. The step after it is timed: a look at every saved tensor takes
+longer than a GPU's forward pass. Every rank's figures go to ``RESULT.RANK.json``: bytes of live tensors by kind between
+backward pass and step, of activations saved by autograd in the first micro-batch's forward pass, bytes sent by each
+collective, seconds, and on CUDA the allocator's peaks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import runpy
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerobook.runlog.records import StepRecord
+from zerobook.training.hooks import Hook, TrainerView
+
 STEP = 4
+RESULT = "ZEROBOOK_PROBE_RESULT"
+"""The environment variable that names the file."""
 
 SENT: Counter = Counter()
 CALLS: Counter = Counter()
@@ -85,86 +91,73 @@ def _bucket(group, bucket):  # torch refuses annotations other than its own
     return allreduce_hook(group, bucket)
 
 
-@contextmanager
-def _counting() -> Any:
-    _COUNTING[0] = True
-    try:
-        yield
-    finally:
-        _COUNTING[0] = False
+class Probe(Hook):
+    """Measures step `STEP`, times the next one, writes both down, and lets nothing be saved."""
 
+    def __init__(self) -> None:
+        self.result = Path(os.environ[RESULT])
+        self.found: dict[str, Any] = {}
+        self.began = 0.0
 
-def watch_loop(result: Path) -> None:
-    """Measure the loop's step `STEP`, time the next one, write both down, and save nothing."""
-    import zerobook.training.result
-    from zerobook.loop import TrainingLoop
-    from zerobook.plan.trace import Saved
+    def on_start(self, trainer: TrainerView) -> None:
+        trainer.save_results = False  # what a few steps have trained is of no use to anybody
+        if hasattr(trainer.strategy.model, "register_comm_hook"):
+            trainer.strategy.model.register_comm_hook(None, _bucket)
 
-    step, forward, run = TrainingLoop._step, TrainingLoop._summed_loss, TrainingLoop.run
-    found: dict[str, Any] = {}
+    def before_step(self, trainer: TrainerView, step: int) -> None:
+        if trainer.strategy.device.type == "cuda" and step == STEP:
+            torch.cuda.reset_peak_memory_stats()
+        _COUNTING[0] = step == STEP
+        if step == STEP + 1:
+            self.began = _now(trainer)
 
-    def running(self: Any) -> Any:
-        if hasattr(self.strategy.model, "register_comm_hook"):
-            self.strategy.model.register_comm_hook(None, _bucket)
-        apply = self.strategy.apply
+    @contextmanager
+    def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> Iterator[None]:
+        if trainer.progress.step + 1 != STEP or "saved" in self.found:
+            yield
+            return
+        from zerobook.plan.trace import Saved
 
-        def applied(rate: Any) -> Any:
-            if self.progress.step + 1 == STEP:
-                found["held"] = self.strategy.memory()
-            return apply(rate)
-
-        self.strategy.apply = applied
-        return run(self)
-
-    def stepping(self: Any, *given: Any) -> None:
-        on_gpu = self.strategy.device.type == "cuda"
-        if self.progress.step + 1 == STEP:
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            with _counting():
-                step(self, *given)
-            if on_gpu:
-                found["cuda"] = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-            found.update(sent=dict(SENT), calls=dict(CALLS), rank=self.strategy.rank)
-        elif self.progress.step + 1 == STEP + 1:
-            if on_gpu:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step(self, *given)
-            if on_gpu:
-                torch.cuda.synchronize()
-            found["seconds"] = time.perf_counter() - start
-            result.with_suffix(f".{self.strategy.rank}.json").write_text(json.dumps(found))
-        else:
-            step(self, *given)
-
-    def forwarding(self: Any, batch: Any) -> Any:
-        if self.progress.step + 1 != STEP or "saved" in found:
-            return forward(self, batch)
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        found["batch"] = {key: list(value.shape) for key, value in tensors.items()}
+        self.found["batch"] = {key: list(value.shape) for key, value in tensors.items()}
         mask = tensors.get("attention_mask")
-        found["padded"] = mask is not None and not bool(mask.all())
-        model = self.strategy.model
+        self.found["padded"] = mask is not None and not bool(mask.all())
+        model = trainer.strategy.model
         with Saved(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
-            loss = forward(self, batch)
-        found["saved"] = saved.bytes
-        return loss
+            yield
+        self.found["saved"] = saved.bytes
 
-    TrainingLoop._step, TrainingLoop._summed_loss, TrainingLoop.run = stepping, forwarding, running
-    # what a few steps have trained is of no use to anybody
-    TrainingLoop.save = lambda self: None
-    zerobook.training.result.save_model = lambda *given, **named: None
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        if trainer.progress.step + 1 == STEP:
+            self.found["held"] = trainer.strategy.memory()
+
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        _COUNTING[0] = False
+        if record.step == STEP:
+            if trainer.strategy.device.type == "cuda":
+                peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+                self.found["cuda"] = peaks
+            self.found.update(sent=dict(SENT), calls=dict(CALLS), rank=trainer.strategy.rank)
+        elif record.step == STEP + 1:
+            self.found["seconds"] = _now(trainer) - self.began
+            self.result.with_suffix(f".{trainer.strategy.rank}.json").write_text(json.dumps(self.found))
+
+
+def _now(trainer: TrainerView) -> float:
+    if trainer.strategy.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
-    result, recipe, *flags = sys.argv[1:]
+    os.environ[RESULT], recipe, *flags = sys.argv[1:]
     watch_collectives()
-    watch_loop(Path(result))
-    sys.argv = [recipe, *flags]
+    sys.argv = [recipe, *flags, "--hooks", f"{Probe.__module__}:{Probe.__name__}"]
     sys.path.insert(0, os.path.dirname(recipe))
     runpy.run_path(recipe, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    from zerobook.plan import probe  # the module that the recipe's process has the hook from
+
+    probe.main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerobook.bars import tqdm
 from zerobook.runlog.detector import Detector, Finding, Point, Settings
 from zerobook.runlog.policy import LEAD, Ladder, Measure
+from zerobook.runlog.records import StepRecord
 
 if TYPE_CHECKING:
     from zerobook.checkpoint.keeper import Keeper
@@ -85,20 +87,20 @@ class Watch:
         self._saved: list[int] = []  # while all was calm; not proven yet
         self._held: int | None = None
 
-    def point(self, record: dict[str, Any]) -> Point:
+    def point(self, record: StepRecord) -> Point:
         """fp16's loss scale overflows now and then by design, and its scaler skips those steps by itself."""
-        norm, loss = record["grad_norm"], record["loss"]
+        norm, loss = float(record.grad_norm), float(record.loss)
         masked = not self._fp16 and not (math.isfinite(norm) and math.isfinite(loss))
-        return Point(step=record["step"], loss=loss, grad_norm=norm, learning_rate=record["learning_rate"], masked=masked)
+        return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=masked)
 
-    def see(self, records: list[dict[str, Any]]) -> Measure | None:
+    def see(self, records: Sequence[StepRecord]) -> Measure | None:
         """Take the steps since the last log point; returns what is to be done, mostly None. Collective when it is not None.
 
         What follows a step that leads back is not looked at: it will be done again.
         """
         for record in records:
             point = self.point(record)
-            done = Done(point.step, point.loss, point.masked, tuple(record["cursor"]))
+            done = Done(point.step, point.loss, point.masked, record.cursor)
             findings = self.detector.update(point)
             self.history.append(done)
             self._cursors[done.step] = done.cursor
@@ -111,7 +113,7 @@ class Watch:
                 measure = self._found(finding)
                 if measure is not None and measure.kind != "none":
                     return measure
-        self._prove(records[-1]["step"])
+        self._prove(records[-1].step)
         return None
 
     def dead(self) -> bool:

@@ -160,6 +160,22 @@ class Strategy(Ranks):
         self._unscale()
         return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, this rank's part of the gradient) of every trained weight, at the seam; unclipped. No collective.
+
+        Names come in the same order on every rank. All ranks' parts together give each number once, so the sum of their
+        squares over all ranks is the square of `gradient_norm`, under every strategy. A part may be empty, and it may lie in
+        host memory. It holds until the next one is asked for, and must not be changed.
+        """
+        self._unscale()
+        for index, (name, parameter) in enumerate(self.trainable()):
+            part = self._gradient(index, parameter)
+            yield name, torch.empty(0) if part is None else part.detach().reshape(-1)
+
+    def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part; None where it has none. Here, where every rank holds everything, they share the work."""
+        return parameter.grad if index % self.world_size == self.rank else None
+
     def _unscale(self) -> None:
         """Take fp16's loss scale out of the gradients; a second time in a step would be an error."""
         if not self._unscaled:

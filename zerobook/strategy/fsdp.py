@@ -81,6 +81,13 @@ class FullyShardedStrategy(Strategy):
         if mine.numel():
             mine.copy_(read(start, start + mine.numel()).view(mine.shape))
 
+    def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        gradient = parameter.grad
+        if not hasattr(gradient, "device_mesh"):
+            return super()._gradient(index, parameter)
+        copies = gradient.device_mesh.ndim > 1 and gradient.device_mesh.get_local_rank(0) > 0  # hybrid: others hold the same
+        return None if copies else gradient.to_local()
+
     def held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
 

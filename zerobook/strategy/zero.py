@@ -68,6 +68,21 @@ class ZeroStrategy(Strategy):
         norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.plan.zero_stage == 3 else zero.scaled_global_norm()
         return norm / zero.loss_scale
 
+    def _unscale(self) -> None:
+        """DeepSpeed takes the loss scale out in its step; `_gradient` takes it out of what it returns."""
+
+    def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        zero = self.deepspeed_optimizer
+        if self.plan.zero_stage == 3:
+            start, stop = self._bounds(parameter)
+            return zero.get_local_fp32_grad_for_param(parameter)[: stop - start] / zero.loss_scale
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        found = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+        address = mapping.lp_fragment_address
+        return (found[address.start :] if found.numel() == parameter.numel() else found)[: address.numel] / zero.loss_scale
+
     def apply(self, learning_rate: float) -> torch.Tensor | float:
         groups = self.deepspeed_optimizer.param_groups
         scheduled = self.learning_rate()

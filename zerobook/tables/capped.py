@@ -23,6 +23,11 @@ from typing import Any
 
 import torch
 
+from zerobook.runlog.records import EvaluationRecord, StepRecord
+from zerobook.training.hooks import Hook, TrainerView
+
+RESULT, BUDGET = "ZEROBOOK_CAPPED_RESULT", "ZEROBOOK_CAPPED_BUDGET"
+"""The environment variables that the hook reads."""
 REFUSED = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror", "start new thread",
     "nullptr != pinned_buffer",
@@ -65,69 +70,61 @@ def private() -> int:
     return int(line.split()[1]) * 1024
 
 
-def watch(budget: int, found: dict[str, Any]) -> None:
-    """Wrap what the recipe calls."""
-    from transformers import PreTrainedModel
+def own_memory(model: torch.nn.Module) -> None:
+    """Move the weights into memory of this process.
 
-    from zerobook.loop import TrainingLoop
+    Mapped from its file, the whole file counts as the process's own memory until the last view of it is gone.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
-    load = PreTrainedModel.from_pretrained.__func__
-    # mapped, the whole file counts as the process's own memory until the last view of it is gone
-    PreTrainedModel.from_pretrained = classmethod(lambda cls, *given, **named: load(cls, *given, disable_mmap=True, **named))
-    begin, run, step, evaluate = TrainingLoop.__init__, TrainingLoop.run, TrainingLoop._step, TrainingLoop.evaluate
 
-    def beginning(self: Any, config: Any, sources: Any, strategy: Any, model: Any, *given: Any, **named: Any) -> None:
-        if budget:
-            limit(budget, model)
-        begin(self, config, sources, strategy, model, *given, **named)
+class Capped(Hook):
+    """Sets the budget before the model is spread, times the steps, and lets nothing be saved."""
 
-    def now(loop: Any) -> float:
-        if loop.strategy.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def __init__(self) -> None:
+        self.result, self.budget = result_file(), int(os.environ[BUDGET])
+        self.found: dict[str, Any] = {}
 
-    def running(self: Any) -> Any:
-        apply = self.strategy.apply
+    def before_prepare(self, trainer: TrainerView, model: torch.nn.Module) -> None:
+        trainer.save_results = False  # what was trained is of no use to anybody
+        if self.budget:
+            own_memory(model)
+            limit(self.budget, model)
 
-        def applied(rate: Any) -> Any:
-            found["held"] = self.strategy.memory()
-            return apply(rate)
+    def on_start(self, trainer: TrainerView) -> None:
+        self.found["times"] = [_now(trainer)]
 
-        self.strategy.apply = applied
-        found["times"] = [now(self)]
-        done = run(self)
-        if self.strategy.device.type == "cuda":
-            found["peak"] = torch.cuda.max_memory_allocated()
-        return done
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        self.found["held"] = trainer.strategy.memory()
 
-    def stepping(self: Any, *given: Any) -> None:
-        step(self, *given)
-        found["times"].append(now(self))
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        self.found["times"].append(_now(trainer))
 
-    def evaluating(self: Any) -> Any:
-        start = now(self)
-        result = evaluate(self)
-        found["evaluation"] = now(self) - start
-        found["result"] = {key: value for key, value in (result or {}).items() if key in ("loss", "metrics")}
-        return result
+    def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
+        self.found["evaluation"] = record.seconds
+        self.found["result"] = {key: value for key, value in record.result.items() if key in ("loss", "metrics")}
 
-    TrainingLoop.__init__ = beginning
-    TrainingLoop.run, TrainingLoop._step, TrainingLoop.evaluate = running, stepping, evaluating
-    TrainingLoop.save = lambda self: None
+    def on_end(self, trainer: TrainerView) -> None:
+        if trainer.strategy.device.type == "cuda":
+            self.found["peak"] = torch.cuda.max_memory_allocated()
+        self.result.write_text(json.dumps(self.found))
+
+
+def result_file() -> Path:
+    """Return the file of this rank."""
+    return Path(os.environ[RESULT]).with_suffix(f".{os.environ.get('RANK', 0)}.json")
+
+
+def _now(trainer: TrainerView) -> float:
+    if trainer.strategy.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main() -> None:
-    result, budget, recipe, *flags = sys.argv[1:]
-    found: dict[str, Any] = {}
-    target = Path(result).with_suffix(f".{os.environ.get('RANK', 0)}.json")
-    watch(int(budget), found)
-    import zerobook.training.result
-    import zerobook.training.run
-
-    # what was trained is of no use to anybody
-    zerobook.training.result.save_model = lambda *given, **named: None
-    zerobook.training.run.leave = lambda code=0: None
-    sys.argv = [recipe, *flags]
+    os.environ[RESULT], os.environ[BUDGET], recipe, *flags = sys.argv[1:]
+    sys.argv = [recipe, *flags, "--hooks", f"{Capped.__module__}:{Capped.__name__}"]
     sys.path.insert(0, os.path.dirname(recipe))
     try:
         runpy.run_path(recipe, run_name="__main__")
@@ -135,11 +132,11 @@ def main() -> None:
         if not is_refusal(f"{type(error).__name__}: {error}"):
             raise
         lift()
-        target.write_text(json.dumps({"refused": f"{type(error).__name__}: {error}".splitlines()[0][:300]}))
+        result_file().write_text(json.dumps({"refused": f"{type(error).__name__}: {error}".splitlines()[0][:300]}))
         os._exit(3)  # without waiting for ranks that wait for this one
-    target.write_text(json.dumps(found))
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    from zerobook.tables import capped  # the module that the recipe's process has the hook from
+
+    capped.main()

@@ -13,10 +13,17 @@ import runpy
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import nn
 
+from zerobook.config import RecipeConfig
+from zerobook.runlog.records import StepRecord
+from zerobook.strategy.fsdp import FullyShardedStrategy
+from zerobook.training.hooks import Hook, TrainerView
+
+RESULT, HOW = "ZEROBOOK_DTYPES_RESULT", "ZEROBOOK_DTYPES_HOW"
+"""The environment variables that the hook reads."""
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -26,58 +33,53 @@ def names(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(sorted(found)) or "-"
 
 
-def watch(plain: bool, found: dict[str, str]) -> None:
-    """Wrap what the recipe calls."""
-    from zerobook.loop import TrainingLoop
-    from zerobook.strategy import Strategy
+class AsLoaded(FullyShardedStrategy):
+    """FSDP2 without fp32 masters of the trained weights, as accelerate alone prepares a model."""
 
-    begin, run = TrainingLoop.__init__, TrainingLoop.run
-
-    def beginning(self: Any, config: Any, sources: Any, strategy: Any, model: Any, *given: Any, **named: Any) -> None:
-        found["loaded"] = names(getattr(p, "ds_tensor", p) for p in model.parameters())  # ZeRO-3 holds parts already
-        begin(self, config, sources, strategy, model, *given, **named)
-
-    def running(self: Any) -> Any:
-        strategy, apply = self.strategy, self.strategy.apply
-        linear = next(m for m in strategy.model.modules() if isinstance(m, torch.nn.Linear))
-        linear.register_forward_hook(lambda module, given, out: found.update(compute=names([out])))
-        found["prepared"] = strategy.describe()["master_dtype"].replace("float32", "fp32").replace("bfloat16", "bf16")
-
-        def applied(rate: Any) -> Any:
-            found["gradients"] = names(strategy.held()["gradients"])
-            norm = apply(rate)
-            found["moments"] = names(t for state in strategy._states() for t in state.values() if isinstance(t, torch.Tensor))
-            return norm
-
-        strategy.apply = applied
-        return run(self)
-
-    def prepared(self: Any, model: Any, config: Any, total_steps: int) -> None:
+    def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
         self.max_grad_norm = config.max_grad_norm
-        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, config))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    TrainingLoop.__init__, TrainingLoop.run = beginning, running
-    TrainingLoop.save = lambda self: None
-    if plain:
-        Strategy.prepare = prepared
+
+class Types(Hook):
+    """Reads the types, writes them down on rank 0, and lets nothing be saved."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def before_prepare(self, trainer: TrainerView, model: nn.Module) -> None:
+        trainer.save_results = False
+        self.found["loaded"] = names(getattr(p, "ds_tensor", p) for p in model.parameters())  # ZeRO-3 holds parts already
+        strategy = trainer.strategy
+        if os.environ[HOW] == "accelerate" and isinstance(strategy, FullyShardedStrategy):
+            trainer.strategy = AsLoaded(strategy.accelerator, strategy.plan)
+
+    def on_start(self, trainer: TrainerView) -> None:
+        linear = next(m for m in trainer.strategy.model.modules() if isinstance(m, nn.Linear))
+        linear.register_forward_hook(lambda module, given, out: self.found.update(compute=names([out])))
+        master = trainer.strategy.describe()["master_dtype"]
+        self.found["prepared"] = master.replace("float32", "fp32").replace("bfloat16", "bf16")
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        self.found["gradients"] = names(trainer.strategy.held()["gradients"])
+
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        self.found["moments"] = names(trainer.strategy.held()["optimizer"])
+
+    def on_end(self, trainer: TrainerView) -> None:
+        if trainer.strategy.is_main:
+            Path(os.environ[RESULT]).write_text(json.dumps(self.found))
 
 
 def main() -> None:
-    result, how, recipe, *flags = sys.argv[1:]
-    found: dict[str, str] = {}
-    watch(how == "accelerate", found)
-    import zerobook.training.result
-    import zerobook.training.run
-
-    zerobook.training.result.save_model = lambda *given, **named: None
-    zerobook.training.run.leave = lambda code=0: None
-    sys.argv = [recipe, *flags]
+    os.environ[RESULT], os.environ[HOW], recipe, *flags = sys.argv[1:]
+    sys.argv = [recipe, *flags, "--hooks", f"{Types.__module__}:{Types.__name__}"]
     sys.path.insert(0, os.path.dirname(recipe))
     runpy.run_path(recipe, run_name="__main__")
-    if os.environ.get("RANK", "0") == "0":
-        Path(result).write_text(json.dumps(found))
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    from zerobook.tables import dtypes  # the module that the recipe's process has the hook from
+
+    dtypes.main()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig, Resolved, from_python, parse
@@ -19,6 +20,7 @@ from zerobook.training.recipe import Recipe
 if TYPE_CHECKING:
     from zerobook.data.prepare import PreparedData
     from zerobook.progress import Progress
+    from zerobook.training.hooks import Hook
 
 
 def run(recipe_class: type[Recipe[Any]]) -> None:
@@ -37,12 +39,15 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     leave()
 
 
-def train(recipe: Recipe[Any], *, sources: Resolved | None = None, plan: LaunchPlan | None = None) -> Progress:
+def train(
+    recipe: Recipe[Any], *, hooks: Sequence[Hook] = (), sources: Resolved | None = None, plan: LaunchPlan | None = None
+) -> Progress:
     """Prepare the data, load the model, train it and save it. Return how far the run came. Collective.
 
     A script or a notebook calls it in one process; a launched script calls it in every process.
 
     Args:
+        hooks: called besides those that the config names.
         sources: where each value of the recipe's config came from; recorded in the runlog. None: from Python.
         plan: of the launch that this process belongs to; None: as the environment of this process says.
 
@@ -51,9 +56,9 @@ def train(recipe: Recipe[Any], *, sources: Resolved | None = None, plan: LaunchP
         ZerobookError: what stopped the run.
     """
     from zerobook.data.prepare import prepare
-    from zerobook.loop import TrainingLoop
     from zerobook.modeling import check_fit, load_config, load_tokenizer
     from zerobook.training.result import save_model
+    from zerobook.training.trainer import Trainer
 
     config = recipe.config
     if sources is None:
@@ -68,9 +73,12 @@ def train(recipe: Recipe[Any], *, sources: Resolved | None = None, plan: LaunchP
     model = recipe.adapt(model)
     collate = recipe.collator(tokenizer, model)
     scorers = recipe.scorers(tokenizer, model, data, collate)
-    loop = TrainingLoop(config, sources, strategy, model, data, collate=collate, objective=objective, scorers=scorers)
-    progress = loop.run()
-    save_model(strategy, tokenizer, config)
+    trainer = Trainer(
+        config, sources, strategy, model, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
+    )
+    progress = trainer.run()
+    if trainer.save_results:
+        save_model(strategy, tokenizer, config)
     return progress
 
 

@@ -1,0 +1,61 @@
+"""Records of a run's steps and evaluations, as hooks get them and the runlog keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """One optimizer step.
+
+    ``loss``, ``grad_norm`` and ``metrics`` are tensors until the log point: reading one as a float waits for the device, and
+    ``loss`` is this rank's part of it. From the log point on they are floats, and ``loss`` is the sum over the ranks.
+    """
+
+    step: int
+    loss: SupportsFloat
+    """nats per supervised token"""
+    grad_norm: SupportsFloat
+    """global 2-norm before clipping"""
+    learning_rate: float
+    tokens: int
+    """supervised tokens, over all ranks"""
+    cursor: tuple[int, int]
+    """where the sample order stood before the step, and behind it"""
+    ids: Iterable[int]
+    """samples in run order; below 0 for a row that fills up the batch"""
+    metrics: dict[str, SupportsFloat] = field(default_factory=dict)
+    """what hooks and the objective add"""
+    sums: dict[str, Any] = field(default_factory=dict)
+    """the objective's metrics until the log point: tensors, this rank's part of them; empty from then on"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line of ``steps.jsonl``."""
+        line = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "tokens": self.tokens,
+            "cursor": [*self.cursor],
+            "ids": [int(sample) for sample in self.ids if sample >= 0],
+        }
+        return line | ({"metrics": self.metrics} if self.metrics else {})
+
+
+@dataclass(kw_only=True)
+class EvaluationRecord:
+    """One evaluation.
+
+    ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``perplexity`` and ``tokens``;
+    ``datasets``, the same three by name, where there are several; the scorers' ``metrics``.
+    """
+
+    step: int
+    seconds: float
+    result: dict[str, Any]
+    samples: list[dict[str, Any]]
+    """the scorers' tables"""

@@ -1,0 +1,78 @@
+"""The run on the console of rank 0: lines at its start and behind evaluations, and the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from zerobook.bars import tqdm
+from zerobook.evaluation import held_out
+from zerobook.runlog.policy import Measure
+from zerobook.runlog.records import EvaluationRecord, StepRecord
+from zerobook.training.hooks import Hook, TrainerView
+from zerobook.training.resume import amount
+
+
+class Console(Hook):
+    """Prints on rank 0; the other ranks' is silent."""
+
+    def __init__(self, *, silent: bool):
+        self.silent = silent
+        self.bar: Any = None
+
+    def say(self, line: str) -> None:
+        if not self.silent:
+            tqdm.write(line)
+
+    def introduce(self, trainer: TrainerView) -> None:
+        """Say what runs, on what data, in how many steps."""
+        config, state, data = trainer.config, trainer.state, trainer.data
+        live = trainer.strategy.describe()
+        self.say(f"live engine: {_live(live)}")
+        self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
+        if config.num_warmup_steps > state.total_steps:
+            self.say(
+                f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
+            )
+        for part, report in data.report.items():
+            self.say(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
+        asked = config.per_device_eval_batch_size
+        if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
+            self.say(
+                f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, could have "
+                f"more than {held_out.LOGITS:,} logits"
+            )
+        if state.progress.step < state.end_step:
+            if not self.silent:
+                self.say(f"{state.feed.padding():.1%} of a batch's tokens are padding")
+        else:
+            self.say(f"all {state.progress.step} steps are done; nothing is left to train")
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self.bar = tqdm(
+            total=trainer.state.total_steps, initial=trainer.progress.step, desc="training", unit="step", disable=self.silent,
+            mininterval=1 if sys.stderr.isatty() else 15,
+        )  # fmt: skip
+
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        self.bar.update(1)
+
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        self.bar.set_postfix({"loss": f"{records[-1].loss:.4f}", "tok/s": f"{trainer.pace.tokens_per_second:.0f}"})
+
+    def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
+        self.say(f"step {record.step}: " + held_out.describe(record.result))
+
+    def on_rollback(self, trainer: TrainerView, action: Measure) -> None:
+        self.bar.n = trainer.progress.step
+        self.bar.refresh()
+
+    def close(self) -> None:
+        """End the progress bar, so that what follows stands behind it."""
+        self.bar.close()
+
+
+def _live(live: dict[str, Any]) -> str:
+    stage = "" if live.get("zero_stage") is None else f", ZeRO stage {live['zero_stage']}"
+    return f"{live['strategy']}{stage}, {live['world_size']} processes, masters in {live['master_dtype']}"

@@ -1,0 +1,74 @@
+"""Evaluation between the steps: the loss on held-out data, and what scorers measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerobook.config import RecipeConfig
+from zerobook.data.prepare import PreparedData
+from zerobook.evaluation import held_out
+from zerobook.runlog.records import EvaluationRecord
+from zerobook.strategy import Strategy
+from zerobook.training.recipe import Collator, Scorer
+
+
+class Evaluator:
+    """Evaluates the model as it is.
+
+    Args:
+        collate: list of rows -> batch.
+        summed_loss: batch -> the sum over its supervised tokens, in nats.
+
+    Attributes:
+        seconds: of all evaluations so far.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        strategy: Strategy,
+        data: PreparedData,
+        scorers: Sequence[Scorer],
+        collate: Collator,
+        summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    ):
+        self.config, self.strategy, self.data, self.scorers = config, strategy, data, scorers
+        self.collate, self.summed_loss = collate, summed_loss
+        self.seconds = 0.0
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that a process takes at once; 0 where nothing is held out."""
+        if not self.data.held_out:
+            return 0
+        longest = max(part.most_labels for part in self.data.held_out.values())
+        vocabulary = held_out.vocabulary(self.strategy.unwrapped.config)
+        return held_out.rows_at_once(self.config.per_device_eval_batch_size, longest, vocabulary)
+
+    def evaluate(self, step: int) -> EvaluationRecord | None:
+        """Return what is measured; None where nothing is held out and nothing scores. Collective."""
+        strategy = self.strategy
+        if not self.data.held_out and not self.scorers:
+            return None
+        start = time.monotonic()
+        strategy.model.eval()
+        result: dict[str, Any] = {}
+        if self.data.held_out:
+            result = held_out.losses(strategy, self.data.held_out, self.rows_at_once, self.collate, self.summed_loss)
+        metrics: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
+        for scorer in self.scorers:
+            measured, table = scorer(strategy, strategy.model, step)
+            metrics |= measured
+            samples += table
+        strategy.model.train()
+        strategy.after_forwards()
+        if metrics:
+            result["metrics"] = metrics
+        seconds = round(time.monotonic() - start, 3)
+        self.seconds += seconds
+        return EvaluationRecord(step=step, seconds=seconds, result=result, samples=samples)

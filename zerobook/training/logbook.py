@@ -1,0 +1,111 @@
+"""What a run writes into its runlog, apart from checkpoints, resumes and spikes, which their own parts write down."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Sequence
+
+from zerobook.bars import tqdm
+from zerobook.config import Resolved
+from zerobook.preemption import EXIT_CODE
+from zerobook.runlog.attempt import begin, write_page
+from zerobook.runlog.records import EvaluationRecord, StepRecord
+from zerobook.runlog.words import far_above_best
+from zerobook.runlog.writer import RunLog
+from zerobook.training.hooks import Hook, TrainerView
+from zerobook.versions import versions
+
+
+class Logbook(Hook):
+    """Writes steps, log points and evaluations. Rank 0 alone has one."""
+
+    def __init__(self, log: RunLog):
+        self.log = log
+        self._start = time.monotonic()
+
+    def begin(self, trainer: TrainerView, sources: Resolved) -> None:
+        """Write how the attempt starts, before anything else of it."""
+        state, data = trainer.state, trainer.data
+        begin(
+            self.log,
+            config=trainer.config.model_dump(),
+            versions=versions(),
+            step=state.progress.step,
+            argv=sys.argv,
+            sources=dict(sources),
+            plan=trainer.strategy.plan.record(),
+            live=trainer.strategy.describe(),
+            batch=state.layout.arithmetic,
+            total_steps=state.total_steps,
+            data={"train": len(data.train), "report": data.report, "bad_samples": data.bad_samples},
+        )
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._start = time.monotonic()
+
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        for facts in trainer.state.feed.order.news():
+            self.log.event("shard", **facts)
+        self.log.steps([record.to_json() for record in records])
+        last = records[-1]
+        self.log.event(
+            "metrics", durable=False, steps=[records[0].step, last.step], loss=last.loss,
+            mean_loss=sum(float(record.loss) for record in records) / len(records), grad_norm=last.grad_norm,
+            learning_rate=last.learning_rate, tokens_per_second=round(trainer.pace.tokens_per_second, 1),
+            data_wait=round(trainer.pace.data_wait, 4), **({"metrics": last.metrics} if last.metrics else {}),
+        )  # fmt: skip
+        self.log.take_notes()
+
+    def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
+        self.log.event("eval", step=record.step, seconds=record.seconds, samples=record.samples, **record.result)
+
+    def preempted(self, trainer: TrainerView, reason: str | None) -> None:
+        """Write that a warning signal ended the attempt."""
+        step = trainer.progress.step
+        good, others = trainer.keeper.steps()
+        saved = step in (*good, *others)
+        self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
+        done = f"saved at step {step}" if saved else f"step {step} was not saved"
+        tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
+
+    def finish(self, trainer: TrainerView) -> None:
+        """Write that the run is done, and the logbook's page."""
+        spent, progress = trainer.evaluator.seconds, trainer.progress
+        training, evaluation = round(time.monotonic() - self._start - spent, 3), round(spent, 3)
+        far = trainer.watch.far_above_best(progress.eval_loss, progress.best_eval_loss)
+        self.log.event(
+            "run_end", progress=progress.to_json(), learning_rate_after=trainer.state.rate(), eval=trainer.evaluation,
+            seconds={"training": training, "evaluation": evaluation}, far_above_best=far,
+        )  # fmt: skip
+        tqdm.write(f"{training:.1f} s training (saving included), {evaluation:.1f} s evaluation")
+        write_page(self.log)
+        if far:  # as the last line: the recipe still saves the model
+            atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
+
+
+class MemoryRecord(Hook):
+    """Writes down the bytes that each rank holds.
+
+    Gradients are counted at the seam of the first step, the optimizer's state behind it, weights where they are more.
+    """
+
+    def __init__(self, log: RunLog | None):
+        self.log = log
+        self._at_seam: dict[str, int] = {}
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        if trainer.progress.step == 0:
+            self._at_seam = trainer.strategy.memory()
+
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        if record.step != 1:
+            return
+        strategy, seam = trainer.strategy, self._at_seam
+        mine = strategy.memory()
+        mine |= {"gradients": seam["gradients"], "parameters": max(mine["parameters"], seam["parameters"])}
+        every = strategy.gather(mine)
+        if self.log:
+            trained = sum(strategy.shape(p).numel() for _, p in strategy.trainable())
+            self.log.event("memory", per_rank_bytes=every, trained_parameters=trained)

@@ -1,0 +1,192 @@
+"""Going on from a checkpoint: what must be as it was, what earlier attempts decided, and whether losses come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zerobook.bars import tqdm
+from zerobook.checkpoint import origin, store
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.config import RecipeConfig
+from zerobook.data.prepare import PreparedData
+from zerobook.errors import CheckpointError
+from zerobook.progress import Progress
+from zerobook.runlog.attempt import decided
+from zerobook.runlog.history import last_of
+from zerobook.runlog.lines import backwards
+from zerobook.runlog.policy import joined
+from zerobook.runlog.records import StepRecord
+from zerobook.runlog.writer import EVENTS, STEPS, RunLog
+from zerobook.strategy import Strategy
+from zerobook.terminal import plain
+from zerobook.training.hooks import Hook, TrainerView
+from zerobook.training.state import RunState
+
+
+def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
+    """Refuse other training data than the checkpoint's, or another order of it. A new run's progress takes the facts.
+
+    Raises:
+        CheckpointError: with both values.
+    """
+    train = data.train
+    if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
+        raise CheckpointError(
+            f"{checkpoint}: it was trained on {amount(progress.data_size)} with fingerprint {progress.data_fingerprint}; "
+            f"the data is now {amount(len(train))} with fingerprint {train.fingerprint}. Bring back the data, tokenizer "
+            "and lengths of its config.json, or start a new run from the exported model."
+        )
+    progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
+    if checkpoint:
+        saved, now = store.read_json(checkpoint / "config.json")["config"], config.model_dump()
+        for key in ("group_by_length", "datasets"):
+            was, here = _order(saved, key), _order(now, key)
+            if key in saved and was != here:
+                raise CheckpointError(
+                    f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
+                    "would come twice or never. Bring the old value back, or start a new run from the exported model."
+                )
+
+
+def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
+    """Refuse a checkpoint whose weights would compute something else here: another base, config or LoRA setting.
+
+    A branch on the hub can move while a run is stopped, and a folder can get other content.
+
+    Raises:
+        CheckpointError: with both values.
+    """
+    if checkpoint is None:
+        return
+    kept, values = store.read_json(checkpoint / "config.json"), config.model_dump()
+    facts, adapts = getattr(model, "base_facts", None), config.trains_adapters
+    for key in ("lora_r", "lora_alpha", "lora_target_modules") if adapts else ():
+        before, here = kept["config"].get(key), values[key]
+        if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
+            raise CheckpointError(
+                f"{checkpoint}: what its adapters do depends on {key}, which was {before} and is {here} now. Bring the old "
+                "value back, or start a new run from the exported model."
+            )
+    was, now = kept.get("base_commit"), getattr(model, "base_commit", None)
+    if adapts and was and now and was != now:
+        raise CheckpointError(
+            f"{checkpoint}: its adapters were trained beside commit {was} of {config.model_name_or_path}, and "
+            f"--model_revision {config.model_revision} is commit {now} now. Pass --model_revision {was}."
+        )
+    origin.check(checkpoint, kept, facts, weights=not (was and now))
+
+
+def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
+    """Take over what earlier attempts decided after the checkpoint was written. Collective.
+
+    Without a checkpoint the run begins anew, and takes over only how many steps trackers have seen.
+
+    Returns:
+        The state of their ladder of measures.
+    """
+    before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]
+    progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
+    if keeper.checkpoint is None:
+        return {}
+    progress.skip_ranges = joined(progress.skip_ranges, before.skips)
+    for cut in before.cuts:  # the same cut may stand there twice
+        if progress.rate_cuts.count(cut) < before.cuts.count(cut):
+            progress.rate_cuts.append(cut)
+    keeper.proven = set(before.proven)
+    return before.ladder
+
+
+def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None) -> int:
+    """Return the steps that the learning-rate schedule is laid out for.
+
+    A resumed run keeps the layout that the checkpoint records: samples left out since then shorten the run, not the
+    schedule. It is laid out anew only where a person asks for another number of steps or epochs, or another global batch.
+    """
+    if checkpoint is None:
+        return state.end_step
+    progress, config = state.progress, state.config
+    saved = store.read_json(checkpoint / "config.json")["config"]
+    before = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
+    now = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
+    if now == before:
+        return progress.total_steps
+    if log and state.end_step != progress.total_steps:
+        tqdm.write(f"  the learning-rate schedule is laid out anew: {state.end_step} steps, {progress.total_steps} before")
+    return state.end_step
+
+
+def load(state: RunState, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> None:
+    """Load the checkpoint that the run goes on from, and compare what the next step uses with its record. Collective."""
+    for reason in keeper.passed_over.values():
+        tqdm.write(plain(f"passed over: {reason}"))
+    _, bytes_read = keeper.load()
+    progress = state.progress
+    verified, differing = state.verify(progress.following)
+    if log is None:
+        return
+    tqdm.write(f"resumed {keeper.checkpoint} at step {progress.step}")
+    aside = store.set_aside(keeper.folder, progress.step, keeper.passed_over)
+    keeper.take_back()
+    log.event(
+        "resume", checkpoint=str(keeper.checkpoint), step=progress.step, cursor=progress.cursor, samples=progress.samples,
+        world_size={"before": progress.world_size, "now": strategy.world_size},
+        global_batch={"before": progress.global_batch, "now": state.layout.global_batch},
+        set_aside=[str(folder) for folder in aside], passed_over=[*keeper.passed_over.values()],
+        bytes_read=bytes_read, verified=verified, differing=differing,
+    )  # fmt: skip
+    tqdm.write(f"  as recorded: {', '.join(verified)}")
+    for key, (was, now) in differing.items():
+        tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
+    state.earlier_losses = _losses_behind(log, progress.step)
+
+
+def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | None:
+    """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
+    assert log is not None
+    found = last_of(log.folder / EVENTS, ["eval"]).get("eval")
+    # The checkpoint names its own loss: a branch that was given up may have been evaluated at the same step.
+    if found is None or (found["step"], found.get("loss")) != (progress.step, progress.eval_loss):
+        return None
+    return {key: found[key] for key in ("loss", "perplexity", "tokens", "datasets", "metrics") if key in found}
+
+
+class ResumeCheck(Hook):
+    """Compares the first losses behind a checkpoint with those that were recorded there before, once. Rank 0."""
+
+    def __init__(self, log: RunLog):
+        self.log = log
+
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        before, trainer.state.earlier_losses = trainer.state.earlier_losses, {}
+        pairs = {record.step: (float(record.loss), before[record.step]) for record in records if record.step in before}
+        if pairs:
+            largest = max(abs(loss - was) / max(abs(was), 1e-30) for loss, was in pairs.values())
+            first, last = min(pairs), max(pairs)
+            self.log.event("verify", after="steps done again", steps=[first, last], largest_relative_difference=largest)
+            tqdm.write(f"steps {first} to {last} again: losses within {largest:.1e} of those before")
+
+
+def amount(samples: int) -> str:
+    """Return how much data there is, in words."""
+    return f"{samples} samples" if samples else "a stream"
+
+
+def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
+    """What earlier attempts recorded behind ``step``, as far as it is the newest stretch of the log."""
+    found: dict[int, float] = {}
+    for record in backwards(log.folder / STEPS):
+        if record is None or record["step"] <= step:
+            break
+        if record["loss"] is not None:
+            found.setdefault(record["step"], record["loss"])
+    return found
+
+
+def _order(config: dict[str, Any], key: str) -> Any:
+    """Return what ``key`` of a config says of the samples' order; of datasets, their weights do."""
+    value = config.get(key)
+    return {spec["name"]: spec.get("weight") for spec in value} if isinstance(value, list) else value

@@ -1,0 +1,120 @@
+"""Carry out what was decided about a spike: leave samples out, go back to a checkpoint, lower the rate, or hand over."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from zerobook.bars import tqdm
+from zerobook.checkpoint import store
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.runlog.attempt import write_page
+from zerobook.runlog.policy import EXIT_CODE, LEAD, Measure, joined, ranges
+from zerobook.runlog.watch import Watch
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Strategy
+from zerobook.training.state import RunState
+
+
+class Recovery:
+    """Changes the run state as the spike monitor decided. Every rank calls it alike.
+
+    Args:
+        state: brought back to an earlier step, with another sample order or learning rate.
+        keeper: loads the checkpoint.
+        watch: forgets the steps that are given up.
+        log: rank 0's.
+    """
+
+    def __init__(self, state: RunState, strategy: Strategy, keeper: Keeper, watch: Watch, log: RunLog | None):
+        self.state, self.strategy, self.keeper, self.watch, self.log = state, strategy, keeper, watch, log
+
+    def checked(self, measure: Measure) -> Measure:
+        """Return ``measure``, or one that stops where it would leave nothing to train on."""
+        left_out = self._samples_of(measure)
+        if left_out and self.state.data.train.skipping(joined(self.state.progress.skip_ranges, left_out)).is_empty:
+            return replace(measure, kind="stop", rule="all samples of the data would be left out")
+        return measure
+
+    def act(self, measure: Measure) -> None:
+        """Carry out what was decided, unless it is to stop. The log has it before it is done."""
+        state, log, cause = self.state, self.log, self.watch.seq
+        left_out = self._samples_of(measure)
+        skip_ranges = joined(state.progress.skip_ranges, left_out)
+        cut = [measure.to_step, measure.rate_factor, state.config.rollback_lr_steps] if measure.rate_factor else None
+        intent = None
+        if log:
+            if measure.goes_back:
+                cause = intent = log.event(
+                    "rollback", phase="intent", parent=cause, measure=measure.kind, from_step=state.progress.step,
+                    to_step=measure.to_step, why=measure.reason,
+                )  # fmt: skip
+            if left_out:
+                count = sum(b - a for a, b in left_out)
+                log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
+                tqdm.write(f"  {count} samples of steps {measure.steps[0]} to {measure.steps[1]} are left out from now on")
+            if cut:
+                log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
+                tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
+        if measure.goes_back:
+            self.go_back(measure, intent, skip_ranges, [*state.progress.rate_cuts, *([cut] if cut else [])])
+        else:
+            state.progress.skip_ranges = skip_ranges
+            state.build_feed()
+        if log and left_out and state.end_step < state.total_steps:
+            tqdm.write(f"  the run ends at step {state.end_step}; its schedule stays laid out for {state.total_steps} steps")
+
+    def go_back(self, measure: Measure, intent: int | None, skip_ranges: list, rate_cuts: list) -> None:
+        """Restore weights, moments, schedule, sample order, random numbers, loss scale and detector from the checkpoint."""
+        assert measure.to_step is not None
+        state, keeper, log = self.state, self.keeper, self.log
+        start, progress = time.monotonic(), state.progress
+        keeper.finish(log)  # a save under way is of what is given up
+        state.drop_feed()
+        loaded, bytes_read = keeper.load(measure.to_step)
+        # only now: where it cannot be loaded, a restart still finds what was saved later
+        aside = self.strategy.on_main(lambda: store.set_aside(keeper.folder, measure.to_step, keeper.passed_over))
+        given_up = progress.step - loaded.step
+        kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
+                "total_steps": progress.total_steps, "world_size": progress.world_size,
+                "global_batch": progress.global_batch}  # fmt: skip
+        vars(progress).update(vars(loaded) | kept)
+        losses = self.watch.back(measure, loaded.detector, intent)
+        if measure.rate_factor:  # behind the first update with the lower rate, the losses are others
+            losses = {step: loss for step, loss in losses.items() if step == measure.to_step + 1}
+        state.earlier_losses = losses
+        state.build_feed()
+        verified, differing = state.verify(loaded.following)
+        seconds = time.monotonic() - start
+        if log:
+            log.branch += 1
+            log.event(
+                "rollback", phase="outcome", parent=intent, step=progress.step, steps_given_up=given_up,
+                seconds=round(seconds, 3), bytes_read=bytes_read, set_aside=[str(folder) for folder in aside],
+                verified=verified, differing=differing,
+            )  # fmt: skip
+            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
+
+    def hand_over(self, measure: Measure) -> None:
+        """Write down for people what was seen and tried. The caller then ends the process with `EXIT_CODE`."""
+        log, step, config = self.log, self.state.progress.step, self.state.config
+        self.keeper.finish(log)
+        if log:
+            best = self.keeper.before(measure.onset - LEAD + 1)
+            log.event("stop", parent=self.watch.seq, step=step, rule=measure.rule, why=measure.reason, exit_code=EXIT_CODE,
+                      go_on_from=str(best) if best else None)  # fmt: skip
+            tqdm.write(
+                f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
+                f"{best or 'none'}.\n  Go on from there with a lower --learning_rate than {config.learning_rate}, more "
+                f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
+                "tells all of it."
+            )
+            write_page(log)
+
+    def _samples_of(self, measure: Measure) -> list[list[int]]:
+        """[start, end) of the samples that ``measure`` leaves out: those that its steps took, through packs."""
+        if measure.kind == "stop" or not measure.steps:
+            return []
+        feed, global_batch = self.state.feed, self.state.layout.global_batch
+        rows = [feed.order.take(a, global_batch, b)[0] for a, b in self.watch.cursors(*measure.steps)]
+        return ranges([sample for ids in rows for row in ids.tolist() for sample in feed.part.samples_of(row)])

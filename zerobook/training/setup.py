@@ -1,0 +1,59 @@
+"""The state that a run begins with: a new one, or the one of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.state import read_progress
+from zerobook.config import RecipeConfig
+from zerobook.data.feed import Layout
+from zerobook.data.prepare import PreparedData
+from zerobook.progress import Progress
+from zerobook.runlog.writer import RunLog
+from zerobook.schedule import learning_rate_schedule
+from zerobook.strategy import Strategy
+from zerobook.training import resume
+from zerobook.training.recipe import Collator
+from zerobook.training.state import RunState
+
+
+def first_state(
+    config: RecipeConfig,
+    strategy: Strategy,
+    keeper: Keeper,
+    log: RunLog | None,
+    model: nn.Module,
+    data: PreparedData,
+    collate: Collator,
+) -> tuple[RunState, dict[str, Any]]:
+    """Return the run's first state, and what earlier attempts tried about spikes. Collective; loads no weights.
+
+    Args:
+        log: rank 0's.
+        model: as the recipe made it.
+
+    Raises:
+        CheckpointError: data, model or settings are not those of the checkpoint.
+    """
+    checkpoint = keeper.checkpoint
+    progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
+    resume.check_data(checkpoint, progress, data, config)
+    resume.check_base(checkpoint, config, model)
+    tried = resume.earlier_decisions(progress, keeper, strategy, log)
+    layout = Layout(
+        world_size=strategy.world_size,
+        rank=strategy.rank,
+        micro=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+    )
+    state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
+    state.total_steps = resume.schedule_steps(state, checkpoint, log)
+    state.schedule = learning_rate_schedule(
+        config.lr_scheduler_type, peak=config.learning_rate, warmup=config.num_warmup_steps, total=state.total_steps
+    )
+    if strategy.owns_schedule:
+        state.schedule = lambda step: strategy.learning_rate()
+    return state, tried

@@ -1,0 +1,107 @@
+"""Where a run is, and what its next steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zerobook.config import RecipeConfig
+from zerobook.data.feed import Feed, Layout
+from zerobook.data.prepare import PreparedData
+from zerobook.data.sampler import rows_of
+from zerobook.progress import Progress
+from zerobook.runlog.policy import rate_share
+from zerobook.training.recipe import Collator
+
+_FOREVER = 2**62
+
+
+class RunState:
+    """The progress of a run, its sample order from there on, and its learning rate.
+
+    Args:
+        progress: changed in place, at every step and by a rollback.
+        pin_memory: batches are made in pinned memory, for a GPU.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        data: PreparedData,
+        layout: Layout,
+        progress: Progress,
+        collate: Collator,
+        *,
+        pin_memory: bool = False,
+    ):
+        self.config, self.data, self.layout, self.progress = config, data, layout, progress
+        self._collate, self._pin_memory = collate, pin_memory
+        self.feed: Feed
+        self.end_step: int
+        """the step at which training ends"""
+        self.build_feed()
+        self.total_steps: int = self.end_step
+        """steps that the learning-rate schedule is laid out for"""
+        self.schedule: Callable[[int], float]
+        """steps done -> scheduled rate of the next one"""
+        self.earlier_losses: dict[int, float] = {}
+        """by step, of steps that are done again"""
+
+    @property
+    def collate(self) -> Collator:
+        return self._collate
+
+    @collate.setter
+    def collate(self, collate: Collator) -> None:
+        self._collate = self.feed.collate = collate
+
+    def build_feed(self) -> None:
+        """Make the feed from where the progress stands, without the samples that are left out."""
+        config, progress = self.config, self.progress
+        part = self.data.train.skipping(progress.skip_ranges)
+        end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
+        order = part.order(
+            seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
+        )
+        self.feed = Feed(
+            part, order, self.layout, self._collate, cursor=progress.cursor, end=end, workers=config.dataloader_num_workers,
+            pin_memory=self._pin_memory,
+        )  # fmt: skip
+        # samples that are left out shorten the run, not its schedule
+        self.end_step = config.max_train_steps or progress.step + self.feed.steps()
+
+    def drop_feed(self) -> None:
+        """Let go of the feed, its processes and its memory, until `build_feed`."""
+        del self.feed
+
+    def rate(self) -> float:
+        """Return the next step's learning rate: what the schedule gives, lowered by the cuts."""
+        step = self.progress.step
+        return self.schedule(step) * rate_share(self.progress.rate_cuts, step)
+
+    def expected_next_step(self) -> dict[str, Any]:
+        """Return what the next step uses, by name; recorded in a checkpoint, compared after it was loaded."""
+        progress = self.progress
+        generator = torch.Generator().manual_seed(step_seed(progress.seed, progress.step, 0))
+        return {
+            "learning rate": self.rate(),
+            "samples": self.feed.order.take(progress.cursor, 8, self.feed.end)[0].tolist(),
+            "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
+        }
+
+    def verify(self, recorded: dict[str, Any]) -> tuple[list[str], dict[str, list[Any]]]:
+        """Compare what the next step uses with what a checkpoint says.
+
+        Returns:
+            (names that agree, name -> [recorded, found] of those that differ).
+        """
+        found = self.expected_next_step()
+        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
+        return sorted(set(recorded) - set(differing)), differing
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Return one seed per (run, step, rank). SplitMix64's increment spreads neighbours apart."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63

@@ -1,0 +1,59 @@
+"""Experiment trackers: wandb and tensorboard, through accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zerobook.config import RecipeConfig
+from zerobook.evaluation import held_out
+from zerobook.runlog.records import EvaluationRecord, StepRecord
+from zerobook.strategy import Strategy
+from zerobook.training.hooks import Hook, TrainerView
+
+
+class Trackers(Hook):
+    """Logs the last step of each log point, evaluations, and what the spike monitor says.
+
+    Steps never go back there, since trackers take no step twice: the steps that were given up are counted too.
+    """
+
+    def __init__(self, strategy: Strategy, config: RecipeConfig):
+        self.accelerator = strategy.accelerator
+        self.accelerator.init_trackers("zerobook", config=_flat(config.model_dump()))
+
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        last = records[-1]
+        values = {
+            "loss": last.loss,
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "tokens_per_second": trainer.pace.tokens_per_second,
+            "epoch": trainer.progress.epoch,
+            "step": last.step,
+        }
+        values |= {f"train/{name}": value for name, value in last.metrics.items()}
+        self.accelerator.log(values, step=_step(trainer, last.step))
+
+    def on_alert(self, trainer: TrainerView, messages: Sequence[str]) -> None:
+        step = _step(trainer, trainer.progress.step)
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.writer.add_text("runlog", "\n\n".join(messages), step)
+            elif tracker.name == "wandb":
+                tracker.run.log({"runlog": "\n".join(messages)}, step=step)
+
+    def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
+        self.accelerator.log(held_out.tracked(record.result), step=_step(trainer, record.step))
+
+    def on_end(self, trainer: TrainerView) -> None:
+        for tracker in self.accelerator.trackers:  # end_training would end the process group too
+            tracker.finish()
+
+
+def _step(trainer: TrainerView, step: int) -> int:
+    return step + trainer.progress.redone
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}

@@ -1,0 +1,335 @@
+"""The trainer, once for every recipe and every strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+
+from zerobook.checkpoint.keeper import Keeper
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.data.collate import to_device
+from zerobook.data.feed import StepPlan
+from zerobook.data.prepare import PreparedData
+from zerobook.errors import DivergenceError
+from zerobook.isolation import settled
+from zerobook.modeling import pin_rotary
+from zerobook.preemption import EXIT_CODE, Preemption
+from zerobook.process import leave
+from zerobook.progress import Progress
+from zerobook.runlog import policy
+from zerobook.runlog.attempt import last_words
+from zerobook.runlog.policy import Measure
+from zerobook.runlog.records import StepRecord
+from zerobook.runlog.watch import Watch
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Strategy
+from zerobook.training import resume
+from zerobook.training.console import Console
+from zerobook.training.evaluator import Evaluator
+from zerobook.training.hooks import Hook, Hooks, load_hooks
+from zerobook.training.logbook import Logbook, MemoryRecord
+from zerobook.training.objective import Metrics, Objective
+from zerobook.training.pace import Pace
+from zerobook.training.recipe import Collator, Scorer
+from zerobook.training.rollback import Recovery
+from zerobook.training.setup import first_state
+from zerobook.training.state import step_seed
+from zerobook.training.trackers import Trackers
+
+
+class Trainer:
+    """Trains ``model`` on ``data`` as ``config`` says, spread as ``strategy`` says.
+
+    The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
+    micro-batches. That count is known beforehand from the sample ids, so no rank has to ask another.
+    Between log points nothing here waits for the device. DeepSpeed does so itself in each step, and FSDP2 where it keeps the
+    gradients in host memory. transformers does so in each forward pass of an encoder-decoder: 3 times for BART and
+    BlenderBot, twice for T5, to see whether the mask masks anything.
+
+    Args:
+        collate: list of rows -> the model's arguments by name, tensors above all, with ``labels``. One of a causal recipe is
+            replaced by the form of it that costs the prepared model least: see `zerobook.isolation.settled`.
+        objective: the loss, and what it is divided by.
+        scorers: measure more than the loss at every evaluation.
+        hooks: called besides those that ``config.hooks`` names.
+
+    Attributes:
+        state: the progress, the sample order and the learning rate.
+        evaluation: what the evaluation of the present step measured; None where there was none.
+        save_results: False where no checkpoint and no model is written, for programs that measure a few steps.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        sources: Resolved,
+        strategy: Strategy,
+        model: nn.Module,
+        data: PreparedData,
+        *,
+        collate: Collator,
+        objective: Objective,
+        scorers: Sequence[Scorer] = (),
+        hooks: Sequence[Hook] = (),
+    ):
+        self.config, self.objective, self.save_results = config, objective, True
+        self.strategy, self.data, self.collate, self.scorers = strategy, data, collate, scorers
+        self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
+        self.hooks("before_prepare", self, model)
+        strategy, data = self.strategy, self.data  # a hook may have replaced them
+        self.pace = Pace()
+        self.console = Console(silent=not strategy.is_main)
+        self.keeper = Keeper(strategy, config)
+        self.log: RunLog | None = None
+        strategy.on_main(self._open_log)
+        self.state, tried = first_state(config, strategy, self.keeper, self.log, model, data, self.collate)
+        progress = self.progress
+        self.watch = Watch(config, strategy, self.keeper, self.log, detector=progress.detector, ladder=tried)
+        strategy.prepare(model, config, self.state.total_steps)
+        parts = [data.train, *data.held_out.values()]
+        note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
+        if note:
+            self.console.say(f"  note: {note}")
+        self._saved: int | None = progress.step if self.keeper.goes_on_in_place else None
+        if self._saved != self.state.end_step:
+            self.keeper.check_space(self.state.end_step - progress.step)
+        self.collate = self.state.collate = settled(strategy, self.collate)
+        self.recovery = Recovery(self.state, strategy, self.keeper, self.watch, self.log)
+        self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
+        self.evaluation: dict[str, Any] | None = None
+        self._evaluated: int | None = None
+        self._pending: list[StepRecord] = []
+        self._metrics: dict[str, SupportsFloat] = {}
+        self._add_own_hooks(sources)
+        if self.keeper.checkpoint:
+            resume.load(self.state, self.keeper, strategy, self.log)
+            self.watch.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
+            self.evaluation = strategy.on_main(lambda: resume.evaluation_of(self.log, progress))
+            self._evaluated = None if self.evaluation is None else progress.step
+        progress.total_steps = self.state.total_steps
+        progress.global_batch = self.state.layout.global_batch
+        progress.world_size = strategy.world_size
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    def _open_log(self) -> None:
+        self.log = RunLog(self.config.output_dir)  # stays here: it cannot be sent to other ranks, as a result would be
+
+    def _add_own_hooks(self, sources: Resolved) -> None:
+        """Build what writes down and shows the run. The log has the start of the attempt before all else."""
+        trackers = [Trackers(self.strategy, self.config)] if self.config.report_to else []
+        self.logbook = Logbook(self.log) if self.log else None
+        if self.log and self.logbook:
+            self.logbook.begin(self, sources)
+            self.hooks.add(self.logbook, resume.ResumeCheck(self.log))
+        self.console.introduce(self)
+        self.hooks.add(MemoryRecord(self.log), self.console, *trackers)
+
+    # --- training
+    def run(self) -> Progress:
+        """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
+        progress, strategy = self.progress, self.strategy
+        self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
+        self.pace.start(progress.tokens)
+        with last_words(self.log, self.config.output_dir, strategy.rank):
+            self.hooks("on_start", self)
+            if self.config.eval_on_start and progress.step == 0:
+                self.evaluate()
+            strategy.model.train()
+            while (action := self._until_trouble()) is not None:
+                self._recover(action)
+            self.console.close()
+            if self._evaluated != progress.step:
+                self.evaluate()
+            if self._saved != progress.step:
+                self.save()
+            self.keeper.finish(self.log)
+            self.hooks("on_end", self)
+        if self.logbook:
+            self.logbook.finish(self)
+        return progress
+
+    def _until_trouble(self) -> Measure | None:
+        """Train to the end, or until something has to be done about a spike; returns that."""
+        config, progress, state = self.config, self.progress, self.state
+        steps = iter(state.feed)
+        while progress.step < state.end_step:
+            with self.pace.waiting():
+                found = next(steps, None)
+            if found is None:
+                break
+            self._pending.append(self.train_step(*found))
+            step = progress.step
+            last = step >= state.end_step
+            evaluates = last or (config.eval_steps and step % config.eval_steps == 0)
+            saves = config.save_steps and step % config.save_steps == 0
+            if evaluates or saves or step % config.logging_steps == 0:
+                action = self._log_point()
+                if action is not None:
+                    return action
+            if evaluates:
+                self.evaluate()  # before the checkpoint, which says what it is worth
+            if saves:
+                action = self.watch.replicas(step)
+                if action is not None and action.kind != "none":
+                    return action
+                self.save()
+            if config.async_save and self.log:
+                self.keeper.report(self.log)
+            if not last and self.preemption.due(step):
+                self._leave_early()
+        return None
+
+    def train_step(self, plan: StepPlan, micro_batches: Iterable[dict[str, Any]]) -> StepRecord:
+        """Take one optimizer step. Collective.
+
+        Args:
+            plan: which samples it takes, and how many supervised tokens they have over all ranks.
+            micro_batches: this rank's.
+        """
+        strategy, state, progress = self.strategy, self.state, self.progress
+        self._metrics = {}
+        self.hooks("before_step", self, progress.step + 1)
+        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.rank))
+        rate = state.rate()
+        total = torch.zeros((), device=strategy.device)
+        sums: dict[str, torch.Tensor] = {}
+        for index, batch in enumerate(micro_batches):
+            with strategy.micro_batch(last=index == state.layout.accumulation - 1):
+                with self.hooks.around_loss(self, batch):
+                    loss, metrics = self._loss(batch)
+                loss = loss / plan.tokens
+                strategy.backward(loss)
+            total += loss.detach()
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
+        self.hooks("on_gradients_ready", self)
+        norm = strategy.apply(rate)
+        before = progress.cursor
+        progress.step += 1
+        progress.eval_loss = None
+        progress.cursor = plan.cursor
+        progress.epoch = state.feed.order.epoch(plan.cursor)
+        progress.samples += plan.samples
+        progress.tokens += plan.tokens
+        record = StepRecord(
+            step=progress.step, loss=total, grad_norm=norm, learning_rate=rate, tokens=plan.tokens, ids=plan.ids,
+            cursor=(before, plan.cursor), metrics=self._metrics, sums=sums,
+        )  # fmt: skip
+        self.hooks("after_step", self, record)
+        return record
+
+    def _loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Metrics]:
+        """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows."""
+        found = self.objective.loss(self.strategy.model, to_device(batch, self.strategy.device))
+        return found if isinstance(found, tuple) else (found, {})
+
+    def add_metric(self, name: str, value: SupportsFloat) -> None:
+        """See `zerobook.training.hooks.TrainerView.add_metric`."""
+        self._metrics[name] = value
+
+    def _log_point(self) -> Measure | None:
+        """Read losses and norms, the only place where the host waits for them; returns what is to be done about them."""
+        records, self._pending = self._pending, []
+        if not records:
+            return None
+        self._read(records)
+        self.pace.measure(self.progress.tokens)
+        asked = self.hooks("on_log", self, records)
+        action = self.watch.see(records)
+        messages, self.watch.said = self.watch.said, []
+        if messages:
+            self.hooks("on_alert", self, messages)
+        if action is None and self.watch.dead():
+            raise DivergenceError(
+                f"step {records[-1].step}: the loss is {records[-1].loss}, and none was finite for a while; nothing was saved "
+                f"since. Resume from the last checkpoint with a lower --learning_rate than {self.config.learning_rate}, or "
+                "more --num_warmup_steps."
+            )
+        return action or next(iter(asked), None)
+
+    def _read(self, records: list[StepRecord]) -> None:
+        """Turn tensors into numbers, losses into sums over ranks: the same bits on every rank, since all decide from them."""
+        losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
+        norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
+        if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
+            norms = torch.zeros_like(norms)
+        names = [*records[0].sums]
+        sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
+        rows = self.strategy.sum_over_ranks(torch.stack([losses, norms, *sums], dim=1)).tolist()
+        for record, (loss, norm, *summed) in zip(records, rows, strict=True):
+            record.loss, record.grad_norm, record.sums = loss, norm, {}
+            record.metrics = {name: float(value) for name, value in record.metrics.items()}
+            record.metrics |= dict(zip(names, summed, strict=True))
+
+    def _recover(self, action: Measure) -> None:
+        """Do what was decided about a spike. All ranks come here with the same action."""
+        action = self.recovery.checked(action)
+        if action.kind == "stop":
+            self.console.close()
+            self.recovery.hand_over(action)
+            self._leave(policy.EXIT_CODE)
+        self.recovery.act(action)
+        if action.goes_back:
+            self._evaluated = self._saved = None
+            self.strategy.model.train()
+            self.pace.start(self.progress.tokens)
+        self.hooks("on_rollback", self, action)
+
+    # --- evaluation, checkpoints, the end
+    def evaluate(self) -> dict[str, Any] | None:
+        """Measure the loss on the held-out data, and what the scorers measure. Collective.
+
+        Returns:
+            As `zerobook.runlog.records.EvaluationRecord.result`; None where nothing is held out and nothing scores.
+        """
+        self._evaluated, self.evaluation = self.progress.step, None
+        record = self.evaluator.evaluate(self.progress.step)
+        if record is None:
+            return None
+        self.hooks("on_evaluate", self, record)
+        if "loss" in record.result:
+            self.progress.evaluated(record.result["loss"])
+        self.evaluation = record.result
+        return record.result
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""
+        if not self.save_results:
+            return
+        step, last = self.progress.step, self.watch.history[-1] if self.watch.history else None
+        if last is not None and (last.masked or not math.isfinite(last.loss)):
+            if self.log:
+                self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
+            return
+        self._saved = step
+        self.watch.saved(step)
+        self.progress.detector = self.watch.detector.state()
+        self.progress.scaler = self.strategy.scaler_state()
+        self.progress.stream = self.state.feed.order.passed
+        self.progress.following = self.state.expected_next_step()
+        self.keeper.save(self.progress, self.log)
+        self.hooks("on_save", self, self.keeper.folder / f"step-{step:06d}")
+
+    def _leave_early(self) -> None:
+        """Save, and end the process with `preemption.EXIT_CODE`. What asks for a rollback is not saved."""
+        step, reason = self.progress.step, self.preemption.received
+        if self._log_point() is None and self._saved != step:
+            self.save()
+        self.keeper.finish(self.log)
+        self.console.close()
+        if self.logbook:
+            self.logbook.preempted(self, reason)
+        self._leave(EXIT_CODE)
+
+    def _leave(self, code: int) -> None:
+        """End this process, once all ranks are here."""
+        self.hooks("on_end", self)
+        self.strategy.barrier()
+        leave(code)

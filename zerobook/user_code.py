@@ -1,0 +1,94 @@
+"""Load classes that a config names, from files and modules of the user."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zerobook.errors import ConfigError
+
+
+def problem(key: str, spec: str) -> str | None:
+    """Return why ``spec`` cannot be loaded, as far as that shows without running it; None where nothing shows.
+
+    Args:
+        key: the config key that holds it, with which the sentence begins.
+        spec: ``FILE.py:Class`` or ``module:Class``.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where or not name.isidentifier():
+        return f"{key}: {spec!r} names no class. Write FILE.py:Class or module:Class."
+    if not where.endswith(".py"):
+        missing = f"{key}: {spec}: there is no module {where}. Give one that Python finds, or FILE.py."
+        return None if _is_there(where) else missing
+    file = Path(where).expanduser()
+    if not file.is_file():
+        return f"{key}: {spec}: there is no file {where}."
+    try:
+        names = _names(ast.parse(file.read_bytes()))
+    except (SyntaxError, ValueError) as error:
+        return f"{key}: {spec}: {where} is not valid Python: {error}."
+    if name in names or "*" in names:
+        return None
+    nearest = get_close_matches(name, names, n=1)
+    return f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else "")
+
+
+def load(key: str, spec: str) -> Any:
+    """Import what ``spec`` names. A file is run once, however many of its classes are loaded.
+
+    Raises:
+        ConfigError: it is not there. An error inside of the user's code goes through.
+    """
+    found = problem(key, spec)
+    if found:
+        raise ConfigError(found)
+    where, _, name = spec.rpartition(":")
+    module = _of_file(Path(where).expanduser().resolve()) if where.endswith(".py") else importlib.import_module(where)
+    if not hasattr(module, name):
+        nearest = get_close_matches(name, dir(module), n=1)
+        raise ConfigError(f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else ""))
+    return getattr(module, name)
+
+
+def _of_file(file: Path) -> ModuleType:
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
+            return module
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Names that the file binds, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
