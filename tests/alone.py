@@ -20,7 +20,7 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     import recipes.causal_lm
     from zerobook.training import trainer
 
-    gc.collect()  # the locks on a folder are released with the loop that held them
+    gc.collect()  # the locks on a folder are released with the trainer that held them
     line = ["recipe.py", "--output_dir", str(output)]
     for key, value in flags.items():
         line += [f"--{key}", *([] if value is True else [str(value)])]
