@@ -1,4 +1,4 @@
-"""Where a run is: one record, saved with the weights."""
+"""The progress of a run: one record, saved with the weights."""
 
 from __future__ import annotations
 
