@@ -22,7 +22,7 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     from zerobook.launch import plan_for_this_process
     from zerobook.training import run, trainer
 
-    gc.collect()  # the locks on a folder are released with the loop that held them
+    gc.collect()  # the locks on a folder are released with the trainer that held them
     line = ["recipe.py", "--output_dir", str(output)]
     for key, value in flags.items():
         line += [f"--{key}", *([] if value is True else [str(value)])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -16,8 +17,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.runlog import curves
 from zerobook.runlog.history import History
 from zerobook.runlog.policy import Measure
-from zerobook.runlog.watch import Watch
-from zerobook.training.rollback import Recovery
+from zerobook.training.hooks import Hook
 
 STEPS = 12  # two epochs of 24 samples in steps of 4
 
@@ -30,26 +30,23 @@ def flags(tiny):
     )  # fmt: skip
 
 
-@pytest.fixture
-def leaves_out(monkeypatch):
+def asks(kind, step, **what):
+    return Measure(kind=kind, rule="a test", reason="a test", options=(), onset=step, noticed=step, **what)
+
+
+class LeavesOut(Hook):
     """Step 5 asks that the samples of the steps 4 and 5 are left out from then on."""
-    see = Watch.see
 
-    def seeing(self, records):
-        see(self, records)
-        if records[-1].step != 5 or self.history[0].step != 1:
-            return None
-        return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=5, noticed=5, steps=(4, 5))
-
-    monkeypatch.setattr(Watch, "see", seeing)
+    def on_log(self, trainer, records):
+        return asks("leave_out", 5, steps=(4, 5)) if records[-1].step == 5 else None
 
 
 def told(run):
     return [(s["step"], s["learning_rate"], s["ids"], s["loss"]) for s in run.steps]
 
 
-def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_path, leaves_out, monkeypatch, capfd):
-    whole = train(tmp_path / "whole", **flags(tiny))
+def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_path, monkeypatch, capfd):
+    whole = train(tmp_path / "whole", hooks=f"{__name__}:LeavesOut", **flags(tiny))
     assert "the run ends at step 10; its schedule stays laid out for 12 steps" in capfd.readouterr().out
     assert len(whole.steps) == STEPS - 2, "the second epoch lacks two steps' samples"
     decay = [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS - 2)]
@@ -117,16 +114,18 @@ def test_another_order_of_the_samples_is_refused(tiny, tmp_path):
         train(tmp_path / "mixed", config=mixture, **short | again)
 
 
-def test_the_evaluation_of_a_branch_that_was_given_up_is_not_taken_for_a_checkpoints(tiny, tmp_path, monkeypatch):
-    see = Watch.see
-
-    def seeing(self, records):
-        see(self, records)
+class StoppedAtFive(Hook):
+    def on_log(self, trainer, records):
         if records[-1].step == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Watch, "see", seeing)
-    going_on = flags(tiny) | {"resume_from_checkpoint": "auto", "validation_split_percentage": 20}
+
+def test_the_evaluation_of_a_branch_that_was_given_up_is_not_taken_for_a_checkpoints(tiny, tmp_path):
+    going_on = flags(tiny) | {
+        "hooks": f"{__name__}:StoppedAtFive",
+        "resume_from_checkpoint": "auto",
+        "validation_split_percentage": 20,
+    }
     for step, plan in ((2, {"save_steps": 2, "eval_steps": 4}), (4, {"save_steps": 4})):
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "run", **going_on | plan)
@@ -144,21 +143,12 @@ def test_a_polynomial_run_of_warm_up_alone_ends_and_is_saved(tiny, tmp_path):
     assert run.event("checkpoint")["step"] == run.event("run_end")["progress"]["step"] == 6
 
 
-@pytest.fixture
-def lowers(monkeypatch):
+class Lowers(Hook):
     """Step 6 asks once that the run goes back to step 2 and lowers the rate to a quarter."""
-    see = Watch.see
 
-    def seeing(self, records):
-        see(self, records)
-        if records[-1].step != 6 or self.ladder.rollbacks:
-            return None
-        self.ladder.rollbacks += 1
-        return Measure(
-            kind="lower_rate", rule="a test", reason="a test", options=(), onset=6, noticed=6, to_step=2, rate_factor=0.25
-        )
-
-    monkeypatch.setattr(Watch, "see", seeing)
+    def on_log(self, trainer, records):
+        once = records[-1].step == 6 and not trainer.progress.rate_cuts
+        return asks("lower_rate", 6, to_step=2, rate_factor=0.25) if once else None
 
 
 LOWERED = {"rollback_lr_steps": 6, "logging_steps": 2}
@@ -172,30 +162,35 @@ RATES = [
 ]
 
 
-def test_a_lowered_rate_is_the_same_for_a_run_that_was_stopped(tiny, tmp_path, monkeypatch, lowers):
-    whole = train(tmp_path / "whole", **flags(tiny) | LOWERED)
+def test_a_lowered_rate_is_the_same_for_a_run_that_was_stopped(tiny, tmp_path):
+    whole = train(tmp_path / "whole", hooks=f"{__name__}:Lowers", **flags(tiny) | LOWERED)
     living = whole.steps[:2] + whole.steps[6:]
     assert [s["step"] for s in living] == list(range(1, STEPS + 1))
     assert [s["learning_rate"] for s in living] == pytest.approx(RATES)
     compared = [e for e in whole.events if e["type"] == "verify"]
     assert [e["steps"] for e in compared] == [[3, 3]], "behind the first update the losses are others"
 
-    monkeypatch.undo()
     saved = whole.output / "checkpoints" / "step-000006"
     again = train(tmp_path / "again", resume_from_checkpoint=saved, **flags(tiny) | LOWERED)
     assert told(again) == told(whole)[10:]
 
 
-def test_a_cut_outlives_a_stop_before_the_run_went_back(tiny, tmp_path, monkeypatch, lowers):
+@pytest.fixture
+def killed_while_it_goes_back(monkeypatch):
+    load = Keeper.load
+
+    def killed(self, step=None):
+        if step is not None:
+            raise KeyboardInterrupt
+        return load(self)
+
+    monkeypatch.setattr(Keeper, "load", killed)
+
+
+def test_a_cut_outlives_a_stop_before_the_run_went_back(tiny, tmp_path, killed_while_it_goes_back):
     """The next attempt goes back in its place, and lowers the rate."""
-
-    def stopped(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Recovery, "go_back", stopped)
-        train(tmp_path / "run", **flags(tiny) | LOWERED)
-    monkeypatch.undo()
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", hooks=f"{__name__}:Lowers", **flags(tiny) | LOWERED)
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | LOWERED)
     assert run.event("resume")["step"] == 2
     assert [s["learning_rate"] for s in run.steps[6:]] == pytest.approx(RATES[2:])
@@ -214,23 +209,34 @@ def tracked(run, tag):
     return dict(found)
 
 
-def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path, monkeypatch):
-    """A run that is stopped three times: before its first save, behind it, and behind a rollback."""
-    stops, see = [2, 5, 8], Watch.see
+class StoppedThreeTimes(Hook):
+    stops: ClassVar[list[int]] = []
 
-    def seeing(self, records):
-        see(self, records)
+    def __init__(self):
+        self.went_back = False
+
+    def on_rollback(self, trainer, action):
+        self.went_back = True
+
+    def on_log(self, trainer, records):
         step = records[-1].step
-        if len(stops) == 1 and step == 7 and not self.ladder.rollbacks:
-            self.ladder.rollbacks += 1
-            return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=7, noticed=7, to_step=4)
-        if stops and step == stops[0]:
-            stops.pop(0)
+        if len(self.stops) == 1 and step == 7 and not self.went_back:
+            return asks("replay", 7, to_step=4)
+        if self.stops and step == self.stops[0]:
+            self.stops.pop(0)
             raise KeyboardInterrupt
         return None
 
-    monkeypatch.setattr(Watch, "see", seeing)
-    going_on = flags(tiny) | {"save_steps": 4, "report_to": "tensorboard", "resume_from_checkpoint": "auto"}
+
+def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
+    """A run that is stopped three times: before its first save, behind it, and behind a rollback."""
+    StoppedThreeTimes.stops[:] = [2, 5, 8]
+    going_on = flags(tiny) | {
+        "hooks": f"{__name__}:StoppedThreeTimes",
+        "save_steps": 4,
+        "report_to": "tensorboard",
+        "resume_from_checkpoint": "auto",
+    }
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "run", **going_on)
@@ -249,25 +255,14 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path, monkeypatch):
     assert [point.step for point in curves.read(run.output)] == list(range(1, STEPS + 1))
 
 
-def test_a_rollback_that_a_kill_interrupts_is_finished_by_the_next_attempt(tiny, tmp_path, monkeypatch, capfd):
-    see, load = Watch.see, Keeper.load
+class GoesBack(Hook):
+    def on_log(self, trainer, records):
+        return asks("replay", 5, to_step=2) if records[-1].step == 5 else None
 
-    def seeing(self, records):
-        see(self, records)
-        if records[-1].step != 5:
-            return None
-        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=5, to_step=2)
 
-    def killed(self, step=None):
-        if step is not None:
-            raise KeyboardInterrupt
-        return load(self)
-
-    monkeypatch.setattr(Watch, "see", seeing)
-    monkeypatch.setattr(Keeper, "load", killed)
+def test_a_rollback_that_a_kill_interrupts_is_finished_by_the_next_attempt(tiny, tmp_path, killed_while_it_goes_back, capfd):
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", **flags(tiny))
-    monkeypatch.undo()
+        train(tmp_path / "run", hooks=f"{__name__}:GoesBack", **flags(tiny))
     capfd.readouterr()
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny))
     assert run.event("resume")["step"] == 2, "step 4 may hold the damage"

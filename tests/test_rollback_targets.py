@@ -13,7 +13,6 @@ from tests.alone import train
 from zerobook.checkpoint import keeper, save, store
 from zerobook.runlog.detector import Finding
 from zerobook.runlog.policy import Measure
-from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import read
 from zerobook.training.hooks import Hook
 
@@ -25,33 +24,40 @@ def flags(tiny):
     )  # fmt: skip
 
 
-def diverging(monkeypatch, onset, noticed, before=lambda keeper: None):
-    """Once, step ``noticed`` says that the run diverges since ``onset``."""
-    see, done = Watch.see, []
+class Diverging(Hook):
+    """Once, step 9 says that the run diverges since ``onset``."""
 
-    def seeing(self, records):
-        see(self, records)
-        if records[-1].step != noticed or done:
+    onset = 9
+
+    def __init__(self):
+        self.done = False
+
+    def before(self, keeper): ...
+
+    def on_log(self, trainer, records):
+        if records[-1].step != 9 or self.done:
             return None
-        done.append(before(self.keeper))
-        return self._decide(
-            Finding(kind="divergence", step=noticed, onset=onset, points=1, base=3.0, peak=9.0, reason="a test")
-        )
-
-    monkeypatch.setattr(Watch, "see", seeing)
+        self.done = True
+        self.before(trainer.keeper)
+        finding = Finding(kind="divergence", step=9, onset=self.onset, points=1, base=3.0, peak=9.0, reason="a test")
+        return trainer.watch.decide(finding)
 
 
-def test_a_run_does_not_go_back_to_damaged_bytes(tiny, tmp_path, monkeypatch, capfd):
-    whole = train(tmp_path / "whole", **flags(tiny))
+class DivergingSinceSeven(Diverging):
+    onset = 7
 
-    def flip(keeper):
+
+class DivergingBesideDamage(Diverging):
+    def before(self, keeper):
         (file,) = (keeper.folder / "step-000006").glob("tensors-*.safetensors")
         content = bytearray(file.read_bytes())
         content[-2] ^= 0x40
         file.write_bytes(content)
 
-    diverging(monkeypatch, 9, 9, flip)
-    run = train(tmp_path / "run", **flags(tiny))
+
+def test_a_run_does_not_go_back_to_damaged_bytes(tiny, tmp_path, capfd):
+    whole = train(tmp_path / "whole", **flags(tiny))
+    run = train(tmp_path / "run", hooks=f"{__name__}:DivergingBesideDamage", **flags(tiny))
     assert run.event("decision")["to_step"] == 4 and run.event("decision")["ladder"]["rollbacks"] == 1
     assert run.event("rollback")["step"] == 4
     assert "step-000006" in capfd.readouterr().out
@@ -69,8 +75,7 @@ def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny
         return write(folder, *rest)
 
     monkeypatch.setattr(save, "write_pieces", slowly)
-    diverging(monkeypatch, 7, 9)
-    kept = flags(tiny) | {"async_save": True, "save_total_limit": 2}
+    kept = flags(tiny) | {"hooks": f"{__name__}:DivergingSinceSeven", "async_save": True, "save_total_limit": 2}
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "run", **kept)
     assert left.value.code == 76, "what it would go back to is pruned: people decide"
@@ -78,27 +83,24 @@ def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny
     assert [store.step_of(c) for c in store.complete(checkpoints)] == [6, 8] and not store.list_aside(checkpoints, "abandoned")
 
 
-@pytest.mark.parametrize("shape", [{}, {"packing": True}, {"num_train_epochs": 5}])
-def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, monkeypatch, shape):
-    see = Watch.see
-
-    def seeing(self, records):
-        see(self, records)
+class LeavesAllOut(Hook):
+    def on_log(self, trainer, records):
         if records[-1].step != 8:
             return None
         return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
 
-    monkeypatch.setattr(Watch, "see", seeing)
+
+@pytest.mark.parametrize("shape", [{}, {"packing": True}, {"num_train_epochs": 5}])
+def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, shape):
     few = flags(tiny) | {"train_file": tiny / "few.jsonl", "max_train_steps": 12} | shape
     if "num_train_epochs" in shape:
         del few["max_train_steps"]
     with pytest.raises(SystemExit) as left:
-        train(tmp_path / "run", **few)
+        train(tmp_path / "run", hooks=f"{__name__}:LeavesAllOut", **few)
     assert left.value.code == 76
     events = read(tmp_path / "run" / "runlog" / "events.jsonl")
     assert "all samples" in next(e for e in events if e["type"] == "stop")["rule"]
     assert not [e for e in events if e["type"] == "skip"], "a run that goes on could not train on anything"
-    monkeypatch.setattr(Watch, "see", see)
     again = train(tmp_path / "run", resume_from_checkpoint="auto", on_spike="log", **few)
     assert again.event("run_end")["progress"]["step"] >= 12
 

@@ -1,4 +1,4 @@
-"""Everything the loop knows about where it is: one record, saved with the weights."""
+"""The progress of a run: one record, saved with the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerobook.errors import CheckpointError
 
 @dataclass(kw_only=True)
 class Progress:
-    """State of the loop after a whole optimizer step. Independent of strategy and world size.
+    """State of a run after a whole optimizer step. Independent of strategy and world size.
 
     Dropout draws from a generator seeded by (seed, step, rank) at every step, so ``seed`` and ``step`` are
     the state of the random numbers: a continued run draws what an uninterrupted one would have.

@@ -1,4 +1,4 @@
-"""Load classes that a config names, from files and modules of the user."""
+"""Load the user's classes that a config names, from files and modules."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Watch:
             if len(self._cursors) > _HISTORY:
                 del self._cursors[next(iter(self._cursors))]
             again = self._compare(done)
-            if again is not None and (measure := self._decide(again)).kind != "none":
+            if again is not None and (measure := self.decide(again)).kind != "none":
                 return measure  # one decision a step: the ladder has climbed
             for finding in findings:
                 measure = self._found(finding)
@@ -146,7 +146,7 @@ class Watch:
             self._hold()
         if finding.kind == "spike":  # what was saved shortly before it may carry the cause
             self._saved = [step for step in self._saved if step < finding.onset - LEAD]
-        return self._decide(finding) if finding.asks else None
+        return self.decide(finding) if finding.asks else None
 
     def replicas(self, step: int) -> Measure | None:
         """Before a save: what to do where ranks that should hold the same weights do not. Collective.
@@ -161,9 +161,14 @@ class Watch:
         self.seq = self.log and self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1,
                                                base=level, peak=level, reason=words)  # fmt: skip
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
-        return self._decide(finding, differing)
+        return self.decide(finding, differing)
 
-    def _decide(self, finding: Finding, differing: Any = None) -> Measure:
+    def decide(self, finding: Finding, differing: Any = None) -> Measure:
+        """Decide what to do about ``finding``, and write it down. Collective.
+
+        Args:
+            differing: what the ranks' copies of the weights differ in, where it is known.
+        """
         strategy, keeper = self.strategy, self.keeper
         differing = differing or strategy.differing_replicas()
         hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None

@@ -15,7 +15,7 @@ from zerobook.training.resume import amount
 
 
 class Console(Hook):
-    """Prints on rank 0; the other ranks' is silent."""
+    """Prints on rank 0. The other ranks have a silent one."""
 
     def __init__(self, *, silent: bool):
         self.silent = silent
@@ -27,6 +27,8 @@ class Console(Hook):
 
     def introduce(self, trainer: TrainerView) -> None:
         """Say what runs, on what data, in how many steps."""
+        if self.silent:
+            return
         config, state, data = trainer.config, trainer.state, trainer.data
         live = trainer.strategy.describe()
         self.say(f"live engine: {_live(live)}")
@@ -44,8 +46,7 @@ class Console(Hook):
                 f"more than {held_out.LOGITS:,} logits"
             )
         if state.progress.step < state.end_step:
-            if not self.silent:
-                self.say(f"{state.feed.padding():.1%} of a batch's tokens are padding")
+            self.say(f"{state.feed.padding():.1%} of a batch's tokens are padding")
         else:
             self.say(f"all {state.progress.step} steps are done; nothing is left to train")
 

@@ -1,4 +1,4 @@
-"""Hooks: code of a user, or of this project, that a run calls at fixed points.
+"""Hooks: code that a run calls at fixed points.
 
 A hook is a subclass of `Hook`. ``--hooks FILE.py:Class`` (or ``module:Class``) adds one to any recipe; the class is called
 without arguments. The trainer's own console, trackers and runlog are hooks too.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class TrainerView(Protocol):
-    """What a hook may use of the trainer, `zerobook.training.trainer.Trainer`."""
+    """The part of `zerobook.training.trainer.Trainer` that hooks may use."""
 
     config: RecipeConfig
     strategy: Strategy
@@ -66,17 +66,18 @@ class TrainerView(Protocol):
 
 
 class Hook:
-    """Does nothing at every point; override what is needed.
+    """Base class of all hooks. Every method does nothing; override those that are needed.
 
-    Every rank calls every method at the same place, so each of them may use collectives, if all ranks do. Methods are called
-    in the order in which they stand here. An exception ends the run. Unless a method says otherwise, losses and norms in
-    records are floats, and reading a tensor waits for the device: a run is fastest if this happens at log points only.
+    Unless a method says otherwise, every rank calls it at the same place, so it may use collectives if it does so on all
+    ranks. An exception ends the run. Reading a tensor as a number waits for the device; only at log points has the trainer
+    waited already, so do it there.
     """
 
     def before_prepare(self, trainer: TrainerView, model: nn.Module) -> None:
-        """Run first of all, before the strategy spreads ``model``, which is as the recipe made it.
+        """Run first, before the strategy distributes ``model``. The model is as the recipe made it.
 
-        Of the trainer there are ``config``, ``strategy``, ``data``, ``collate`` and ``scorers``; they may be replaced here.
+        The trainer has ``config``, ``strategy``, ``data``, ``collate``, ``scorers`` and ``save_results`` by now. All of them
+        but ``config`` may be replaced here.
         """
 
     def on_start(self, trainer: TrainerView) -> None:
@@ -86,7 +87,7 @@ class Hook:
         """Run before the first micro-batch of optimizer step ``step``, counted from 1."""
 
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass and the loss of one training micro-batch; the backward pass is behind it.
+        """Return a context for the forward pass and the loss of one training micro-batch. It ends before the backward pass.
 
         Args:
             batch: as the collator made it, before it is moved to the device.
@@ -94,49 +95,57 @@ class Hook:
         return nullcontext()
 
     def on_gradients_ready(self, trainer: TrainerView) -> None:
-        """Run behind the last backward pass of a step: gradients are reduced over ranks, and nothing is applied yet.
+        """Run after the last backward pass of a step. Gradients are reduced over the ranks, and no update is applied yet.
 
         `Strategy.gradients` yields them. `TrainerView.add_metric` adds a value to the step's record.
         """
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
-        """Run behind every optimizer step. The record's loss and norm are still on the device."""
+        """Run after every optimizer step. The record's loss and norm are tensors, and the loss is this rank's part."""
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> Measure | None:
-        """Run at every log point with the steps since the last one. Their tensors have been read.
+        """Run at every log point with the steps since the last one. Losses, norms and metrics are numbers now.
 
         Returns:
-            What is to be done, such as a rollback, where the spike monitor asks for nothing; the same on every rank.
+            A measure to carry out, such as a rollback, if the spike monitor asks for none. Return the same on every rank.
         """
         return None
 
     def on_alert(self, trainer: TrainerView, messages: Sequence[str]) -> None:
-        """Run at a log point at which the spike monitor found or decided something; rank 0 alone has the sentences."""
+        """Run at a log point where the spike monitor found or decided something. Rank 0 only: use no collectives.
+
+        Args:
+            messages: sentences that say what.
+        """
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
-        """Run behind every evaluation."""
+        """Run after every evaluation. The record holds numbers."""
 
     def on_save(self, trainer: TrainerView, folder: Path) -> None:
-        """Run behind every save. ``folder`` is the complete checkpoint; with ``--async_save`` it may still be written."""
+        """Run after every save.
+
+        Args:
+            folder: the complete checkpoint. With ``--async_save`` it may still be in the making.
+        """
 
     def on_rollback(self, trainer: TrainerView, action: Measure) -> None:
-        """Run behind what was done about a spike.
+        """Run after a measure against a spike was carried out.
 
-        The run has gone back to the checkpoint of ``action.to_step``, and its progress is the one of that time. Where
-        ``to_step`` is None, samples are left out from now on.
+        The run has gone back to the checkpoint of ``action.to_step``, and ``trainer.progress`` is that of the checkpoint. If
+        ``to_step`` is None, the run goes on from where it was, without some samples.
         """
 
     def on_end(self, trainer: TrainerView) -> None:
-        """Run where training ends in order: after its last step, after a warning signal, or stopped for a person to decide.
+        """Run at the end of training: after the last step or a warning signal, or where the run stops for a person to decide.
 
-        Everything is saved by then. Hooks end in reverse order.
+        Everything is saved by then. An exception that ends the run skips this method. Hooks end in reverse order.
         """
 
 
 class Hooks:
-    """Calls hooks one after another, those alone that override the method.
+    """A list of hooks, called one after another. The trainer's own hooks come first.
 
-    The trainer's own come first. An error in one of the user's is given the hook's name.
+    An error in a user's hook gets a note with the hook's name.
     """
 
     def __init__(self, user: Sequence[Hook]):
@@ -148,7 +157,7 @@ class Hooks:
         self._own += own
 
     def __call__(self, name: str, *given: Any) -> list[Any]:
-        """Call the method ``name`` of every hook and return what is not None."""
+        """Call the method ``name`` of every hook that overrides it; return the results that are not None."""
         hooks = self._overriding(name)
         found = []
         for hook in reversed(hooks) if name == "on_end" else hooks:

@@ -1,4 +1,4 @@
-"""What a run writes into its runlog, apart from checkpoints, resumes and spikes, which their own parts write down."""
+"""Hooks that write the runlog. Checkpoints, resumes and spikes are written by the parts that handle them."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Logbook(Hook):
 
 
 class MemoryRecord(Hook):
-    """Writes down the bytes that each rank holds.
+    """Writes down the bytes that each rank holds in the first step.
 
-    Gradients are counted at the seam of the first step, the optimizer's state behind it, weights where they are more.
+    Gradients are counted before the update, the optimizer's state after it, and weights where they are more.
     """
 
     def __init__(self, log: RunLog | None):

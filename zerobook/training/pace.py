@@ -1,4 +1,4 @@
-"""How fast a run trains, from log point to log point."""
+"""Training speed, measured from log point to log point."""
 
 from __future__ import annotations
 

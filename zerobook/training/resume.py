@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what must be as it was, what earlier attempts decided, and whether losses come back."""
+"""Resume from a checkpoint: check that data and model are the same, take over decisions, compare losses."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | No
 
 
 class ResumeCheck(Hook):
-    """Compares the first losses behind a checkpoint with those that were recorded there before, once. Rank 0."""
+    """Compares the first losses after a checkpoint with those that were recorded there before, once. Rank 0 has one."""
 
     def __init__(self, log: RunLog):
         self.log = log
@@ -176,7 +176,7 @@ def amount(samples: int) -> str:
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
-    """What earlier attempts recorded behind ``step``, as far as it is the newest stretch of the log."""
+    """Return the losses that earlier attempts recorded after ``step``, from the newest stretch of the log."""
     found: dict[int, float] = {}
     for record in backwards(log.folder / STEPS):
         if record is None or record["step"] <= step:

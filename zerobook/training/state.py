@@ -1,4 +1,4 @@
-"""Where a run is, and what its next steps take."""
+"""The state of a run: its progress, its sample order and its learning rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOREVER = 2**62
 
 
 class RunState:
-    """The progress of a run, its sample order from there on, and its learning rate.
+    """The state that decides the next steps, apart from the weights and the optimizer.
 
     Args:
         progress: changed in place, at every step and by a rollback.

@@ -252,7 +252,7 @@ class Trainer:
                 f"since. Resume from the last checkpoint with a lower --learning_rate than {self.config.learning_rate}, or "
                 "more --num_warmup_steps."
             )
-        return action or next(iter(asked), None)
+        return action or next((measure for measure in asked if measure.kind != "none"), None)
 
     def _read(self, records: list[StepRecord]) -> None:
         """Turn tensors into numbers, losses into sums over ranks: the same bits on every rank, since all decide from them."""
