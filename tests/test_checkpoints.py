@@ -29,8 +29,9 @@ from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
-from zerobook.strategy import MOMENTS, Piece
+from zerobook.strategy import Piece
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}
 WHOLE = {
     f"{key}/{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i + 10 * j))
@@ -55,6 +56,7 @@ class FakeStrategy:
     """One rank of several that save together, as far as `Saver` asks."""
 
     device = torch.device("cpu")
+    plan = SimpleNamespace(optimizer="adamw")
 
     def __init__(self, rank, dealt, barrier=lambda: None, told=None):
         self.rank, self.dealt, self.world_size, self.is_main = rank, dealt, len(dealt), rank == 0
@@ -80,7 +82,10 @@ class FakeStrategy:
     def buffers(self):
         return {"router.bias": torch.tensor([1.0001]), "seen": torch.tensor(1001)}
 
-    def adam_steps(self):
+    def state_shapes(self, parameter):
+        return dict.fromkeys(MOMENTS, parameter.shape)
+
+    def optimizer_steps(self):
         return 4
 
     def describe(self):
@@ -400,7 +405,7 @@ def test_commands_show_what_there_is(tmp_path, capsys):
     assert "1.2500" in shown and "best" in shown and "ZeRO-2, 2 processes" in shown and "damaged" in shown
     command(["inspect", str(checkpoints / "step-000012")])
     shown = capsys.readouterr().out
-    assert "7 x 5" in shown and "Adam has taken 4 steps" in shown and "eval_loss" in shown
+    assert "7 x 5" in shown and "adamw has taken 4 steps" in shown and "eval_loss" in shown
     with pytest.raises(CheckpointError, match="there are no checkpoints"):
         command(["list", str(tmp_path / "nothing")])
     assert [size_words(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.5 kB"]

@@ -270,6 +270,7 @@ def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, no
         "samples seen": f"{progress['samples']:,}",
         "supervised tokens seen": f"{progress['tokens']:,}",
         "global batch": progress["global_batch"],
+        "optimizer": config.get("optimizer", "adamw"),
         "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
         "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
         "strategy": f"{index['written_by']['strategy']}, {index['written_by']['world_size']} processes",

@@ -7,6 +7,7 @@ Ranks talk through files only, so that a thread can do it while collectives of t
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -22,7 +23,7 @@ import torch
 from zerobook.checkpoint import store
 from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
-from zerobook.strategy import MOMENTS, Piece, Strategy
+from zerobook.strategy import Piece, Strategy
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
@@ -30,7 +31,10 @@ HEADER_BYTES = 1 << 16
 INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
-BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
+ADAM_STEPS, STEPS = "adam_steps", "optimizer_steps"
+"""Keys of the index for the optimizer's count of steps: of AdamW, and of any other."""
+STATE_SHAPES = "state_shapes"
+"""Key of the index for the shapes of state that is not of its weight's shape."""
 _POLL_S = (0.02, 0.5)
 """Between two looks at the folder, at first and at most."""
 _BEGIN_S = 600
@@ -81,17 +85,21 @@ class Saver:
             self._results += [Saved(self._final(progress.step), 0.0, problem)] if strategy.is_main else []
             return
         strategy.materialise_optimizer()
-        facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
+        plain = strategy.plan.optimizer == "adamw"
+        facts = {ADAM_STEPS if plain else STEPS: strategy.optimizer_steps(), "written_by": strategy.describe()}
         facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        expected = _shapes(strategy)
+        others = {full: shape for full, shape in expected.items() if shape != facts["shapes"][full.partition("/")[2]]}
+        facts |= {STATE_SHAPES: others} if others else {}
         buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
         if self.background:
             pieces = self._copies()
-            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), start)
+            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), expected, start)
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(staging, progress.step, strategy.pieces(), buffers, texts, start)
+            self._write(staging, progress.step, strategy.pieces(), buffers, texts, expected, start)
             strategy.barrier()
 
     def results(self) -> list[Saved]:
@@ -139,6 +147,7 @@ class Saver:
         pieces: Iterable[Piece],
         buffers: dict[str, torch.Tensor],
         texts: dict[str, Any],
+        expected: dict[str, list[int]],
         start: float,
     ) -> None:
         rank = self.strategy.rank
@@ -155,7 +164,7 @@ class Saver:
             return
         problem: str | None = None
         try:
-            problem = self._publish(staging, step, buffers, texts)
+            problem = self._publish(staging, step, buffers, texts, expected)
         except OSError as error:
             problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
         except CheckpointError as error:
@@ -167,7 +176,14 @@ class Saver:
     def _final(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def _publish(self, staging: Path, step: int, buffers: dict[str, torch.Tensor], texts: dict[str, Any]) -> str | None:
+    def _publish(
+        self,
+        staging: Path,
+        step: int,
+        buffers: dict[str, torch.Tensor],
+        texts: dict[str, Any],
+        expected: dict[str, list[int]],
+    ) -> str | None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
         shares: dict[int, dict[str, Any]] = {}
         ranks, deadline, pause = range(self.strategy.world_size), time.monotonic() + _BEGIN_S, _POLL_S[0]
@@ -188,11 +204,12 @@ class Saver:
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_S[1])
         indices = [shares[rank] for rank in ranks]
-        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], texts[INDEX]["shapes"])
+        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], expected)
         for name, content in texts.items():
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
         (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
-        store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
+        digests = {name: digest for index in indices for name, digest in index["digests"].items()}
+        store.publish(staging, step, digests, version=4 if ADAM_STEPS in texts[INDEX] else store.FORMAT_VERSION)
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
 
@@ -297,21 +314,37 @@ class _File:
         return store.digest(self.path)
 
 
+def bytes_of_state(strategy: Strategy) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    return 4 * sum(math.prod(shape) for shape in _shapes(strategy).values())
+
+
+def _shapes(strategy: Strategy) -> dict[str, list[int]]:
+    """Return name -> shape of all tensors of a checkpoint, with names as ``exp_avg/PARAMETER``."""
+    found = {}
+    for name, parameter in strategy.trainable():
+        found[f"weight/{name}"] = list(strategy.shape(parameter))
+        found |= {f"{key}/{name}": list(shape) for key, shape in strategy.state_shapes(parameter).items()}
+    return found
+
+
 def merge(parts: list[dict[str, list]], shapes: dict[str, list[int]]) -> dict[str, list]:
-    """The pieces of all ranks as one table; raises `CheckpointError` where a number is missing or there twice."""
+    """The pieces of all ranks as one table; raises `CheckpointError` where a number is missing or there twice.
+
+    Args:
+        shapes: of all tensors, by names as ``exp_avg/PARAMETER``.
+    """
     merged: dict[str, list] = {}
     for part in parts:
         for name, pieces in part.items():
             merged.setdefault(name, []).extend(pieces)
-    for parameter, shape in shapes.items():
-        for kind in ("weight", *MOMENTS):
-            name, size = f"{kind}/{parameter}", torch.Size(shape).numel()
-            pieces = sorted(merged.get(name, []))
-            ends = [0, *(stop for _, stop, _ in pieces)]
-            if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != size:
-                spans = ", ".join(f"{start} to {stop}" for start, stop, _ in pieces) or "nothing"
-                raise CheckpointError(f"{name}: it has {size} numbers, and the ranks gave {spans}")
-            merged[name] = pieces
+    for name, shape in shapes.items():
+        size, pieces = math.prod(shape), sorted(merged.get(name, []))
+        ends = [0, *(stop for _, stop, _ in pieces)]
+        if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != size:
+            spans = ", ".join(f"{start} to {stop}" for start, stop, _ in pieces) or "nothing"
+            raise CheckpointError(f"{name}: it has {size} numbers, and the ranks gave {spans}")
+        merged[name] = pieces
     return merged
 
 

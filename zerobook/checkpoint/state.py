@@ -1,4 +1,4 @@
-"""The training state by parameter name: fp32 weights, Adam's moments and step count, buffers, and `Progress`.
+"""The training state by parameter name: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
 
 Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is flattened and cut as
 the strategy that wrote it spread it; any stretch can be read, so any other cut can continue from it.
@@ -15,13 +15,13 @@ from uuid import uuid4
 import torch
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.save import BUFFERS, INDEX
+from zerobook.checkpoint.resume import differing_optimizer
+from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, STEPS
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
-from zerobook.strategy import MOMENTS, Strategy
+from zerobook.strategy import Strategy
 from zerobook.strategy.base import persistent_buffers
-
-_KEYS = (None, *MOMENTS)
+from zerobook.training.optimizer import optimizer_name
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
@@ -60,17 +60,20 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
-    """Bring weights, moments and step count back, in this process, under any strategy. Collective.
+    """Bring weights, optimizer state and step count back, in this process, under any strategy. Collective.
 
-    Each rank reads its own share of the moments; weights that every rank holds whole are read by rank 0 and sent.
+    Each rank reads its own share of the state; weights that every rank holds whole are read by rank 0 and sent.
 
     Returns:
         (the loop's state, bytes of tensors that this rank read).
 
     Raises:
         CheckpointError: on every rank, where the checkpoint is of another model: names the first
-            tensor that differs, with both shapes.
+            tensor that differs, with both shapes. Or where it is of another optimizer.
     """
+    problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
+    if problem is not None:
+        raise CheckpointError(problem)
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check(strategy, checkpoint, parameters, index["shapes"])
@@ -78,15 +81,16 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     strategy.materialise_optimizer()
     reader = Reader(checkpoint, index)
     for name, parameter in parameters:
-        for key in _KEYS:
+        for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, partial(reader.borrow, f"{key or 'weight'}/{name}"))
     if buffers is not None:
         strategy.restore_buffers(buffers)
-    strategy.set_adam_steps(index["adam_steps"])
+    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
+    strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
-    # fp16 skips steps that overflow: Adam and the schedule have seen fewer than the loop
-    strategy.set_schedule_step(index["adam_steps"])
+    # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop
+    strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
 
 
@@ -157,7 +161,7 @@ class Reader:
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name`` in its shape."""
-        shape = torch.Size(self.index["shapes"][name.partition("/")[2]])
+        shape = torch.Size(self.index.get(STATE_SHAPES, {}).get(name) or self.index["shapes"][name.partition("/")[2]])
         return self.read(name, 0, shape.numel()).view(shape)
 
     def _file(self, name: str) -> Any:

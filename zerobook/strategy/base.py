@@ -25,6 +25,7 @@ from torch import nn
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.ranks import Ranks
 from zerobook.strategy.replicas import Replicas, differing
+from zerobook.training.optimizer import OptimizerSpec, optimizer_spec
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
 
 Read = Callable[[int, int], torch.Tensor]
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _SPLIT = 1 << 18
 """Numbers; smaller tensors are not worth writing in parts."""
 
 
 class Piece(NamedTuple):
-    """A stretch of a flattened weight (``key`` None) or moment: ``values``, fp32 [n], from ``start`` on."""
+    """A stretch of a flattened weight (``key`` None) or optimizer state: ``values``, fp32 [n], from ``start`` on."""
 
     name: str
     key: str | None
@@ -59,16 +59,21 @@ class Strategy(Ranks):
     owns_schedule = False
     """The strategy file brings a learning-rate schedule of its own."""
 
+    _applied: torch.Tensor | int = 0
+    """Steps taken, for an optimizer that does not count its own."""
+
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         super().__init__(accelerator)
         self.plan = plan
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: Any = None
         self.max_grad_norm = 0.0
+        self.optimizer_spec: OptimizerSpec = optimizer_spec(plan.optimizer)
         self.loaded_dtypes: dict[str, torch.dtype] = {}
         """of each weight as the model was loaded, by name"""
         self._loaded_buffers: dict[str, torch.Tensor] = {}
         self._unscaled = False
+        self._skips_on_device = self.optimizer_spec.skips_nonfinite
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
                 f"accelerate formed {accelerator.num_processes} process(es) where the launcher started "
@@ -97,7 +102,7 @@ class Strategy(Ranks):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        self.model, self.optimizer = self._spread(model, self._adamw(model, config))
+        self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         """Return the prepared model and optimizer."""
@@ -110,18 +115,9 @@ class Strategy(Ranks):
             name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model) if not buffer.is_meta
         }
 
-    def _adamw(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(
-            self._groups(model, config.weight_decay),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            # A fused step is skipped by a flag on the device, so the host need not wait. ``fused=False`` would also switch
-            # torch's foreach kernels off.
-            fused=True,
-        )
-        if self.plan.offload_optimizer != "none":
+    def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
+        optimizer = self.optimizer_spec.build(self._groups(model, config.weight_decay), config)
+        if self.plan.offload_optimizer != "none" and self._skips_on_device:
             # Otherwise the scaler hands over a copy of its flag that may not have arrived from the GPU yet. With False, the
             # scaler reads the flag itself and skips the step.
             optimizer._step_supports_amp_scaling = False
@@ -169,6 +165,8 @@ class Strategy(Ranks):
     def apply(self, learning_rate: float) -> torch.Tensor | float:
         """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
 
+        An optimizer that cannot skip a step on the device makes the host wait for the norm in every step.
+
         Args:
             learning_rate: the rate of this step. It does not change a schedule that the strategy owns.
 
@@ -180,9 +178,14 @@ class Strategy(Ranks):
             group["lr"] = learning_rate
         norm = self.gradient_norm()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
-        # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
-        self._torch_optimizer().found_inf = (~torch.isfinite(norm)).float()
-        self.optimizer.step()
+        finite = torch.isfinite(norm)
+        if self._skips_on_device:
+            # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
+            self._torch_optimizer().found_inf = (~finite).float()
+            self.optimizer.step()
+        elif self.accelerator.scaler is not None or finite.item():  # the scaler looks, and waits, by itself
+            self.optimizer.step()
+        self._applied = self._applied + finite.int()
         self._unscaled = False
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -232,24 +235,32 @@ class Strategy(Ranks):
         return nullcontext()
 
     def materialise_optimizer(self) -> None:
-        """Create the moments that AdamW otherwise creates at its first step, as zeros."""
+        """Create the state that the optimizer otherwise creates at its first step, as zeros."""
         for _, parameter in self.trainable():
-            zero_state(self._torch_optimizer(), parameter)
+            self._init_state(self._torch_optimizer(), parameter)
+
+    def _init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if not optimizer.state[parameter]:
+            self.optimizer_spec.init_state(optimizer, parameter)
+
+    def state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
+        """Return name -> shape of the state that the optimizer keeps for a weight, whole."""
+        return self.optimizer_spec.state_shapes(self.shape(parameter))
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """The whole fp32 weight (``key`` None) or moment (``exp_avg``, ``exp_avg_sq``). Collective.
+        """The whole fp32 weight (``key`` None) or optimizer state, such as ``exp_avg``. Collective.
 
         Peak memory is one whole tensor per rank.
         """
         return whole(self._tensor(parameter, key).detach()).float()
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's share of all weights and moments, so that all ranks together give each number once.
+        """This rank's share of all weights and optimizer state, so that all ranks together give each number once.
 
         Nothing is sent between ranks. Values may be live: they hold until the next piece is asked for.
         """
         for index, (name, parameter) in enumerate(self.trainable()):
-            for key in (None, *MOMENTS):
+            for key in (None, *self.state_shapes(parameter)):
                 found = self._piece(index, parameter, key)
                 if found is not None and found[1].numel():
                     yield Piece(name, key, *found)
@@ -267,14 +278,16 @@ class Strategy(Ranks):
         return start, flat[start : start + part]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
-        """Bring back a weight (``key`` None) or moment. Collective.
+        """Bring back a weight (``key`` None) or optimizer state. Collective.
 
         Args:
             read: (start, stop) -> fp32 values [stop - start] of the flattened tensor, on the CPU, good until the next call.
                 Each rank calls it for what it needs alone; what all need is read by rank 0 and sent.
         """
         with torch.no_grad():
-            self._tensor(parameter, key).copy_(self._read_by_main(parameter, read))
+            tensor = self._tensor(parameter, key)
+            shape = self.shape(parameter) if key is None else self.state_shapes(parameter)[key]
+            tensor.copy_(self._read_by_main(torch.Size(shape), read))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
@@ -302,9 +315,8 @@ class Strategy(Ranks):
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         return parameter if key is None else self._state_of(parameter)[key]
 
-    def _read_by_main(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
-        """The whole tensor, on every rank's device."""
-        shape = self.shape(parameter)
+    def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
+        """The whole tensor of ``shape``, on every rank's device."""
         if self.is_main:
             value = read(0, shape.numel()).view(shape).to(self.device)
         else:
@@ -316,22 +328,14 @@ class Strategy(Ranks):
     def _states(self) -> Iterable[dict[str, Any]]:
         return self._torch_optimizer().state.values()
 
-    def adam_steps(self) -> int:
-        """Steps AdamW has taken, its bias correction's exponent; 0 before the first."""
-        for state in self._states():
-            if "step" in state:
-                return int(state["step"])
-        return int(self._torch_optimizer().param_groups[0].get("step", 0))
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer has taken, such as the exponent of AdamW's bias correction; 0 before the first."""
+        counted = self.optimizer_spec.get_step(self._torch_optimizer())
+        return int(self._applied) if counted is None else counted
 
-    def set_adam_steps(self, steps: int) -> None:
-        for state in self._states():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].fill_(steps)
-            elif "step" in state:
-                state["step"] = steps
-        for group in self._torch_optimizer().param_groups:
-            if "step" in group:
-                group["step"] = steps
+    def set_optimizer_steps(self, steps: int) -> None:
+        self._applied = steps
+        self.optimizer_spec.set_step(self._torch_optimizer(), steps)
 
     def scaler_state(self) -> dict[str, Any] | None:
         """The fp16 loss scaler's ``kind``, ``scale`` and whole ``state``, or None where no loss is scaled."""
@@ -355,7 +359,7 @@ class Strategy(Ranks):
         """Bytes this rank holds now, counted from live tensors, each storage once.
 
         ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
-        and moments). On every device together.
+        and state). On every device together.
         """
         return {name: bytes(tensors) for name, tensors in self.held().items()}
 
@@ -411,20 +415,6 @@ def parameter_groups(
         {"params": [p for p in trained if len(shape(p)) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def zero_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    state = optimizer.state[parameter]
-    if state:
-        return
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's Adam in a tensor
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-    elif "step" not in optimizer.param_groups[0]:
-        state["step"] = 0
-    for key in MOMENTS:
-        state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,11 +14,12 @@ from zerobook.strategy.base import Read, Strategy, local, owners_of_buffers
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
 
 class FullyShardedStrategy(Strategy):
-    """FSDP2, full or hybrid: parameters, gradients and moments are DTensors.
+    """FSDP2, full or hybrid: parameters, gradients and optimizer state are DTensors.
 
     Gradients are reduce-scattered at every micro-batch, so they stay sharded while accumulating. The replicas of hybrid
     sharding all-reduce them in the last micro-batch of a step only.
@@ -33,6 +34,15 @@ class FullyShardedStrategy(Strategy):
             raise RuntimeError(
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
+
+    def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
+        optimizer = super()._build_optimizer(model, config)
+        if isinstance(optimizer, torch.optim.SGD):
+            # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            optimizer._step_supports_amp_scaling = self._skips_on_device = False
+        return optimizer
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         from torch.distributed.fsdp import register_fsdp_forward_method

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobook.strategy.base import Read, Strategy, zero_state
+from zerobook.strategy.base import Read, Strategy
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,7 +40,7 @@ class ZeroStrategy(Strategy):
             groups = self._groups(model, config.weight_decay)
             objects.append(DummyOptim(groups, lr=config.learning_rate, weight_decay=config.weight_decay))
         else:
-            objects.append(self._adamw(model, config))
+            objects.append(self._build_optimizer(model, config))
         if self.owns_schedule:
             objects.append(self._schedule(objects[1], config, total_steps))
         self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
@@ -74,7 +74,9 @@ class ZeroStrategy(Strategy):
         for group in groups:
             group["lr"] = learning_rate
         self.model.step()
-        if self.owns_schedule and not self.model.was_step_applied():
+        applied = self.model.was_step_applied()
+        self._applied = self._applied + int(applied)
+        if self.owns_schedule and not applied:
             # DeepSpeed moves its schedule, and sets the next rate, only after a step that was applied
             for group in groups:
                 group["lr"] = scheduled
@@ -125,7 +127,7 @@ class ZeroStrategy(Strategy):
             zero._lazy_init_hp_params_optimizer_state()
 
     def _make_states(self) -> None:
-        """Zero moments for every master, as the first step would make them."""
+        """State of zeros for every master, as the first step would make it."""
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3 and zero.swap_optimizer:
             # Swapped-out state exists only once the optimizer has run: one step at rate 0 on zero gradients.
@@ -143,7 +145,7 @@ class ZeroStrategy(Strategy):
                 group["lr"] = rate
             return
         for master in self._masters():
-            zero_state(zero.optimizer, master)
+            self._init_state(zero.optimizer, master)
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -183,7 +185,7 @@ class ZeroStrategy(Strategy):
         mapping = parameter._hp_mapping
         value = None
         if key is None:
-            value = self._read_by_main(parameter, read)
+            value = self._read_by_main(self.shape(parameter), read)
             with torch.no_grad():
                 parameter.data.copy_(value)
         if mapping is not None:

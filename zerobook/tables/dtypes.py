@@ -54,7 +54,7 @@ def watch(plain: bool, found: dict[str, str]) -> None:
 
     def prepared(self: Any, model: Any, config: Any, total_steps: int) -> None:
         self.max_grad_norm = config.max_grad_norm
-        self.model, self.optimizer = self.accelerator.prepare(model, self._adamw(model, config))
+        self.model, self.optimizer = self.accelerator.prepare(model, self._build_optimizer(model, config))
 
     TrainingLoop.__init__, TrainingLoop.run = beginning, running
     TrainingLoop.save = lambda self: None

@@ -1,0 +1,1 @@
+"""Parts of the training that a user can replace."""
