@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
 from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
@@ -94,7 +93,7 @@ def test_a_step_is_torchs_own(make):  # noqa: F811
             optimizer.step()
             optimizer.zero_grad()
         for mine, theirs in zip(strategy.model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7, msg=name)
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -215,8 +214,9 @@ def test_an_optimizer_in_the_json_beside_another_is_refused_with_both(tmp_path):
 @pytest.mark.parametrize(
     "said, words",
     [
-        ("adm", "adamw, sgd, adafactor"), ("nowhere.py:Own", "no Python file nowhere.py"), ("OWN:Missing", "no class 'Missing'"),
-        ("OWN:Unfinished", "does not define state_shapes"), ("BAD:Own", "ZeroDivisionError"),
+        ("adm", "adamw, sgd, adafactor"), ("nowhere.py:Own", "no Python file nowhere.py"),
+        ("OWN:Missing", "no class 'Missing'"), ("OWN:Unfinished", "does not define state_shapes"),
+        ("BAD:Own", "ZeroDivisionError"),
     ],
 )  # fmt: skip
 def test_an_optimizer_that_is_not_there_is_refused(tmp_path, own, said, words):

@@ -38,6 +38,7 @@ def make():
     def made(kind=ReplicatedStrategy, model=None, **settings):
         AcceleratorState._reset_state(reset_partial_state=True)
         plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+        plan.optimizer = settings.get("optimizer", plan.optimizer)
         strategy = kind(Accelerator(cpu=True), plan)
         config = CausalLMConfig(model_name_or_path="x", dataset_name="x", **settings)
         strategy.prepare(model or two_layers(), config, total_steps=10)

@@ -1,4 +1,4 @@
-"""Every optimizer trains under every strategy that can hold it as in one process, and its checkpoints go on under the others."""
+"""Every optimizer trains as in one process under every strategy that can hold it, and its checkpoints go on under others."""
 
 from __future__ import annotations
 
