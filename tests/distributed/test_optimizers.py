@@ -92,3 +92,25 @@ def test_an_optimizer_that_needs_whole_weights_is_refused_by_the_launch(tiny, tm
     run = launch(strategy, 2, "causal_lm", tmp_path / "run", model_name_or_path=tiny / "llama",
                  train_file=tiny / "chats.jsonl", optimizer="adafactor", expect=None)  # fmt: skip
     assert run.returncode and "optimizer: adafactor needs whole weights" in run.text and not run.steps
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "zero2", "zero3", "zero2_offload"))]
+)
+def test_steps_that_are_not_finite_leave_the_weights_as_they_are(launches, tmp_path, strategy):
+    """A gradient on rank 1 is not a number from the eighth step on: the model at the end is that of the seventh."""
+    from safetensors.torch import load_file
+
+    from zerobook.checkpoint.state import tensors
+
+    run = launches(
+        strategy, 2, 2, 1, optimizer="sgd", learning_rate=RATES["sgd"], save_steps=7, on_spike="log",
+        through=ROOT / "tests" / "distributed" / "faults.py", environment={"ZEROBOOK_FAULT": "nan", "ZEROBOOK_FAULT_AT": 8},
+    )  # fmt: skip
+    assert [step["step"] for step in run.steps if step["grad_norm"] is None] == [8, 9, 10]
+    (checkpoint,) = (run.output / "checkpoints").glob("step-*")
+    saved, final = tensors(checkpoint), load_file(run.output / "model" / "model.safetensors")
+    assert checkpoint.name == "step-000007" and len(final) == sum(name.startswith("weight/") for name in saved)
+    for name, weight in final.items():
+        assert (weight == saved[f"weight/{name}"]).all(), name
