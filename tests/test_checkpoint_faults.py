@@ -294,7 +294,7 @@ def test_twenty_saves_and_loads_do_not_grow_memory(tmp_path):
 
 def _save_once(folder, queue):
     save.FILE_BYTES = 16 << 20
-    pieces = [Piece(f"layer{i}", None, 0, torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
+    pieces = [Piece(f"layer{i}", None, (0,), torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
     pieces += [
         piece._replace(key=key) for key in ("exp_avg", "exp_avg_sq") for piece in pieces[:64]
     ]  # 768 MiB, of which 256 are in memory

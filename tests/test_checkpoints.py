@@ -48,7 +48,7 @@ def spread(cuts, ranks):
         ends = sorted({0, tensor.numel(), *(c for c in cuts if c < tensor.numel())})
         for nth, (start, stop) in enumerate(itertools.pairwise(ends)):
             values = tensor.flatten()[start:stop]
-            dealt[(turn + nth) % ranks].append(Piece(name, None if kind == "weight" else kind, start, values))
+            dealt[(turn + nth) % ranks].append(Piece(name, None if kind == "weight" else kind, (start,), values))
     return dealt
 
 
@@ -102,7 +102,7 @@ def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, bre
         saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait, told), seen, keep=keep, background=background)
         savers.append((rank, saver))
         if rank == break_rank:
-            saver.strategy.pieces = lambda: iter([Piece("a.weight", None, 0, SimpleNamespace())])
+            saver.strategy.pieces = lambda: iter([Piece("a.weight", None, (0,), SimpleNamespace())])
         saver.save(Progress(step=step, eval_loss=loss), {"config": {}})
         saver.wait()
 
@@ -156,7 +156,8 @@ def test_a_rank_that_fails_is_named_and_nothing_is_published(tmp_path):
 def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     live = {name: tensor.clone() for name, tensor in WHOLE.items()}
     pieces = [
-        Piece(n.split("/", 1)[1], None if n.startswith("weight") else n.split("/")[0], 0, t.flatten()) for n, t in live.items()
+        Piece(n.split("/", 1)[1], None if n.startswith("weight") else n.split("/")[0], (0,), t.flatten())
+        for n, t in live.items()
     ]
     released, real = threading.Event(), save.write_pieces
     monkeypatch.setattr(save, "write_pieces", lambda *args: (released.wait(30), real(*args))[1])

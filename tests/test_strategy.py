@@ -290,7 +290,7 @@ def test_pieces_of_zero3_stay_where_the_optimizer_is(monkeypatch):
     strategy.accelerator = SimpleNamespace(process_index=0, num_processes=2)
     strategy.model = torch.nn.ParameterDict({"w": weight})
     monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "meta")
-    found = [(piece.name, piece.key, piece.start, piece.values.device.type) for piece in strategy.pieces()]
+    found = [(piece.name, piece.key, *piece.offset, piece.values.device.type) for piece in strategy.pieces()]
     assert found == [("w", key, 0, "cpu") for key in (None, "exp_avg", "exp_avg_sq")]
     values = torch.stack([piece.values for piece in strategy.pieces()])
     assert torch.equal(values, torch.arange(4.0, 8) + torch.tensor([[0], [100], [200]]))

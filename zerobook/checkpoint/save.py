@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
 from zerobook.strategy import Piece, Strategy
@@ -120,15 +121,16 @@ class Saver:
         copies = []
         block, room = -1, self._host[:0]
         for piece in self.strategy.pieces():
-            done = 0
-            while done < piece.values.numel():
+            left = [piece]
+            while left:
                 if not len(room):
                     block += 1
                     room = self._block(block, pinned=piece.values.is_cuda)
-                part = room[: piece.values.numel() - done]
-                part.copy_(piece.values[done : done + len(part)], non_blocking=True)
-                copies.append(piece._replace(start=piece.start + done, values=part))
-                done, room = done + len(part), room[len(part) :]
+                part, rest = left[0].cut(len(room))
+                copy = room[: part.values.numel()].view(part.values.shape)
+                copy.copy_(part.values, non_blocking=True)
+                copies.append(part._replace(values=copy))
+                left, room = [*rest, *left[1:]], room[part.values.numel() :]
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
@@ -209,7 +211,9 @@ class Saver:
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
         (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
         digests = {name: digest for index in indices for name, digest in index["digests"].items()}
-        store.publish(staging, step, digests, version=4 if ADAM_STEPS in texts[INDEX] else store.FORMAT_VERSION)
+        slices = any(is_slice(entry) for entries in texts[INDEX]["pieces"].values() for entry in entries)
+        as_before = ADAM_STEPS in texts[INDEX] and not slices
+        store.publish(staging, step, digests, version=4 if as_before else store.FORMAT_VERSION)
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
 
@@ -243,20 +247,24 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
     """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced. Nothing is buffered.
 
     Returns:
-        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``; ``digests`` of the files.
+        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``, and [offset, shape, file] for a
+        slice; ``digests`` of the files.
     """
     found: dict[str, list] = {}
     digests: dict[str, str] = {}
     file: _File | None = None
     try:
-        for name, key, start, values in pieces:
+        for name, key, offset, values in pieces:
             full = f"{key or 'weight'}/{name}"
-            if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
+            entry = entry_name(full, offset)
+            if file is not None and not file.has_room(entry, values):
                 digests[file.path.name] = file.close()
                 file = None
             file = file or _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
-            file.add(f"{full}@{start}", values)
-            found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
+            file.add(entry, values)
+            stretch = len(offset) == 1
+            place = [offset[0], offset[0] + values.numel()] if stretch else [list(offset), list(values.shape)]
+            found.setdefault(full, []).append([*place, file.path.name])
         if file is not None:
             digests[file.path.name] = file.close()
     except OSError:
@@ -264,6 +272,11 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
             file.abandon()
         raise
     return {"pieces": found, "digests": digests}
+
+
+def entry_name(full: str, offset: Sequence[int]) -> str:
+    """Return the name of a piece in its file: ``exp_avg/PARAMETER@OFFSET``."""
+    return f"{full}@{','.join(map(str, offset))}"
 
 
 class _File:
@@ -281,16 +294,16 @@ class _File:
         self._file = path.open("wb")
         self._file.seek(8 + HEADER_BYTES)
 
-    def _entry(self, name: str, numbers: int) -> dict[str, Any]:
-        return {"dtype": "F32", "shape": [numbers], "data_offsets": [self._end, self._end + 4 * numbers]}
+    def _entry(self, values: torch.Tensor) -> dict[str, Any]:
+        return {"dtype": "F32", "shape": list(values.shape), "data_offsets": [self._end, self._end + 4 * values.numel()]}
 
-    def has_room(self, name: str, numbers: int) -> bool:
-        length = self._length + len(json.dumps({name: self._entry(name, numbers)}))
-        return length <= HEADER_BYTES and self._end + 4 * numbers <= FILE_BYTES
+    def has_room(self, name: str, values: torch.Tensor) -> bool:
+        length = self._length + len(json.dumps({name: self._entry(values)}))
+        return length <= HEADER_BYTES and self._end + 4 * values.numel() <= FILE_BYTES
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Append ``values``, [n]; they are not kept."""
-        self._header[name] = self._entry(name, values.numel())
+        """Append ``values``; they are not kept."""
+        self._header[name] = self._entry(values)
         self._length += len(json.dumps({name: self._header[name]}))
         self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
         self._end += 4 * values.numel()
@@ -326,26 +339,6 @@ def _shapes(strategy: Strategy) -> dict[str, list[int]]:
         found[f"weight/{name}"] = list(strategy.shape(parameter))
         found |= {f"{key}/{name}": list(shape) for key, shape in strategy.state_shapes(parameter).items()}
     return found
-
-
-def merge(parts: list[dict[str, list]], shapes: dict[str, list[int]]) -> dict[str, list]:
-    """The pieces of all ranks as one table; raises `CheckpointError` where a number is missing or there twice.
-
-    Args:
-        shapes: of all tensors, by names as ``exp_avg/PARAMETER``.
-    """
-    merged: dict[str, list] = {}
-    for part in parts:
-        for name, pieces in part.items():
-            merged.setdefault(name, []).extend(pieces)
-    for name, shape in shapes.items():
-        size, pieces = math.prod(shape), sorted(merged.get(name, []))
-        ends = [0, *(stop for _, stop, _ in pieces)]
-        if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != size:
-            spans = ", ".join(f"{start} to {stop}" for start, stop, _ in pieces) or "nothing"
-            raise CheckpointError(f"{name}: it has {size} numbers, and the ranks gave {spans}")
-        merged[name] = pieces
-    return merged
 
 
 def _publish_file(file: Path, text: str) -> None:

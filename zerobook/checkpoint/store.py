@@ -29,7 +29,8 @@ from zerobook.errors import CheckpointError
 from zerobook.terminal import say
 
 FORMAT_VERSION = 5
-"""Of a checkpoint with another optimizer's state than AdamW's; AdamW's are of format 4, which earlier versions read, too."""
+"""Of a checkpoint with another optimizer's state than AdamW's, or with slices. Others are of format 4 still, which earlier
+versions read, too."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _LISTED = {3: ("config.json", "tensors.json", PROGRESS)}

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zerobook.strategy.norm import total_norm
+from zerobook.strategy.pieces import Piece, Read
 from zerobook.strategy.ranks import Ranks
 from zerobook.strategy.replicas import Replicas, differing
 from zerobook.training.optimizer import OptimizerSpec, optimizer_spec
@@ -33,20 +34,9 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
-Read = Callable[[int, int], torch.Tensor]
-
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 _SPLIT = 1 << 18
 """Numbers; smaller tensors are not worth writing in parts."""
-
-
-class Piece(NamedTuple):
-    """A stretch of a flattened weight (``key`` None) or optimizer state: ``values``, fp32 [n], from ``start`` on."""
-
-    name: str
-    key: str | None
-    start: int
-    values: torch.Tensor
 
 
 class Strategy(Ranks):
@@ -265,24 +255,24 @@ class Strategy(Ranks):
                 if found is not None and found[1].numel():
                     yield Piece(name, key, *found)
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
-        """(where it begins in the flattened tensor, fp32 values [n]) of what this rank writes; None where it writes nothing.
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        """``offset`` and ``values`` of the `Piece` that this rank writes; None where it writes nothing.
 
         ``index`` counts the parameters. Here, where every rank holds everything, they share the work.
         """
         flat = self._tensor(parameter, key).detach().reshape(-1)
         if flat.numel() < _SPLIT:
-            return (0, flat) if index % self.world_size == self.rank else None
+            return ((0,), flat) if index % self.world_size == self.rank else None
         part = -(-flat.numel() // self.world_size)
         start = min(part * self.rank, flat.numel())
-        return start, flat[start : start + part]
+        return (start,), flat[start : start + part]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """Bring back a weight (``key`` None) or optimizer state. Collective.
 
         Args:
-            read: (start, stop) -> fp32 values [stop - start] of the flattened tensor, on the CPU, good until the next call.
-                Each rank calls it for what it needs alone; what all need is read by rank 0 and sent.
+            read: of the tensor in the checkpoint. Each rank calls it for what it needs alone; what all need is read by rank 0
+                and sent.
         """
         with torch.no_grad():
             tensor = self._tensor(parameter, key)

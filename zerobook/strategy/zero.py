@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobook.strategy.base import Read, Strategy
+from zerobook.strategy.base import Strategy
+from zerobook.strategy.pieces import Read
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -154,14 +155,14 @@ class ZeroStrategy(Strategy):
             return safe_get_full_fp32_param(parameter).detach()
         return safe_get_full_optimizer_state(parameter, key).detach()
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         if self.plan.zero_stage != 3:
             mapping = parameter._hp_mapping
-            return None if mapping is None else (mapping.lp_fragment_address.start, mapping.get_hp_fragment(key))
+            return None if mapping is None else ((mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key))
         # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back
         mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
         start, stop = self._bounds(parameter)
-        return start, mine[: stop - start]
+        return (start,), mine[: stop - start]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         if self.plan.zero_stage != 3:
