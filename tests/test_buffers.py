@@ -19,7 +19,7 @@ from zerobook.progress import Progress
 from zerobook.recipe import save_model
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import ReplicatedStrategy
-from zerobook.strategy.base import persistent_buffers
+from zerobook.strategy.weights import persistent_buffers
 
 BIAS = torch.tensor([1.0001, -2.0003, 3.0005])
 TOKENIZER = SimpleNamespace(save_pretrained=lambda folder: None, eos_token_id=2)

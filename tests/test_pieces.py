@@ -111,6 +111,7 @@ def test_the_shards_of_columns_are_slices_and_those_of_rows_stretches():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zerobook.strategy.fsdp import FullyShardedStrategy
+    from zerobook.strategy.mesh import Mesh
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
@@ -125,7 +126,7 @@ def test_the_shards_of_columns_are_slices_and_those_of_rows_stretches():
                 return values_of(whole, offset, shape)
 
         strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
-        strategy.accelerator = SimpleNamespace(process_index=1, num_processes=2, is_main_process=False)
+        strategy.mesh = Mesh(SimpleNamespace(process_index=1, num_processes=2, is_main_process=False))
         for placement, mine, offset in ((Shard(0), whole[3:], (12,)), (Shard(1), whole[:, 2:], (0, 2))):
             tensor = DTensor(mine.clone(), DTensorSpec(mesh, (placement,), tensor_meta=meta), requires_grad=False)
             found, values = strategy._piece(0, tensor, None)

@@ -18,6 +18,7 @@ from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
 from zerobook.strategy import ReplicatedStrategy, Strategy
+from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
 from zerobook.training.optimizer import AdamW
@@ -287,7 +288,7 @@ def test_pieces_of_zero3_stay_where_the_optimizer_is(monkeypatch):
     strategy = ZeroStrategy.__new__(ZeroStrategy)
     strategy.plan, strategy.deepspeed_optimizer = SimpleNamespace(zero_stage=3), zero
     strategy.optimizer_spec = AdamW()
-    strategy.accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    strategy.mesh = Mesh(SimpleNamespace(process_index=0, num_processes=2))
     strategy.model = torch.nn.ParameterDict({"w": weight})
     monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "meta")
     found = [(piece.name, piece.key, *piece.offset, piece.values.device.type) for piece in strategy.pieces()]
@@ -322,16 +323,15 @@ def _copies_on_a_rank(rank, folder, queue):
     """A process of the test below."""
     import torch.distributed as dist
 
-    from zerobook.strategy.ranks import Ranks
     from zerobook.strategy.replicas import differing
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    ranks = Ranks(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
+    mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         copy = torch.ones(2, 4, dtype=dtype)
-        assert differing(ranks, [("same", copy)]) is None
+        assert differing(mesh, [("same", copy)]) is None
         copy[0, 3] += rank
-        queue.put((str(dtype), rank, differing(ranks, [("same", torch.ones(2)), ("odd", copy)])))
+        queue.put((str(dtype), rank, differing(mesh, [("same", torch.ones(2)), ("odd", copy)])))
     dist.destroy_process_group()
 
 
@@ -347,6 +347,21 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
         assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
 
 
+def test_a_loss_is_scaled_by_the_processes_that_read_different_samples(make):
+    """Six processes of which two share each sample: gradients are averaged over three."""
+    plain, spread = make(), make()
+    spread.mesh = SimpleNamespace(data_parallel_size=3, data_parallel_rank=2, world_size=6, rank=5)
+    for strategy in (plain, spread):
+        with strategy.micro_batch(last=True):
+            strategy.backward(strategy.model(torch.ones(2, 4)).sum())
+    for one, other in zip(plain.model.parameters(), spread.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, 3 * one.grad)
+    scaled, zero = [], ZeroStrategy.__new__(ZeroStrategy)
+    zero.mesh, zero.model = spread.mesh, SimpleNamespace(backward=lambda loss, scale_wrt_gas: scaled.append(loss))
+    zero.backward(torch.tensor(2.0))
+    assert scaled == [6.0]
+
+
 @pytest.mark.parametrize("where", ["none", "cpu"])
 def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     from zerobook.strategy.fsdp import FullyShardedStrategy
@@ -356,6 +371,7 @@ def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     model.config = SimpleNamespace()
     strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
     strategy.accelerator = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
+    strategy.mesh = Mesh(strategy.accelerator)
     strategy.plan = SimpleNamespace(offload_optimizer=where)
     strategy._spread(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device

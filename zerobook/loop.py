@@ -83,8 +83,8 @@ class TrainingLoop:
         self.objective = objective
         self.scorers = scorers
         self.layout = Layout(
-            world_size=strategy.world_size,
-            rank=strategy.rank,
+            world_size=strategy.mesh.data_parallel_size,
+            rank=strategy.mesh.data_parallel_rank,
             micro=config.per_device_train_batch_size,
             accumulation=config.gradient_accumulation_steps,
         )
@@ -394,7 +394,7 @@ class TrainingLoop:
 
     def _step(self, plan: Any, micro_batches: Any) -> None:
         strategy, progress = self.strategy, self.progress
-        torch.manual_seed(_step_seed(progress.seed, progress.step, strategy.rank))
+        torch.manual_seed(_step_seed(progress.seed, progress.step, strategy.mesh.data_parallel_rank))
         rate = self.rate()
         total = torch.zeros((), device=strategy.device)
         for index, batch in enumerate(micro_batches):
@@ -465,9 +465,10 @@ class TrainingLoop:
         """(loss summed over ranks, gradient norm) of each step, the same bits on every rank: all decide from them alike."""
         losses = torch.stack([record["loss"] for record in pending]).float()
         norms = torch.stack([torch.as_tensor(record["grad_norm"], device=losses.device).float() for record in pending])
-        if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
+        mesh = self.strategy.mesh
+        if mesh.data_parallel_rank != 0:  # every rank has the same norms; the first rank's are taken
             norms = torch.zeros_like(norms)
-        return [tuple(pair) for pair in self.strategy.sum_over_ranks(torch.stack([losses, norms], dim=1)).tolist()]
+        return [tuple(pair) for pair in mesh.sum_over_data_parallel(torch.stack([losses, norms], dim=1)).tolist()]
 
     def _annotate(self, step: int) -> None:
         """What the watch said, as text in the trackers."""

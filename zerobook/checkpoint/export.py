@@ -23,7 +23,7 @@ from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.files import modes_by_umask
 from zerobook.modeling import drop_foreign_attention, open_tokenizer
-from zerobook.strategy.base import persistent_buffers
+from zerobook.strategy.weights import persistent_buffers
 from zerobook.terminal import say
 
 _TOKENS = 24

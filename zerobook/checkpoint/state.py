@@ -21,7 +21,7 @@ from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, S
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
 from zerobook.strategy import Strategy
-from zerobook.strategy.base import persistent_buffers
+from zerobook.strategy.weights import persistent_buffers
 from zerobook.training.optimizer import optimizer_name
 
 

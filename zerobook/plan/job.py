@@ -20,7 +20,7 @@ from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.loss import CAUSAL, SEQ2SEQ, Objective
 from zerobook.modeling import DTYPES, check_length, check_positions, enable_activation_checkpointing, keep_all_layers
 from zerobook.plan.holdings import Weight
-from zerobook.strategy.base import parameter_groups
+from zerobook.strategy.weights import parameter_groups
 
 
 class Shape(NamedTuple):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.strategy.base import Strategy, local, owners_of_buffers
+from zerobook.strategy.base import Strategy
 from zerobook.strategy.pieces import Read
+from zerobook.strategy.weights import local, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,7 +50,7 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         special = getattr(model.config, "is_encoder_decoder", False)
-        with _hidden_buffers(model, self.device), _encoder_decoder(model) if special else nullcontext():
+        with _hidden_buffers(model, self.mesh.device), _encoder_decoder(model) if special else nullcontext():
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
