@@ -179,11 +179,11 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, config, sources)
     batch = ds.get("train_batch_size", "auto")
-    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.world_size
+    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if batch not in ("auto", product):
         plan.problems.append(
             f"{plan.config_file}: train_batch_size is {batch}, but {config.per_device_train_batch_size} per device x "
-            f"{config.gradient_accumulation_steps} accumulation x {plan.world_size} processes = {product}. "
+            f"{config.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} processes = {product}. "
             'Write "auto" in the JSON, or make them equal.'
         )
     ds["train_batch_size"] = product

@@ -126,6 +126,11 @@ class LaunchPlan:
         return {"single": "one process", "ddp": "DDP"}[self.kind]
 
     @property
+    def data_parallel_size(self) -> int:
+        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
+        return self.world_size
+
+    @property
     def line(self) -> str:
         """The one line a run prints about itself."""
         where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
@@ -191,7 +196,7 @@ def resolve(
     _check_optimizer(plan, config)
     plan.asked = config.model_dump()
     try:
-        note = keep_global_batch(config, sources, world)
+        note = keep_global_batch(config, sources, plan.data_parallel_size)
     except CheckpointError as error:
         plan.problems.append(f"resume_from_checkpoint: {error}")
     else:
