@@ -18,7 +18,7 @@ from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
 from zerobook.resolve import LaunchPlan
 from zerobook.strategy import ReplicatedStrategy
-from zerobook.strategy.base import persistent_buffers
+from zerobook.strategy.weights import persistent_buffers
 from zerobook.training.result import save_model
 
 BIAS = torch.tensor([1.0001, -2.0003, 3.0005])

@@ -21,7 +21,7 @@ import torch
 from tests.test_checkpoints import FakeStrategy, save_all, spread
 from zerobook.checkpoint import save, state, store
 from zerobook.progress import Progress
-from zerobook.strategy import MOMENTS, Piece
+from zerobook.strategy import Piece
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -294,8 +294,10 @@ def test_twenty_saves_and_loads_do_not_grow_memory(tmp_path):
 
 def _save_once(folder, queue):
     save.FILE_BYTES = 16 << 20
-    pieces = [Piece(f"layer{i}", None, 0, torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
-    pieces += [piece._replace(key=key) for key in MOMENTS for piece in pieces[:64]]  # 768 MiB, of which 256 are in memory
+    pieces = [Piece(f"layer{i}", None, (0,), torch.randn(1 << 20)) for i in range(64)]  # 256 MiB
+    pieces += [
+        piece._replace(key=key) for key in ("exp_avg", "exp_avg_sq") for piece in pieces[:64]
+    ]  # 768 MiB, of which 256 are in memory
     strategy = FakeStrategy(0, [pieces])
     strategy.trainable = lambda: iter([(f"layer{i}", torch.empty(1 << 20)) for i in range(64)])
     before = anonymous_kb()

@@ -343,11 +343,12 @@ def _on_a_node(rank, folder, cwds, output_dir, queue):
     import torch.distributed as dist
 
     from zerobook.strategy import ReplicatedStrategy
+    from zerobook.strategy.mesh import Mesh
 
     os.chdir(cwds[rank])
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     strategy = ReplicatedStrategy.__new__(ReplicatedStrategy)
-    strategy.accelerator = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0)
+    strategy.mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
     for attempt in (output_dir, str(folder / "shared")):
         try:
             state.check_shared(strategy, attempt)

@@ -29,8 +29,9 @@ from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
-from zerobook.strategy import MOMENTS, Piece
+from zerobook.strategy import Piece
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}
 WHOLE = {
     f"{key}/{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i + 10 * j))
@@ -47,7 +48,7 @@ def spread(cuts, ranks):
         ends = sorted({0, tensor.numel(), *(c for c in cuts if c < tensor.numel())})
         for nth, (start, stop) in enumerate(itertools.pairwise(ends)):
             values = tensor.flatten()[start:stop]
-            dealt[(turn + nth) % ranks].append(Piece(name, None if kind == "weight" else kind, start, values))
+            dealt[(turn + nth) % ranks].append(Piece(name, None if kind == "weight" else kind, (start,), values))
     return dealt
 
 
@@ -55,6 +56,7 @@ class FakeStrategy:
     """One rank of several that save together, as far as `Saver` asks."""
 
     device = torch.device("cpu")
+    plan = SimpleNamespace(optimizer="adamw")
 
     def __init__(self, rank, dealt, barrier=lambda: None, told=None):
         self.rank, self.dealt, self.world_size, self.is_main = rank, dealt, len(dealt), rank == 0
@@ -80,7 +82,10 @@ class FakeStrategy:
     def buffers(self):
         return {"router.bias": torch.tensor([1.0001]), "seen": torch.tensor(1001)}
 
-    def adam_steps(self):
+    def state_shapes(self, parameter):
+        return dict.fromkeys(MOMENTS, parameter.shape)
+
+    def optimizer_steps(self):
         return 4
 
     def describe(self):
@@ -97,7 +102,7 @@ def save_all(folder, step, dealt, *, background=False, keep=None, loss=None, bre
         saver = save.Saver(FakeStrategy(rank, dealt, barrier.wait, told), seen, keep=keep, background=background)
         savers.append((rank, saver))
         if rank == break_rank:
-            saver.strategy.pieces = lambda: iter([Piece("a.weight", None, 0, SimpleNamespace())])
+            saver.strategy.pieces = lambda: iter([Piece("a.weight", None, (0,), SimpleNamespace())])
         saver.save(Progress(step=step, eval_loss=loss), {"config": {}})
         saver.wait()
 
@@ -151,7 +156,8 @@ def test_a_rank_that_fails_is_named_and_nothing_is_published(tmp_path):
 def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     live = {name: tensor.clone() for name, tensor in WHOLE.items()}
     pieces = [
-        Piece(n.split("/", 1)[1], None if n.startswith("weight") else n.split("/")[0], 0, t.flatten()) for n, t in live.items()
+        Piece(n.split("/", 1)[1], None if n.startswith("weight") else n.split("/")[0], (0,), t.flatten())
+        for n, t in live.items()
     ]
     released, real = threading.Event(), save.write_pieces
     monkeypatch.setattr(save, "write_pieces", lambda *args: (released.wait(30), real(*args))[1])
@@ -400,7 +406,7 @@ def test_commands_show_what_there_is(tmp_path, capsys):
     assert "1.2500" in shown and "best" in shown and "ZeRO-2, 2 processes" in shown and "damaged" in shown
     command(["inspect", str(checkpoints / "step-000012")])
     shown = capsys.readouterr().out
-    assert "7 x 5" in shown and "Adam has taken 4 steps" in shown and "eval_loss" in shown
+    assert "7 x 5" in shown and "adamw has taken 4 steps" in shown and "eval_loss" in shown
     with pytest.raises(CheckpointError, match="there are no checkpoints"):
         command(["list", str(tmp_path / "nothing")])
     assert [size_words(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.5 kB"]

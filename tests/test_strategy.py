@@ -18,9 +18,10 @@ from zerobook.checkpoint.save import Saver
 from zerobook.progress import Progress
 from zerobook.resolve import Hardware, LaunchPlan
 from zerobook.strategy import ReplicatedStrategy, Strategy
-from zerobook.strategy.base import MOMENTS
+from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
+from zerobook.training.optimizer import AdamW
 
 
 class Fp16OnCpu(ReplicatedStrategy):
@@ -38,6 +39,7 @@ def make():
     def made(kind=ReplicatedStrategy, model=None, **settings):
         AcceleratorState._reset_state(reset_partial_state=True)
         plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+        plan.optimizer = settings.get("optimizer", plan.optimizer)
         strategy = kind(Accelerator(cpu=True), plan)
         config = CausalLMConfig(model_name_or_path="x", dataset_name="x", **settings)
         strategy.prepare(model or two_layers(), config, total_steps=10)
@@ -122,19 +124,21 @@ def test_the_norm_may_be_looked_at_before_the_step_under_a_loss_scaler(make):
 def test_an_overflow_in_fp16_changes_nothing_and_counts_no_step(make):
     strategy = make(Fp16OnCpu, weight_decay=0.1)
     strategy.materialise_optimizer()
-    strategy.set_adam_steps(6)  # as behind a resume
+    strategy.set_optimizer_steps(6)  # as behind a resume
     step(strategy)
 
     def held():
-        return [strategy.get_tensor(p, key).clone() for _, p in strategy.trainable() for key in (None, *MOMENTS)]
+        return [
+            strategy.get_tensor(p, key).clone() for _, p in strategy.trainable() for key in (None, *strategy.state_shapes(p))
+        ]
 
     before, scale = held(), strategy.accelerator.scaler.get_scale()
     _, norm = step(strategy, scale=float("inf"))
-    assert not math.isfinite(norm) and strategy.adam_steps() == 7
+    assert not math.isfinite(norm) and strategy.optimizer_steps() == 7
     assert all(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
     assert strategy.accelerator.scaler.get_scale() == scale / 2
     step(strategy)
-    assert strategy.adam_steps() == 8 and not any(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
+    assert strategy.optimizer_steps() == 8 and not any(torch.equal(a, b) for a, b in zip(held(), before, strict=True))
 
 
 def test_a_step_under_a_loss_scaler_does_not_wait(make):
@@ -152,10 +156,10 @@ def test_adam_is_fused_in_every_precision(make, precision):
     strategy = make()
     strategy.plan.precision = precision
     config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
-    optimizer = strategy._adamw(strategy.model, config)
+    optimizer = strategy._build_optimizer(strategy.model, config)
     assert optimizer.defaults["fused"] and optimizer._step_supports_amp_scaling
     strategy.plan.offload_optimizer = "cpu"
-    offloaded = strategy._adamw(strategy.model, config)
+    offloaded = strategy._build_optimizer(strategy.model, config)
     assert offloaded.defaults["fused"] and not offloaded._step_supports_amp_scaling, "the scaler itself waits for its word"
 
 
@@ -220,7 +224,7 @@ def test_a_schedule_of_the_strategys_own_goes_on_after_the_steps_that_were_appli
 
     resumed = make(Scheduled, copy.deepcopy(two_layers()))
     assert state.load(resumed, saved.checkpoint)[0].step == 3
-    assert resumed.adam_steps() == resumed.schedule_step == 2
+    assert resumed.optimizer_steps() == resumed.schedule_step == 2
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -283,11 +287,12 @@ def test_pieces_of_zero3_stay_where_the_optimizer_is(monkeypatch):
     weight.ds_id, weight._z3_optimizer = 0, zero
     strategy = ZeroStrategy.__new__(ZeroStrategy)
     strategy.plan, strategy.deepspeed_optimizer = SimpleNamespace(zero_stage=3), zero
-    strategy.accelerator = SimpleNamespace(process_index=0, num_processes=2)
+    strategy.optimizer_spec = AdamW()
+    strategy.mesh = Mesh(SimpleNamespace(process_index=0, num_processes=2))
     strategy.model = torch.nn.ParameterDict({"w": weight})
     monkeypatch.setattr(type(get_accelerator()), "current_device_name", lambda self: "meta")
-    found = [(piece.name, piece.key, piece.start, piece.values.device.type) for piece in strategy.pieces()]
-    assert found == [("w", key, 0, "cpu") for key in (None, *MOMENTS)]
+    found = [(piece.name, piece.key, *piece.offset, piece.values.device.type) for piece in strategy.pieces()]
+    assert found == [("w", key, 0, "cpu") for key in (None, "exp_avg", "exp_avg_sq")]
     values = torch.stack([piece.values for piece in strategy.pieces()])
     assert torch.equal(values, torch.arange(4.0, 8) + torch.tensor([[0], [100], [200]]))
 
@@ -318,16 +323,15 @@ def _copies_on_a_rank(rank, folder, queue):
     """A process of the test below."""
     import torch.distributed as dist
 
-    from zerobook.strategy.ranks import Ranks
     from zerobook.strategy.replicas import differing
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    ranks = Ranks(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
+    mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         copy = torch.ones(2, 4, dtype=dtype)
-        assert differing(ranks, [("same", copy)]) is None
+        assert differing(mesh, [("same", copy)]) is None
         copy[0, 3] += rank
-        queue.put((str(dtype), rank, differing(ranks, [("same", torch.ones(2)), ("odd", copy)])))
+        queue.put((str(dtype), rank, differing(mesh, [("same", torch.ones(2)), ("odd", copy)])))
     dist.destroy_process_group()
 
 
@@ -343,6 +347,21 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
         assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
 
 
+def test_a_loss_is_scaled_by_the_processes_that_read_different_samples(make):
+    """Six processes of which two share each sample: gradients are averaged over three."""
+    plain, spread = make(), make()
+    spread.mesh = SimpleNamespace(data_parallel_size=3, data_parallel_rank=2, world_size=6, rank=5)
+    for strategy in (plain, spread):
+        with strategy.micro_batch(last=True):
+            strategy.backward(strategy.model(torch.ones(2, 4)).sum())
+    for one, other in zip(plain.model.parameters(), spread.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, 3 * one.grad)
+    scaled, zero = [], ZeroStrategy.__new__(ZeroStrategy)
+    zero.mesh, zero.model = spread.mesh, SimpleNamespace(backward=lambda loss, scale_wrt_gas: scaled.append(loss))
+    zero.backward(torch.tensor(2.0))
+    assert scaled == [6.0]
+
+
 @pytest.mark.parametrize("where", ["none", "cpu"])
 def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     from zerobook.strategy.fsdp import FullyShardedStrategy
@@ -352,6 +371,7 @@ def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     model.config = SimpleNamespace()
     strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
     strategy.accelerator = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
+    strategy.mesh = Mesh(strategy.accelerator)
     strategy.plan = SimpleNamespace(offload_optimizer=where)
     strategy._spread(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device

@@ -121,7 +121,9 @@ class RecipeConfig(BaseModel):
         "linear", description="shape of the learning rate over the steps"
     )
     num_warmup_steps: int = Field(0, ge=0, description="steps from 0 up to the peak rate")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay, on every trained weight")
+    optimizer: str = Field("adamw", description="adamw, sgd, adafactor, or your own as FILE.py:Class")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay, on every trained matrix")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second beta")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")

@@ -179,11 +179,11 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, config, sources)
     batch = ds.get("train_batch_size", "auto")
-    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.world_size
+    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if batch not in ("auto", product):
         plan.problems.append(
             f"{plan.config_file}: train_batch_size is {batch}, but {config.per_device_train_batch_size} per device x "
-            f"{config.gradient_accumulation_steps} accumulation x {plan.world_size} processes = {product}. "
+            f"{config.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} processes = {product}. "
             'Write "auto" in the JSON, or make them equal.'
         )
     ds["train_batch_size"] = product
@@ -198,6 +198,8 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
             if note not in plan.notes:
                 plan.notes.append(note)
     ds["zero_allow_untested_optimizer"] = True
+    if config.optimizer != "adamw":
+        ds["zero_force_ds_cpu_optimizer"] = False  # accelerate would put DeepSpeed's CPU Adam in its place
     scheduler = ds.get("scheduler", {})
     if scheduler and scheduler.get("type") not in (None, "WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
         plan.problems.append(
@@ -215,10 +217,16 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
 def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: Resolved) -> None:
     section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
     kind = section.get("type")
+    if config.optimizer != "adamw":
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}, but optimizer is {config.optimizer} (from "
+            f"{sources['optimizer']}). Remove the section from the JSON, or pass --optimizer adamw."
+        )
+        return
     if str(kind).lower() not in ("adam", "adamw"):
         plan.problems.append(
-            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}; checkpoints hold Adam's two moments, so the recipes "
-            "train with Adam or AdamW only. Write AdamW, or remove the section: the recipe then brings AdamW itself."
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}; a JSON may bring Adam or AdamW only. Write AdamW, or "
+            "remove the section and choose with --optimizer: adamw, sgd, or your own as FILE.py:Class."
         )
         return
     params = section.setdefault("params", {})

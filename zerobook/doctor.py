@@ -202,7 +202,7 @@ def _strategy(out: Any, plan: LaunchPlan, config: RecipeConfig, sources: Resolve
 
     table = Table(title="the run", title_justify="left", show_header=False)
     layout = Layout(
-        world_size=plan.world_size,
+        world_size=plan.data_parallel_size,
         rank=0,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zerobook import deepspeed_file, gpus, ops
-from zerobook.checkpoint.resume import keep_global_batch
+from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.training.optimizer import refused_by
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability that flash attention 2 needs: Ampere or later."""
@@ -102,6 +103,7 @@ class LaunchPlan:
     secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
+    optimizer: str = "adamw"  # as --optimizer says
     host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
     config_file: str | None = None
     deepspeed_config: dict[str, Any] | None = None
@@ -122,6 +124,11 @@ class LaunchPlan:
             offload = " (cpu offload)" if self.offload_param != "none" else ""
             return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
         return {"single": "one process", "ddp": "DDP"}[self.kind]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
+        return self.world_size
 
     @property
     def line(self) -> str:
@@ -166,6 +173,7 @@ def resolve(
         backend=backend,
         precision="no",
         precision_source="default",
+        optimizer=config.optimizer,
     )
     if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         plan.kind = "deepspeed"
@@ -185,9 +193,10 @@ def resolve(
 
     _take_accumulation(plan, environ, config, sources)
     deepspeed_file.check_micro_batch(plan, config, sources)
+    _check_optimizer(plan, config)
     plan.asked = config.model_dump()
     try:
-        note = keep_global_batch(config, sources, world)
+        note = keep_global_batch(config, sources, plan.data_parallel_size)
     except CheckpointError as error:
         plan.problems.append(f"resume_from_checkpoint: {error}")
     else:
@@ -299,6 +308,19 @@ def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: Rec
         where, value = next(iter(said.items()))
         if value != config.gradient_accumulation_steps:
             config.gradient_accumulation_steps, sources["gradient_accumulation_steps"] = value, where
+
+
+def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:
+    """Add problems where this strategy, or the checkpoint that is resumed, does not take the optimizer."""
+    try:
+        refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+        other = other_optimizer(config)
+        found = [refused, other and f"resume_from_checkpoint: {other}"]
+    except ConfigError as error:
+        found = [str(error)]
+    except CheckpointError:  # `keep_global_batch` tells it
+        found = [refused]
+    plan.problems += [problem for problem in found if problem]
 
 
 def _choose_precision(

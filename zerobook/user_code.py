@@ -6,13 +6,16 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from zerobook.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def problem(key: str, spec: str) -> str | None:
@@ -56,6 +59,26 @@ def load(key: str, spec: str) -> Any:
         nearest = get_close_matches(name, dir(module), n=1)
         raise ConfigError(f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else ""))
     return getattr(module, name)
+
+
+def load_class(key: str, spec: str, base: type[T]) -> type[T]:
+    """Import the class that ``spec`` names.
+
+    Raises:
+        ConfigError: it is not there, its file does not run, or it is no class that derives from ``base``, or abstract.
+    """
+    try:
+        found = load(key, spec)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise ConfigError(f"{key}: {spec.rpartition(':')[0]} does not run: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{key}: {spec}: {found!r} does not derive from {base.__module__}.{base.__name__}.")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"{key}: {spec} does not define {missing}, which {base.__name__} asks for.")
+    return found
 
 
 def _of_file(file: Path) -> ModuleType:

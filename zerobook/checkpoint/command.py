@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
 from zerobook.errors import CheckpointError
 from zerobook.terminal import console, plain, say
 
@@ -140,17 +141,21 @@ def _inspect(one: Path) -> None:
         table.add_row(key, str(value))
     console().print(table)
     sizes = {name: math.prod(shape) for name, shape in index["shapes"].items()}
+    of_state = {name: math.prod(shape) for name, shape in index.get(STATE_SHAPES, {}).items()}
     table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
     for kind in sorted({name.partition("/")[0] for name in index["pieces"]}):
-        pieces = [p for name, found in index["pieces"].items() if name.startswith(f"{kind}/") for p in found]
-        numbers = sum(sizes.values())
-        table.add_row(kind, str(len(sizes)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
+        names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
+        pieces = [piece for name in names for piece in index["pieces"][name]]
+        numbers = sum(of_state.get(name, sizes[name.partition("/")[2]]) for name in names)
+        table.add_row(kind, str(len(names)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
     console().print(table)
     table = _table("largest weights", "name", "shape")
     for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
         table.add_row(name, " x ".join(map(str, index["shapes"][name])))
     console().print(table)
-    console().print(f"written by {index['written_by']}, Adam has taken {index['adam_steps']} steps")
+    optimizer = store.read_json(one / "config.json").get("config", {}).get("optimizer", "adamw")
+    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
+    console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {steps} steps")
 
 
 def size_words(count: int) -> str:

@@ -23,7 +23,7 @@ from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.files import modes_by_umask
 from zerobook.modeling import drop_foreign_attention, open_tokenizer
-from zerobook.strategy.base import persistent_buffers
+from zerobook.strategy.weights import persistent_buffers
 from zerobook.terminal import say
 
 _TOKENS = 24
@@ -270,6 +270,7 @@ def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, no
         "samples seen": f"{progress['samples']:,}",
         "supervised tokens seen": f"{progress['tokens']:,}",
         "global batch": progress["global_batch"],
+        "optimizer": config.get("optimizer", "adamw"),
         "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
         "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
         "strategy": f"{index['written_by']['strategy']}, {index['written_by']['world_size']} processes",

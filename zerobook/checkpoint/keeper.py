@@ -11,7 +11,7 @@ from pathlib import Path
 from zerobook.bars import tqdm
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.command import size_words
-from zerobook.checkpoint.save import BYTES_PER_WEIGHT, Saver
+from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
@@ -74,7 +74,7 @@ class Keeper:
     def check_space(self, steps: int) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk."""
         config, strategy = self.config, self.strategy
-        one = BYTES_PER_WEIGHT * sum(strategy.shape(p).numel() for _, p in strategy.trainable())
+        one = bytes_of_state(strategy)
         most, there = config.checkpoints_at_once(steps), 0
         if config.save_total_limit:  # pruning what is there makes room
             there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))

@@ -7,6 +7,7 @@ from pathlib import Path
 from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.training.optimizer import optimizer_name
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -60,6 +61,29 @@ def hold(config: RecipeConfig) -> None:
     earlier = earlier_run(config)
     if earlier:
         raise ConfigError(earlier)
+
+
+def other_optimizer(config: RecipeConfig) -> str | None:
+    """Return the sentence that refuses a checkpoint of another optimizer, whose state is another; None where it is the same.
+
+    Raises:
+        CheckpointError: there is no checkpoint to resume.
+    """
+    checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    if checkpoint is None:
+        return None
+    return differing_optimizer(checkpoint, optimizer_name(config.optimizer))
+
+
+def differing_optimizer(checkpoint: Path, name: str) -> str | None:
+    """Return the sentence that refuses ``checkpoint`` to another optimizer than its own; None where that is ``name``."""
+    said = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
+    if optimizer_name(said) == name:
+        return None
+    return (
+        f"{checkpoint}: it was written with the optimizer {said}, and this run's is {name}, which keeps another state. Pass "
+        f"--optimizer {said} to go on, or start a new run from the exported model."
+    )
 
 
 def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:

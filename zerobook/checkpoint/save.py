@@ -7,11 +7,12 @@ Ranks talk through files only, so that a thread can do it while collectives of t
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ import safetensors.torch
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.errors import CheckpointError
 from zerobook.progress import Progress
-from zerobook.strategy import MOMENTS, Piece, Strategy
+from zerobook.strategy import Piece, Strategy
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
@@ -30,7 +32,10 @@ HEADER_BYTES = 1 << 16
 INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
-BYTES_PER_WEIGHT = 4 * (1 + len(MOMENTS))
+ADAM_STEPS, STEPS = "adam_steps", "optimizer_steps"
+"""Keys of the index for the optimizer's count of steps: of AdamW, and of any other."""
+STATE_SHAPES = "state_shapes"
+"""Key of the index for the shapes of state that is not of its weight's shape."""
 _POLL_S = (0.02, 0.5)
 """Between two looks at the folder, at first and at most."""
 _BEGIN_S = 600
@@ -81,17 +86,21 @@ class Saver:
             self._results += [Saved(self._final(progress.step), 0.0, problem)] if strategy.is_main else []
             return
         strategy.materialise_optimizer()
-        facts = {"adam_steps": strategy.adam_steps(), "written_by": strategy.describe()}
+        plain = strategy.plan.optimizer == "adamw"
+        facts = {ADAM_STEPS if plain else STEPS: strategy.optimizer_steps(), "written_by": strategy.describe()}
         facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        expected = _shapes(strategy)
+        others = {full: shape for full, shape in expected.items() if shape != facts["shapes"][full.partition("/")[2]]}
+        facts |= {STATE_SHAPES: others} if others else {}
         buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
         if self.background:
             pieces = self._copies()
-            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), start)
+            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), expected, start)
             self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(staging, progress.step, strategy.pieces(), buffers, texts, start)
+            self._write(staging, progress.step, strategy.pieces(), buffers, texts, expected, start)
             strategy.barrier()
 
     def results(self) -> list[Saved]:
@@ -112,15 +121,16 @@ class Saver:
         copies = []
         block, room = -1, self._host[:0]
         for piece in self.strategy.pieces():
-            done = 0
-            while done < piece.values.numel():
+            left = [piece]
+            while left:
                 if not len(room):
                     block += 1
                     room = self._block(block, pinned=piece.values.is_cuda)
-                part = room[: piece.values.numel() - done]
-                part.copy_(piece.values[done : done + len(part)], non_blocking=True)
-                copies.append(piece._replace(start=piece.start + done, values=part))
-                done, room = done + len(part), room[len(part) :]
+                part, rest = left[0].cut(len(room))
+                copy = room[: part.values.numel()].view(part.values.shape)
+                copy.copy_(part.values, non_blocking=True)
+                copies.append(part._replace(values=copy))
+                left, room = [*rest, *left[1:]], room[part.values.numel() :]
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
@@ -139,6 +149,7 @@ class Saver:
         pieces: Iterable[Piece],
         buffers: dict[str, torch.Tensor],
         texts: dict[str, Any],
+        expected: dict[str, list[int]],
         start: float,
     ) -> None:
         rank = self.strategy.rank
@@ -155,7 +166,7 @@ class Saver:
             return
         problem: str | None = None
         try:
-            problem = self._publish(staging, step, buffers, texts)
+            problem = self._publish(staging, step, buffers, texts, expected)
         except OSError as error:
             problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
         except CheckpointError as error:
@@ -167,7 +178,14 @@ class Saver:
     def _final(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def _publish(self, staging: Path, step: int, buffers: dict[str, torch.Tensor], texts: dict[str, Any]) -> str | None:
+    def _publish(
+        self,
+        staging: Path,
+        step: int,
+        buffers: dict[str, torch.Tensor],
+        texts: dict[str, Any],
+        expected: dict[str, list[int]],
+    ) -> str | None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
         shares: dict[int, dict[str, Any]] = {}
         ranks, deadline, pause = range(self.strategy.world_size), time.monotonic() + _BEGIN_S, _POLL_S[0]
@@ -188,11 +206,14 @@ class Saver:
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_S[1])
         indices = [shares[rank] for rank in ranks]
-        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], texts[INDEX]["shapes"])
+        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], expected)
         for name, content in texts.items():
             (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
         (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
-        store.publish(staging, step, {name: digest for index in indices for name, digest in index["digests"].items()})
+        digests = {name: digest for index in indices for name, digest in index["digests"].items()}
+        slices = any(is_slice(entry) for entries in texts[INDEX]["pieces"].values() for entry in entries)
+        as_before = ADAM_STEPS in texts[INDEX] and not slices
+        store.publish(staging, step, digests, version=4 if as_before else store.FORMAT_VERSION)
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
 
@@ -226,20 +247,24 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
     """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced. Nothing is buffered.
 
     Returns:
-        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``; ``digests`` of the files.
+        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``, and [offset, shape, file] for a
+        slice; ``digests`` of the files.
     """
     found: dict[str, list] = {}
     digests: dict[str, str] = {}
     file: _File | None = None
     try:
-        for name, key, start, values in pieces:
+        for name, key, offset, values in pieces:
             full = f"{key or 'weight'}/{name}"
-            if file is not None and not file.has_room(f"{full}@{start}", values.numel()):
+            entry = entry_name(full, offset)
+            if file is not None and not file.has_room(entry, values):
                 digests[file.path.name] = file.close()
                 file = None
             file = file or _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
-            file.add(f"{full}@{start}", values)
-            found.setdefault(full, []).append([start, start + values.numel(), file.path.name])
+            file.add(entry, values)
+            stretch = len(offset) == 1
+            place = [offset[0], offset[0] + values.numel()] if stretch else [list(offset), list(values.shape)]
+            found.setdefault(full, []).append([*place, file.path.name])
         if file is not None:
             digests[file.path.name] = file.close()
     except OSError:
@@ -247,6 +272,11 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
             file.abandon()
         raise
     return {"pieces": found, "digests": digests}
+
+
+def entry_name(full: str, offset: Sequence[int]) -> str:
+    """Return the name of a piece in its file: ``exp_avg/PARAMETER@OFFSET``."""
+    return f"{full}@{','.join(map(str, offset))}"
 
 
 class _File:
@@ -264,16 +294,16 @@ class _File:
         self._file = path.open("wb")
         self._file.seek(8 + HEADER_BYTES)
 
-    def _entry(self, name: str, numbers: int) -> dict[str, Any]:
-        return {"dtype": "F32", "shape": [numbers], "data_offsets": [self._end, self._end + 4 * numbers]}
+    def _entry(self, values: torch.Tensor) -> dict[str, Any]:
+        return {"dtype": "F32", "shape": list(values.shape), "data_offsets": [self._end, self._end + 4 * values.numel()]}
 
-    def has_room(self, name: str, numbers: int) -> bool:
-        length = self._length + len(json.dumps({name: self._entry(name, numbers)}))
-        return length <= HEADER_BYTES and self._end + 4 * numbers <= FILE_BYTES
+    def has_room(self, name: str, values: torch.Tensor) -> bool:
+        length = self._length + len(json.dumps({name: self._entry(values)}))
+        return length <= HEADER_BYTES and self._end + 4 * values.numel() <= FILE_BYTES
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Append ``values``, [n]; they are not kept."""
-        self._header[name] = self._entry(name, values.numel())
+        """Append ``values``; they are not kept."""
+        self._header[name] = self._entry(values)
         self._length += len(json.dumps({name: self._header[name]}))
         self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
         self._end += 4 * values.numel()
@@ -297,22 +327,18 @@ class _File:
         return store.digest(self.path)
 
 
-def merge(parts: list[dict[str, list]], shapes: dict[str, list[int]]) -> dict[str, list]:
-    """The pieces of all ranks as one table; raises `CheckpointError` where a number is missing or there twice."""
-    merged: dict[str, list] = {}
-    for part in parts:
-        for name, pieces in part.items():
-            merged.setdefault(name, []).extend(pieces)
-    for parameter, shape in shapes.items():
-        for kind in ("weight", *MOMENTS):
-            name, size = f"{kind}/{parameter}", torch.Size(shape).numel()
-            pieces = sorted(merged.get(name, []))
-            ends = [0, *(stop for _, stop, _ in pieces)]
-            if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != size:
-                spans = ", ".join(f"{start} to {stop}" for start, stop, _ in pieces) or "nothing"
-                raise CheckpointError(f"{name}: it has {size} numbers, and the ranks gave {spans}")
-            merged[name] = pieces
-    return merged
+def bytes_of_state(strategy: Strategy) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    return 4 * sum(math.prod(shape) for shape in _shapes(strategy).values())
+
+
+def _shapes(strategy: Strategy) -> dict[str, list[int]]:
+    """Return name -> shape of all tensors of a checkpoint, with names as ``exp_avg/PARAMETER``."""
+    found = {}
+    for name, parameter in strategy.trainable():
+        found[f"weight/{name}"] = list(strategy.shape(parameter))
+        found |= {f"{key}/{name}": list(shape) for key, shape in strategy.state_shapes(parameter).items()}
+    return found
 
 
 def _publish_file(file: Path, text: str) -> None:

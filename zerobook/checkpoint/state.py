@@ -1,4 +1,4 @@
-"""The training state by parameter name: fp32 weights, Adam's moments and step count, buffers, and `Progress`.
+"""The training state by parameter name: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
 
 Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is flattened and cut as
 the strategy that wrote it spread it; any stretch can be read, so any other cut can continue from it.
@@ -6,8 +6,8 @@ the strategy that wrote it spread it; any stretch can be read, so any other cut 
 
 from __future__ import annotations
 
+import math
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,13 +15,14 @@ from uuid import uuid4
 import torch
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.save import BUFFERS, INDEX
+from zerobook.checkpoint.merge import is_slice
+from zerobook.checkpoint.resume import differing_optimizer
+from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, STEPS, entry_name
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.progress import Progress
-from zerobook.strategy import MOMENTS, Strategy
-from zerobook.strategy.base import persistent_buffers
-
-_KEYS = (None, *MOMENTS)
+from zerobook.strategy import Strategy
+from zerobook.strategy.weights import persistent_buffers
+from zerobook.training.optimizer import optimizer_name
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
@@ -60,17 +61,20 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
-    """Bring weights, moments and step count back, in this process, under any strategy. Collective.
+    """Bring weights, optimizer state and step count back, in this process, under any strategy. Collective.
 
-    Each rank reads its own share of the moments; weights that every rank holds whole are read by rank 0 and sent.
+    Each rank reads its own share of the state; weights that every rank holds whole are read by rank 0 and sent.
 
     Returns:
         (the loop's state, bytes of tensors that this rank read).
 
     Raises:
         CheckpointError: on every rank, where the checkpoint is of another model: names the first
-            tensor that differs, with both shapes.
+            tensor that differs, with both shapes. Or where it is of another optimizer.
     """
+    problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
+    if problem is not None:
+        raise CheckpointError(problem)
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check(strategy, checkpoint, parameters, index["shapes"])
@@ -78,15 +82,16 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     strategy.materialise_optimizer()
     reader = Reader(checkpoint, index)
     for name, parameter in parameters:
-        for key in _KEYS:
-            strategy.restore(parameter, key, partial(reader.borrow, f"{key or 'weight'}/{name}"))
+        for key in (None, *strategy.state_shapes(parameter)):
+            strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
     if buffers is not None:
         strategy.restore_buffers(buffers)
-    strategy.set_adam_steps(index["adam_steps"])
+    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
+    strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
-    # fp16 skips steps that overflow: Adam and the schedule have seen fewer than the loop
-    strategy.set_schedule_step(index["adam_steps"])
+    # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop
+    strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
 
 
@@ -147,18 +152,54 @@ class Reader:
         return whole
 
     def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
+        self.bytes_read += 4 * (stop - start)
+        if any(map(is_slice, self.index["pieces"][name])):
+            row = max(1, math.prod(self.shape(name)[1:]))
+            first = start // row
+            return [self._rows(name, first, -(-stop // row)).flatten()[start - first * row : stop - first * row]]
         found = []
         for first, last, file in self.index["pieces"][name]:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 found.append(self._file(file).get_slice(f"{name}@{first}")[low - first : high - first])
-        self.bytes_read += 4 * (stop - start)
+        return found
+
+    def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """fp32 [last - first, ...]: places ``first`` to ``last`` of the first dimension, from slices and stretches."""
+        whole = self.shape(name)
+        found = torch.empty(last - first, *whole[1:])
+        flat, row = found.view(-1), math.prod(whole[1:])
+        for entry in self.index["pieces"][name]:
+            if is_slice(entry):
+                offset, shape, file = entry
+                low, high = max(first, offset[0]), min(last, offset[0] + shape[0])
+                if low < high:
+                    places = tuple(slice(at, at + size) for at, size in zip(offset[1:], shape[1:], strict=True))
+                    values = self._file(file).get_slice(entry_name(name, offset))
+                    found[(slice(low - first, high - first), *places)] = values[low - offset[0] : high - offset[0]]
+                continue
+            start, stop, file = entry
+            low, high = max(first * row, start), min(last * row, stop)
+            if low < high:
+                values = self._file(file).get_slice(entry_name(name, [start]))
+                flat[low - first * row : high - first * row] = values[low - start : high - start]
         return found
 
     def whole(self, name: str) -> torch.Tensor:
         """The tensor ``name`` in its shape."""
-        shape = torch.Size(self.index["shapes"][name.partition("/")[2]])
+        shape = self.shape(name)
         return self.read(name, 0, shape.numel()).view(shape)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self.index.get(STATE_SHAPES, {}).get(name) or self.index["shapes"][name.partition("/")[2]])
+
+    def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """fp32 of ``shape``, the slice of the tensor ``name`` that begins at ``offset``."""
+        self.bytes_read += 4 * math.prod(shape)
+        rows = self._rows(name, offset[0], offset[0] + shape[0])
+        for dimension, (at, size) in enumerate(zip(offset, shape, strict=True)):
+            rows = rows.narrow(dimension, at, size) if dimension else rows
+        return rows
 
     def _file(self, name: str) -> Any:
         from safetensors import safe_open
@@ -168,6 +209,19 @@ class Reader:
                 raise CheckpointError(f"{self.folder / INDEX}: the file {name} leads out of the checkpoint's folder.")
             self._open[name] = safe_open(self.folder / name, framework="pt")
         return self._open[name]
+
+
+class TensorReader:
+    """`zerobook.strategy.pieces.Read` of the tensor ``name``."""
+
+    def __init__(self, reader: Reader, name: str):
+        self._reader, self._name = reader, name
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        return self._reader.borrow(self._name, start, stop)
+
+    def block(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return self._reader.read_block(self._name, offset, shape)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -28,10 +28,13 @@ from zerobook import locks
 from zerobook.errors import CheckpointError
 from zerobook.terminal import say
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+"""Of a checkpoint with another optimizer's state than AdamW's, or with slices. Others are of format 4 still, which earlier
+versions read, too."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-_LISTED = {3: ("config.json", "tensors.json", PROGRESS), 4: ("config.json", "tensors.json", PROGRESS, "buffers.safetensors")}
+_LISTED = {3: ("config.json", "tensors.json", PROGRESS)}
+_LISTED |= dict.fromkeys((4, 5), (*_LISTED[3], "buffers.safetensors"))
 """Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
@@ -116,7 +119,7 @@ def make_staging(staging: Path) -> None:
     staging.mkdir(parents=True)
 
 
-def publish(staging: Path, step: int, digests: dict[str, str] | None = None) -> None:
+def publish(staging: Path, step: int, digests: dict[str, str] | None = None, *, version: int = FORMAT_VERSION) -> None:
     """Make a complete checkpoint of the files in ``staging``.
 
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
@@ -126,13 +129,14 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None) -> 
 
     Args:
         digests: of files that are durable already; they are not read again.
+        version: of the format.
     """
     checkpoints, digests = staging.parent, digests or {}
     others = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: digest(file) for file in others}
     files = {name: {"bytes": (staging / name).stat().st_size, "xxh3_128": found} for name, found in sorted(digests.items())}
     manifest = staging / MANIFEST
-    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": files}, indent=1))
+    manifest.write_text(json.dumps({"format_version": version, "step": step, "files": files}, indent=1))
     for file in (*others, manifest, staging):
         fsync(file)
     final = checkpoints / f"step-{step:06d}"

@@ -58,7 +58,8 @@ def losses(
     Returns:
         ``loss`` (nats per supervised token), ``perplexity``, ``tokens``; ``datasets``, the same three by name.
     """
-    layout = Layout(world_size=strategy.world_size, rank=strategy.rank, micro=micro)
+    mesh = strategy.mesh
+    layout = Layout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
     feeds = [
         Feed(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, collate, end=len(part)) for part in parts.values()
     ]
@@ -71,7 +72,7 @@ def losses(
             bar.update(1)
     bar.close()
     tokens = [int(part.loss_weights.sum()) for part in parts.values()]
-    sums = strategy.sum_over_ranks(sums).tolist()
+    sums = mesh.sum_over_data_parallel(sums).tolist()
     result: dict[str, Any] = _of(sum(sums), sum(tokens))
     if len(parts) > 1:
         result["datasets"] = {name: _of(*pair) for name, *pair in zip(parts, sums, tokens, strict=True)}

@@ -17,7 +17,7 @@ from zerobook.config import Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Weight
+from zerobook.plan.holdings import Weight, state_ratio
 from zerobook.plan.job import NoClass
 from zerobook.plan.memory import Memory, at_load
 from zerobook.plan.paper import flows, paper
@@ -163,7 +163,9 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
     if plan.problems:
         return Row(file=file.stem, name=plan.name, by_formula=True, problems=plan.problems)
     spreads = spread(plan, SimpleNamespace(hidden_size=decoder.width), min(cluster.gpus, plan.world_size))
-    literature = paper(decoder.parameters, decoder.parameters, spreads, cluster.nodes)
+    matrix = Weight("weight", (decoder.width, decoder.inner), 4, trained=True)  # most of the parameters lie in such ones
+    states_each = state_ratio([[matrix]], spreads)
+    literature = paper(decoder.parameters, decoder.parameters, spreads, cluster.nodes, states=states_each)
     rows, length, checkpointing = shape.rows, shape.source, config.activation_checkpointing
     fused, element = config.attn_implementation != "eager", spreads.compute
     kept = formulas.activations(
@@ -201,10 +203,10 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
         paper=literature,
         sent=literature.sent,
         between=literature.between,
-        **checkpoints(decoder.parameters, config),
+        **checkpoints(round(decoder.parameters * (1 + states_each)), config),
         time=time(
             flops, flows(decoder.parameters, decoder.parameters, spreads), everything, spreads, cluster,
-            accumulation=config.gradient_accumulation_steps,
+            accumulation=config.gradient_accumulation_steps, states=states_each,
         ),
         by_formula=True,
         formula={

@@ -28,15 +28,16 @@ class States:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool) -> States:
+def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, states: float = 2) -> States:
     """ZeRO, section 5: what each stage leaves on a device.
 
     Args:
         stage: 0 (data parallelism) to 3.
         mixed: 2-byte weights and gradients, with fp32 master weights and two moments (K = 12); otherwise fp32
             throughout, whose weights are their own masters (K = 8).
+        states: fp32 numbers that the optimizer keeps for each parameter; the paper's K is Adam's, with 2.
     """
-    element, k = (2, 12) if mixed else (4, 8)
+    element, k = (2, 4 + 4 * states) if mixed else (4, 4 * states)
     return States(
         parameters * element / (ranks if stage >= 3 else 1),
         parameters * element / (ranks if stage >= 2 else 1),

@@ -1,7 +1,8 @@
 """What the implementations really hold of a model's states, counted from the shapes of its weights.
 
 The literature's formulas know parameters, gradients and moments. DeepSpeed keeps an fp32 master even of an fp32 model, pads
-what it partitions and lays buckets aside; FSDP2 pads rows; AdamW counts its steps in a tensor for each one it steps. All of
+what it partitions and lays buckets aside; FSDP2 pads rows; AdamW counts its steps in a tensor for each one it steps, and other
+optimizers keep other state, as their `OptimizerSpec` says. All of
 that is counted here to the byte, and compared with live runs by ``zerobook plan --measure``.
 Read from DeepSpeed 0.19.8, torch 2.13 and accelerate 1.15.
 """
@@ -13,9 +14,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zerobook.plan.spread import Spread
+from zerobook.training.optimizer import state_numbers
 
-STEP = 4
-"""Bytes of AdamW's count of steps, one fp32 number for each tensor it steps. DeepSpeed's CPUAdam counts in an integer."""
 SWAPPED = 1 << 20
 """Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""
 STAND_IN = 2
@@ -81,29 +81,46 @@ def hold(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int = 
     if spread.kind == "fsdp":
         return _fsdp(weights, spread, rank)
     if spread.kind != "deepspeed":
-        return _replicated(weights)
+        return _replicated(weights, spread)
     return (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
 
 
-def _replicated(weights: Sequence[Weight]) -> Holdings:
+def state_ratio(groups: Groups, spread: Spread) -> float:
+    """Return the numbers of optimizer state for each number of the trained weights: 2 for AdamW."""
+    trained = [w for group in groups for w in group]
+    return state_numbers(spread.optimizer_spec, (w.shape for w in trained)) / max(sum(w.numel for w in trained), 1)
+
+
+def _state(elements: int, spread: Spread) -> int:
+    """Bytes of the state of so many ``elements`` of weights, which are stepped flat or in part."""
+    return 4 * state_numbers(spread.optimizer_spec, [(elements,)])
+
+
+def _counts(tensors: int, spread: Spread) -> int:
+    """Bytes of the counts of steps in tensors. DeepSpeed's CPUAdam counts in an integer."""
+    in_integers = spread.optimizer == "adamw" and spread.kind == "deepspeed" and spread.offload_optimizer != "none"
+    return 0 if in_integers else spread.optimizer_spec.step_bytes * tensors
+
+
+def _replicated(weights: Sequence[Weight], spread: Spread) -> Holdings:
     """One process, or DDP."""
     trained = [w for w in weights if w.trained]
     elements = sum(w.numel for w in trained)
     return Holdings(
         parameters=sum(w.numel * w.element for w in weights),
         gradients=4 * elements,
-        optimizer=8 * elements + STEP * len(trained),
+        optimizer=4 * state_numbers(spread.optimizer_spec, (w.shape for w in trained)) + _counts(len(trained), spread),
     )
 
 
 def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
-    """Rows are dealt out. Weights and gradients are padded to the largest part, moments are not."""
+    """Rows are dealt out. Weights and gradients are padded to the largest part, optimizer state is not."""
     place = rank % spread.shard
     trained = [w for w in weights if w.trained]
     held = Holdings(
         parameters=sum(_row_elements(w, spread.shard, 0) * w.element for w in weights),
         gradients=sum(4 * _row_elements(w, spread.shard, 0) for w in trained),
-        optimizer=sum(8 * _row_elements(w, spread.shard, place) for w in trained) + STEP * len(trained),
+        optimizer=sum(_state(_row_elements(w, spread.shard, place), spread) for w in trained) + _counts(len(trained), spread),
     )
     if spread.offload_param != "none":
         held.host = held.states
@@ -115,11 +132,11 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) 
     flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
     parts = [size // spread.ranks for size in flat]
     frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
-    held = Holdings(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=12 * sum(parts))
+    state = 4 * sum(parts) + _state(sum(parts), spread) + _counts(len(parts), spread)
+    held = Holdings(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=state)
     if spread.offload_optimizer == "none":
         reduced = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
         held.gradients = reduced * spread.compute
-        held.optimizer += STEP * len(parts)
     else:
         held.gradients = 4 * sum(parts)
         held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
@@ -153,12 +170,12 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
         sharded += parts * sum(
             _part(w, spread) * _cast(w, spread) for w in weights if not w.trained or w.numel > spread.persistent
         )
-    held = Holdings(parameters=sharded + persistent, gradients=sum(sub_groups) * spread.compute, optimizer=12 * sum(sub_groups))
-    if spread.offload_optimizer == "none":
-        held.optimizer += STEP * len(sub_groups)
-    else:
+    elements = sum(sub_groups)
+    state = 4 * elements + _state(elements, spread) + _counts(len(sub_groups), spread)
+    held = Holdings(parameters=sharded + persistent, gradients=elements * spread.compute, optimizer=state)
+    if spread.offload_optimizer != "none":
         swapped = [sub for sub in sub_groups if spread.offload_optimizer == "nvme" and 4 * sub >= SWAPPED]
-        held.disk = 12 * sum(swapped)
+        held.disk = 4 * sum(swapped) + _state(sum(swapped), spread)
         held.optimizer -= held.disk
         held.gradients += 4 * (sum(sub_groups) - sum(swapped))  # an fp32 copy for the CPU's optimizer
         held.host = {"gradients": held.gradients, "optimizer": held.optimizer}

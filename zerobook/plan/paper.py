@@ -34,7 +34,7 @@ class Paper:
         return sum(getattr(self.states, what) for what, where in self.lying.items() if where == place)
 
 
-def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density: float = 1.0) -> Paper:
+def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density: float = 1.0, states: float = 2.0) -> Paper:
     """The papers' figures. They know no accumulation: a step is one micro-batch.
 
     ZeRO, section 5, for states; what is offloaded lies in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and
@@ -43,15 +43,18 @@ def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density:
 
     Args:
         density: stored elements for each parameter; below 1 where frozen weights are packed, of which the papers know nothing.
+        states: numbers of optimizer state for each trained parameter.
     """
     mixed = spread.precision != "no"
     share = spread.shard if spread.stage == 3 else spread.ranks
-    whole, part = (formulas.model_states(n, spread.stage, share, mixed=mixed) for n in (parameters * density, trained))
+    whole, part = (
+        formulas.model_states(n, spread.stage, share, mixed=mixed, states=states) for n in (parameters * density, trained)
+    )
     lying = {"parameters": spread.offload_param, "gradients": spread.offload_optimizer, "optimizer": spread.offload_optimizer}
     legs = _legs(spread, "P" if trained == parameters else "T")
     moved = flows(parameters, trained, spread, density)
     formula = {
-        "states": _states(parameters, trained, spread, share, lying, density),
+        "states": _states(parameters, trained, spread, share, lying, density, states),
         "sent": _written(legs, spread, density=density),
     }
     rule = None
@@ -81,9 +84,11 @@ def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -
     ]
 
 
-def _states(parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str], density: float) -> str:
+def _states(
+    parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str], density: float, states: float
+) -> str:
     """``2 P + 2 P/8 + 12 P/8 bytes``: weights, gradients and optimizer state, as `formulas.model_states` has them."""
-    whole = formulas.model_states(1, 0, 1, mixed=spread.precision != "no")
+    whole = formulas.model_states(1, 0, 1, mixed=spread.precision != "no", states=states)
     terms = []
     for what, first in (("parameters", 3), ("gradients", 2), ("optimizer", 1)):
         letter = "P" if what == "parameters" or trained == parameters else "T"

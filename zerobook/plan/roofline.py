@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight
+from zerobook.plan.holdings import Groups, Weight, state_ratio
 from zerobook.plan.passes import Gathered, gathered
 from zerobook.plan.spread import Spread
 from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
@@ -14,9 +14,6 @@ from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
 EFFICIENCY = 0.45
 """Of the maker's operations a second, what matrix products of a training get: 40 to 50 % is what tuned trainings of large
 models report. Small models and short rows get less."""
-ADAM = 28
-"""Bytes that a fused AdamW moves for each parameter: it reads weight, gradient and two moments, and writes all but the
-gradient, 4 bytes each. It computes next to nothing, so memory's rate is its own."""
 HOST_ADAM = 20e9
 """Bytes a second that a rank's CPU optimizer reads and writes."""
 NVME = 3e9
@@ -57,6 +54,7 @@ def time(
     accumulation: int,
     weights: Sequence[Weight] | None = None,
     passes: Gathered | None = None,
+    states: float | None = None,
 ) -> Time:
     """Seconds of an optimizer step.
 
@@ -64,19 +62,24 @@ def time(
         flops: of one micro-batch on one rank.
         weights: all of them; those of ``groups`` where none is frozen.
         passes: what a micro-batch's gather of them; where it is None, as `gathered` has it without an order.
+        states: numbers of optimizer state for each trained weight; where it is None, as the shapes in ``groups`` have it.
     """
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.fp32
     links = sum(flow.sent for flow in flows) / cluster.rate("link")
     network = between_nodes(flows, cluster.nodes) / cluster.rate("network") if cluster.network else 0.0
     # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is spread as the weights are
     mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
+    states = state_ratio(groups, spread) if states is None else states
+    # An optimizer reads weight, gradient and state, and writes all but the gradient, 4 bytes each: 28 bytes for AdamW. It
+    # computes next to nothing, so memory's rate is its own.
+    moved = 4 * (3 + 2 * states)
     optimizer = offload = 0.0
     if spread.offload_optimizer == "none":
-        optimizer = mine * ADAM / cluster.device.bandwidth
+        optimizer = mine * moved / cluster.device.bandwidth
     else:
-        offload = mine * (ADAM / HOST_ADAM + 2 * spread.compute / cluster.device.pcie)
+        offload = mine * (moved / HOST_ADAM + 2 * spread.compute / cluster.device.pcie)
     if spread.offload_optimizer == "nvme":
-        offload += mine * cluster.gpus * 24 / NVME
+        offload += mine * cluster.gpus * 8 * (1 + states) / NVME  # weight and state come and go
     if spread.offload_param != "none":
         every = [w for group in groups for w in group] if weights is None else weights
         passes = passes or gathered(every, spread, (), accumulation)

@@ -14,7 +14,7 @@ from zerobook.config import RecipeConfig, Resolved
 from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight, hold, unswappable
+from zerobook.plan.holdings import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.job import Job, NoClass
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.paper import Paper, paper
@@ -27,8 +27,6 @@ from zerobook.plan.units import size
 from zerobook.resolve import Hardware, LaunchPlan, resolve
 from zerobook.training.recipe import BatchShape, Recipe
 
-STATE_BYTES = 12
-"""A trained parameter in a checkpoint of this project: fp32 weight and two moments."""
 TIGHT = 0.92
 """Of a GPU's memory; above it a plan fits on paper, and fragmentation may end the run."""
 
@@ -205,6 +203,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         traced.weights, traced.groups, spreads, micro,
         accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context, passes=passes,
     )  # fmt: skip
+    states_each = state_ratio(traced.groups, spreads)
     found = flows(traced.weights, traced.groups, spreads, accumulation, passes)
     made = Row(
         file=file.stem,
@@ -212,10 +211,10 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
         spread=spreads,
         memory=held,
         states=states,
-        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density),
+        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density, states=states_each),
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
-        **checkpoints(traced.trained, config),
+        **checkpoints(round(traced.trained * (1 + states_each)), config),
         time=None if bare else time(
             micro.flops, found, traced.groups, spreads, cluster,
             accumulation=accumulation, weights=traced.weights, passes=passes,
@@ -228,9 +227,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
     return made
 
 
-def checkpoints(trained: int, config: RecipeConfig) -> dict[str, Any]:
-    """`Row.checkpoint` and `Row.checkpoints`."""
-    one, steps = STATE_BYTES * trained, config.max_train_steps
+def checkpoints(numbers: int, config: RecipeConfig) -> dict[str, Any]:
+    """`Row.checkpoint` and `Row.checkpoints`, of so many fp32 ``numbers`` in one: weights and optimizer state."""
+    one, steps = 4 * numbers, config.max_train_steps
     if steps is None and config.save_steps and config.save_total_limit is None:
         return {"checkpoint": one, "checkpoints": None}
     # where nobody said how many steps there are, the limit is reached

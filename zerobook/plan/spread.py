@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zerobook.training.optimizer import OptimizerSpec, optimizer_spec
+
 if TYPE_CHECKING:
     from zerobook.resolve import LaunchPlan
 
@@ -21,6 +23,7 @@ class Spread:
     shard: int = 1  # ranks that share one copy of the weights
     secondary: int = 1  # hpZ: ranks that share a second copy of the weights; 1 is without
     precision: str = "no"
+    optimizer: str = "adamw"  # as --optimizer says
     offload_optimizer: str = "none"
     offload_param: str = "none"
     reduce_bucket: int = 500_000_000
@@ -37,6 +40,10 @@ class Spread:
     quantized_weights: bool = False
     quantized_gradients: bool = False
     reshards: bool = True  # FSDP: weights are given up behind a layer's forward pass
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        return optimizer_spec(self.optimizer)
 
     @property
     def compute(self) -> int:
@@ -65,7 +72,7 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
     alone = plan.kind == "ddp" and plan.world_size == 1 and plan.device != "cpu"
     common: dict[str, Any] = {
         "kind": "single" if alone else plan.kind, "name": plan.name, "precision": plan.precision,
-        "ranks": plan.world_size, "node": node or plan.world_size,
+        "ranks": plan.world_size, "node": node or plan.world_size, "optimizer": plan.optimizer,
         "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
     }  # fmt: skip
     if plan.kind == "fsdp":

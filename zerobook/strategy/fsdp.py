@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.strategy.base import Read, Strategy, local, owners_of_buffers
+from zerobook.strategy.base import Strategy
+from zerobook.strategy.pieces import Read
+from zerobook.strategy.weights import local, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from zerobook.config import RecipeConfig
     from zerobook.resolve import LaunchPlan
 
 
 class FullyShardedStrategy(Strategy):
-    """FSDP2, full or hybrid: parameters, gradients and moments are DTensors.
+    """FSDP2, full or hybrid: parameters, gradients and optimizer state are DTensors.
 
     Gradients are reduce-scattered at every micro-batch, so they stay sharded while accumulating. The replicas of hybrid
     sharding all-reduce them in the last micro-batch of a step only.
@@ -34,11 +37,20 @@ class FullyShardedStrategy(Strategy):
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
 
+    def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
+        optimizer = super()._build_optimizer(model, config)
+        if isinstance(optimizer, torch.optim.SGD):
+            # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            optimizer._step_supports_amp_scaling = self._skips_on_device = False
+        return optimizer
+
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         special = getattr(model.config, "is_encoder_decoder", False)
-        with _hidden_buffers(model, self.device), _encoder_decoder(model) if special else nullcontext():
+        with _hidden_buffers(model, self.mesh.device), _encoder_decoder(model) if special else nullcontext():
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
@@ -64,22 +76,27 @@ class FullyShardedStrategy(Strategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[int, torch.Tensor] | None:
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         tensor = self._tensor(parameter, key).detach()
-        start = _start_of_rows(tensor)
-        if start is None:
+        offset = shard_offset(tensor)
+        if offset is None:
             return super()._piece(index, parameter, key)
         copies = tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0) > 0  # hybrid: others hold the same
-        return None if copies else (start, tensor.to_local().reshape(-1))
+        if copies:
+            return None
+        mine = tensor.to_local()
+        return offset, mine.reshape(-1) if len(offset) == 1 else mine
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         tensor = self._tensor(parameter, key).detach()
-        start = _start_of_rows(tensor)
-        if start is None:
+        offset = shard_offset(tensor)
+        if offset is None:
             return super().restore(parameter, key, read)
         mine = tensor.to_local()
-        if mine.numel():
-            mine.copy_(read(start, start + mine.numel()).view(mine.shape))
+        if mine.numel() and len(offset) == 1:
+            mine.copy_(read(offset[0], offset[0] + mine.numel()).view(mine.shape))
+        elif mine.numel():
+            mine.copy_(read.block(offset, tuple(mine.shape)))
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         gradient = parameter.grad
@@ -118,16 +135,20 @@ def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
 
-def _start_of_rows(tensor: torch.Tensor) -> int | None:
-    """Where this rank's rows of a sharded tensor begin in the flattened whole; None for a tensor that is not sharded."""
+def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return where this rank's shard of a tensor begins, as in `Piece`; None for a tensor that is not sharded.
+
+    Rows are a stretch of the flattened tensor. The shard of another dimension has an offset in each dimension.
+    """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
         return None
-    assert tensor.placements[-1] == Shard(0), f"FSDP2 shards rows, found {tensor.placements}"
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return int(offsets[0]) * torch.Size(tensor.shape[1:]).numel()
+    if all(placement == Shard(0) or placement.is_replicate() for placement in tensor.placements):
+        return (int(offsets[0]) * torch.Size(tensor.shape[1:]).numel(),)
+    return tuple(map(int, offsets))
 
 
 @contextmanager

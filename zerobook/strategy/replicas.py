@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerobook.strategy.ranks import Ranks
+from zerobook.strategy.mesh import Mesh
 
 _PART = 1 << 24
 """Numbers of a weight that are summed at once."""
@@ -56,11 +56,11 @@ class Replicas(NamedTuple):
         return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
 
 
-def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas | None:
+def differing(mesh: Mesh, named: list[tuple[str, torch.Tensor]]) -> Replicas | None:
     """None where all ranks hold the same. Reads every weight once; the first that differs is looked at more closely.
     Collective."""
     sums = torch.stack([_sum_of_bits(p) for _, p in named])
-    every = [torch.empty_like(sums) for _ in range(ranks.world_size)]
+    every = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(every, sums)
     table = torch.stack(every)
     odd_ones = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
@@ -71,8 +71,8 @@ def differing(ranks: Ranks, named: list[tuple[str, torch.Tensor]]) -> Replicas |
     reference = mine.clone()
     dist.broadcast(reference.view(torch.uint8), src=0)  # the same memory; neither NCCL nor gloo sends 2-byte integers
     odd = (mine != reference).nonzero().flatten()[:16].tolist()
-    places = sorted({place for rank in ranks.gather(odd) for place in rank})
-    values = ranks.gather(parameter.detach().flatten()[places].float().tolist())
+    places = sorted({place for rank in mesh.gather(odd) for place in rank})
+    values = mesh.gather(parameter.detach().flatten()[places].float().tolist())
     return Replicas(name, len(odd_ones), table[:, odd_ones[0]].tolist(), places, values)
 
 

@@ -38,8 +38,7 @@ class AsLoaded(FullyShardedStrategy):
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
         self.max_grad_norm = config.max_grad_norm
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(model, self._build_optimizer(model, config))
 
 
 class Types(Hook):

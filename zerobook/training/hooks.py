@@ -6,13 +6,12 @@ without arguments. The trainer's own console, trackers and runlog are hooks too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from zerobook import user_code
-from zerobook.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -195,10 +194,4 @@ def load_hooks(specs: Sequence[str]) -> list[Hook]:
     Raises:
         ConfigError: one of them is not there, or is no hook.
     """
-    hooks = []
-    for spec in specs:
-        made: Callable[[], Hook] = user_code.load("hooks", spec)
-        if not (isinstance(made, type) and issubclass(made, Hook)):
-            raise ConfigError(f"hooks: {spec}: {made!r} is no hook. Derive the class from zerobook.training.hooks.Hook.")
-        hooks.append(made())
-    return hooks
+    return [user_code.load_class("hooks", spec, Hook)() for spec in specs]

@@ -44,8 +44,8 @@ def first_state(
     resume.check_base(checkpoint, config, model)
     tried = resume.earlier_decisions(progress, keeper, strategy, log)
     layout = Layout(
-        world_size=strategy.world_size,
-        rank=strategy.rank,
+        world_size=strategy.mesh.data_parallel_size,
+        rank=strategy.mesh.data_parallel_rank,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
     )

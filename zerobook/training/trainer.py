@@ -196,7 +196,7 @@ class Trainer:
         strategy, state, progress = self.strategy, self.state, self.progress
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
-        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.rank))
+        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.mesh.data_parallel_rank))
         rate = state.rate()
         total = torch.zeros((), device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
@@ -258,11 +258,12 @@ class Trainer:
         """Turn tensors into numbers, losses into sums over ranks: the same bits on every rank, since all decide from them."""
         losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
         norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
-        if not self.strategy.is_main:  # every rank has the same norms; rank 0's are taken
+        mesh = self.strategy.mesh
+        if mesh.data_parallel_rank != 0:  # every rank has the same norms; the first rank's are taken
             norms = torch.zeros_like(norms)
         names = [*records[0].sums]
         sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
-        rows = self.strategy.sum_over_ranks(torch.stack([losses, norms, *sums], dim=1)).tolist()
+        rows = mesh.sum_over_data_parallel(torch.stack([losses, norms, *sums], dim=1)).tolist()
         for record, (loss, norm, *summed) in zip(records, rows, strict=True):
             record.loss, record.grad_norm, record.sums = loss, norm, {}
             record.metrics = {name: float(value) for name, value in record.metrics.items()}

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and what they tell each other."""
+"""The processes of a run: who this one is among them, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks:
-    """The processes of a run, as accelerate has formed them."""
+class Mesh:
+    """The processes of a run, as accelerate has formed them.
+
+    ``rank`` and ``world_size`` count processes. ``data_parallel_rank`` and ``data_parallel_size`` count those that read
+    different samples: they decide the loss scale, the cut of a batch, the seeds of a step and what a loss is summed over.
+    """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
@@ -30,6 +34,14 @@ class Ranks:
     @property
     def world_size(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.rank  # tensor and sequence parallelism, whose processes share samples, are refused
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -48,6 +60,10 @@ class Ranks:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce ``values`` (any shape, in place) over the processes that read different samples, and return it."""
+        return self.sum_over_ranks(values)
 
     def from_main(self, value: Any) -> Any:
         """Rank 0's picklable ``value``, on every rank."""

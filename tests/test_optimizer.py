@@ -1,0 +1,236 @@
+"""Optimizers in one process: their state, steps that are skipped, checkpoints, and what is refused before a launch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
+from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
+from zerobook.checkpoint import state, store
+from zerobook.checkpoint.save import Saver
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.plan.holdings import Weight, hold
+from zerobook.plan.spread import Spread
+from zerobook.progress import Progress
+from zerobook.training.optimizer import OPTIMIZERS, optimizer_spec
+
+FIXTURES = Path(__file__).parent / "fixtures"
+OWN = """
+import torch
+from zerobook.training.optimizer import OptimizerSpec
+
+class Plain(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    last = self.state[weight].setdefault("last", torch.zeros_like(weight))
+                    weight.sub_(last.copy_(weight.grad), alpha=group["lr"])
+
+class Own(OptimizerSpec):
+    def build(self, groups, config):
+        return Plain(groups, config.learning_rate)
+
+    def state_shapes(self, shape):
+        return {"last": shape}
+
+class Unfinished(OptimizerSpec):
+    def build(self, groups, config): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return f"{file}:Own"
+
+
+@pytest.fixture(params=[*OPTIMIZERS, "own"])
+def said(request, own):
+    return own if request.param == "own" else request.param
+
+
+def held(strategy):
+    return {
+        f"{key}/{name}": strategy.get_tensor(p, key).clone()
+        for name, p in strategy.trainable()
+        for key in (None, *strategy.state_shapes(p))
+    }
+
+
+def same(one, other):
+    return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_is_torchs_own(make):  # noqa: F811
+    """Three steps of the strategy, clipped by nothing, against the plain optimizer on the same gradients."""
+    built = {
+        "adamw": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
+        "adafactor": lambda p: torch.optim.Adafactor(p, weight_decay=0.1),
+    }
+    for name, build in built.items():
+        strategy, plain = make(optimizer=name, weight_decay=0.1, max_grad_norm=0), two_layers()
+        matrices, vectors = [p for p in plain.parameters() if p.dim() > 1], [p for p in plain.parameters() if p.dim() < 2]
+        optimizer = build([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        for rate in (1e-2, 2e-2, 1e-3):
+            with strategy.micro_batch(last=True):
+                strategy.backward(strategy.model(torch.ones(2, 4)).sum())
+            strategy.apply(rate)
+            plain(torch.ones(2, 4)).sum().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(strategy.model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_counts_no_step(make, said, scaled):  # noqa: F811
+    """The first step of all, too: torch leaves the buffers of a fused SGD without values there."""
+    kind = {"kind": Fp16OnCpu} if scaled else {}
+    strategy, clean = make(optimizer=said, weight_decay=0.1, **kind), make(optimizer=said, weight_decay=0.1, **kind)
+    _, norm = step(strategy, scale=float("nan"))
+    assert not math.isfinite(norm) and strategy.optimizer_steps() == 0
+    for _ in range(2):
+        step(strategy)
+        step(clean)
+    before = held(strategy)
+    assert strategy.optimizer_steps() == 2 and same(before, held(clean))
+    assert all(tensor.isfinite().all() for tensor in before.values())
+    step(strategy, scale=float("inf"))
+    assert strategy.optimizer_steps() == 2 and same(held(strategy), before)
+    step(strategy)
+    assert strategy.optimizer_steps() == 3 and not same(held(strategy), before)
+
+
+def save(strategy, folder, optimizer, taken=2):
+    saver = Saver(strategy, str(folder), keep=None)
+    saver.save(Progress(step=taken), {"config": {"optimizer": optimizer}})
+    (saved,) = saver.results()
+    assert saved.problem is None, saved.problem
+    return saved.checkpoint
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(make, said, tmp_path):  # noqa: F811
+    strategy = make(optimizer=said)
+    step(strategy), step(strategy)
+    checkpoint = save(strategy, tmp_path, said)
+    assert store.damage(checkpoint, thorough=True) is None
+    tensors, now = state.tensors(checkpoint), held(strategy)
+    assert same(tensors, {name.replace("None/", "weight/"): tensor for name, tensor in now.items()})
+    resumed = make(optimizer=said)
+    state.load(resumed, checkpoint)
+    assert resumed.optimizer_steps() == 2
+    step(strategy), step(resumed)
+    assert same(held(strategy), held(resumed)) and resumed.optimizer_steps() == 3
+
+
+def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, tmp_path):  # noqa: F811
+    """A checkpoint that an earlier version wrote is read, and the same training gives the same tensors and index."""
+    old = FIXTURES / "format4" / "step-000003"
+    assert store.damage(old, thorough=True) is None
+    torch.manual_seed(0)
+    strategy = make(model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)))
+    for scale in (1.0, 2.0, 3.0):
+        step(strategy, scale=scale)
+    new = save(strategy, tmp_path, "adamw", taken=3)
+    assert store.read_json(new / store.MANIFEST)["format_version"] == 4
+    found, before = state.tensors(new), state.tensors(old)
+    assert set(found) == set(before)
+    for name in before:
+        torch.testing.assert_close(found[name], before[name], rtol=1e-5, atol=1e-6)
+    assert json.loads((new / "tensors.json").read_text()) == json.loads((old / "tensors.json").read_text())
+    resumed = make()
+    state.load(resumed, old)
+    assert resumed.optimizer_steps() == 3
+
+
+def test_other_optimizers_checkpoints_have_a_format_that_earlier_versions_refuse(make, tmp_path):  # noqa: F811
+    strategy = make(optimizer="adafactor")
+    step(strategy)
+    checkpoint = save(strategy, tmp_path, "adafactor")
+    assert store.read_json(checkpoint / store.MANIFEST)["format_version"] == 5
+    shapes = state.tensors(checkpoint)
+    assert shapes["row_var/0.weight"].shape == (8, 1) and shapes["col_var/0.weight"].shape == (1, 4)
+    assert shapes["variance/0.bias"].shape == (8,)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_with_both_names(make, own, tmp_path):  # noqa: F811
+    for written, now in (("sgd", "adamw"), ("adamw", "sgd"), (own, "sgd"), ("adafactor", own)):
+        strategy = make(optimizer=written)
+        checkpoint = save(strategy, tmp_path / written.replace("/", "_") / now.replace("/", "_"), written)
+        with pytest.raises(CheckpointError) as refused:
+            state.load(make(optimizer=now), checkpoint)
+        name = now.rpartition(":")[2]
+        assert f"the optimizer {written}" in str(refused.value) and f"this run's is {name}" in str(refused.value)
+        config = {"output_dir": str(checkpoint.parents[1]), "resume_from_checkpoint": "auto", "optimizer": now}
+        (checkpoint / "config.json").write_text(
+            json.dumps({"asked": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+                        "config": {"optimizer": written}})
+        )  # fmt: skip
+        from tests.harness import reseal
+
+        reseal(checkpoint)
+        problems = plan_for(WORKER, **config)[0].problems
+        assert any(p.startswith("resume_from_checkpoint: ") and written in p and name in p for p in problems), problems
+
+
+def test_what_a_strategy_cannot_step_is_refused_before_anything_starts(tmp_path, own):
+    fsdp = WORKER | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for said in ("adafactor", own):
+        for environ, name in ((deepspeed(tmp_path), "ZeRO-"), (fsdp, "FSDP2")):
+            (problem,) = plan_for(environ, optimizer=said)[0].problems
+            assert said in problem and name in problem and "ddp.yaml" in problem and "whole weights" in problem
+        assert not plan_for(WORKER, optimizer=said)[0].problems
+    for environ in (deepspeed(tmp_path), fsdp, WORKER):
+        assert not plan_for(environ, optimizer="sgd")[0].problems
+    nvme = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}})
+    (problem,) = plan_for(nvme, CPU, optimizer="sgd")[0].problems
+    assert "sgd" in problem and "disk" in problem and "zero3_offload.yaml" in problem
+    plan, _ = plan_for(
+        deepspeed(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}}), optimizer="sgd"
+    )
+    assert not plan.problems and plan.deepspeed_config["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_an_optimizer_in_the_json_beside_another_is_refused_with_both(tmp_path):
+    environ = deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    (problem,) = plan_for(environ, optimizer="sgd")[0].problems
+    assert 'optimizer.type is "AdamW"' in problem and "optimizer is sgd (from flag --optimizer)" in problem
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ("adm", "adamw, sgd, adafactor"), ("nowhere.py:Own", "there is no file nowhere.py"),
+        ("OWN:Missing", "has no Missing"), ("OWN:Unfinished", "does not define state_shapes"),
+        ("BAD:Own", "ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_is_not_there_is_refused(tmp_path, own, said, words):
+    (tmp_path / "bad.py").write_text("1 / 0\nclass Own: ...\n")
+    said = said.replace("OWN", own.rpartition(":")[0]).replace("BAD", str(tmp_path / "bad.py"))
+    with pytest.raises(ConfigError) as refused:
+        optimizer_spec(said)
+    assert words in str(refused.value) and "optimizer" in str(refused.value)
+    assert words in plan_for(WORKER, optimizer=said)[0].problems[0]
+
+
+def test_the_planner_counts_the_state_that_is_held(make, said):  # noqa: F811
+    strategy = make(optimizer=said)
+    step(strategy)
+    weights = [Weight(name, tuple(p.shape), 4, trained=True) for name, p in strategy.model.named_parameters()]
+    spread = Spread(kind="single", name="one process", ranks=1, node=1, optimizer=said)
+    assert hold(weights, [weights], spread).optimizer == strategy.memory()["optimizer"] > 0

@@ -1,0 +1,151 @@
+"""One optimizer step: micro-batches, the reduced gradients, and what is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerobook.strategy.norm import total_norm
+from zerobook.strategy.state import TrainingState
+from zerobook.strategy.weights import parameter_groups
+
+if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig
+
+
+class Engine(TrainingState):
+    """Makes the optimizer, spreads it and the model, and steps them."""
+
+    max_grad_norm: float
+    _unscaled = False
+    _skips_on_device: bool
+
+    def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
+        """Make the optimizer and spread it and the model.
+
+        Args:
+            model: with ``requires_grad`` on what is trained.
+            config: the optimizer's settings.
+            total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
+        """
+        self._remember(model)
+        self.max_grad_norm = config.max_grad_norm
+        # What is trained is its own master: in half precision, small updates would round to nothing.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
+
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        """Return the prepared model and optimizer."""
+        return self.accelerator.prepare(model, optimizer)
+
+    def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
+        optimizer = self.optimizer_spec.build(self._groups(model, config.weight_decay), config)
+        if self.plan.offload_optimizer != "none" and self._skips_on_device:
+            # Otherwise the scaler hands over a copy of its flag that may not have arrived from the GPU yet. With False, the
+            # scaler reads the flag itself and skips the step.
+            optimizer._step_supports_amp_scaling = False
+        return optimizer
+
+    def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        return parameter_groups(model, weight_decay, self.shape)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward *and* backward; ranks reduce their gradients in the ``last`` of a step only.
+
+        Both belong inside: DDP decides in its forward whether the backward after it will reduce.
+        """
+        self.accelerator.gradient_state._set_sync_gradients(last)
+        with nullcontext() if last else self._accumulating():
+            yield
+
+    def _accumulating(self) -> AbstractContextManager[None]:
+        """Keeps gradients on their ranks, where the strategy can."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of ``loss``, inside `micro_batch`.
+
+        Args:
+            loss: scalar; this rank's sum over supervised tokens divided by their *global* count,
+                over all ranks and micro-batches of the step. The gradient of the step is then the sum of
+                all such losses' gradients, whatever the split.
+        """
+        # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
+        self.accelerator.backward(loss * (self.mesh.data_parallel_size * self.accelerator.gradient_accumulation_steps))
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing that `apply` would see."""
+        self._unscale()
+        return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, this rank's part of the gradient) of every trained weight, at the seam; unclipped. No collective.
+
+        Names come in the same order on every rank. All ranks' parts together give each number once, so the sum of their
+        squares over all ranks is the square of `gradient_norm`, under every strategy. A part may be empty, and it may lie in
+        host memory. It holds until the next one is asked for, and must not be changed.
+        """
+        self._unscale()
+        for index, (name, parameter) in enumerate(self.trainable()):
+            part = self._gradient(index, parameter)
+            yield name, torch.empty(0) if part is None else part.detach().reshape(-1)
+
+    def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part; None where it has none. Here, where every rank holds everything, they share the work."""
+        return parameter.grad if index % self.mesh.world_size == self.mesh.rank else None
+
+    def _unscale(self) -> None:
+        """Take fp16's loss scale out of the gradients; a second time in a step would be an error."""
+        if not self._unscaled:
+            self.accelerator.unscale_gradients()
+            self._unscaled = True
+
+    def apply(self, learning_rate: float) -> torch.Tensor | float:
+        """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
+
+        An optimizer that cannot skip a step on the device makes the host wait for the norm in every step.
+
+        Args:
+            learning_rate: the rate of this step. It does not change a schedule that the strategy owns.
+
+        Returns:
+            The global gradient norm before clipping, maybe still on the device: reading it
+            as a float waits for the device, so do that at log points only.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = self.gradient_norm()
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
+        finite = torch.isfinite(norm)
+        if self._skips_on_device:
+            # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
+            self._torch_optimizer().found_inf = (~finite).float()
+            self.optimizer.step()
+        elif self.accelerator.scaler is not None or finite.item():  # the scaler looks, and waits, by itself
+            self.optimizer.step()
+        self._applied = self._applied + finite.int()
+        self._unscaled = False
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context in which parts of the model run in the precision of its ``forward`` when they are called directly.
+
+        ``generate`` calls the encoder, or the base inside of adapters, without the prepared model's ``forward``. Here it needs
+        nothing: DeepSpeed has cast the weights themselves, and FSDP2 casts what it gathers.
+        """
+        return nullcontext()
+
+    def after_forwards(self) -> None:
+        """Forwards without a backward are over (evaluation, generation): what they left gathered is given up. On every rank."""
+
+    def learning_rate(self) -> float:
+        """Return the rate set in the optimizer. A schedule that the strategy owns has set that of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])

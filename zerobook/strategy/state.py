@@ -1,0 +1,216 @@
+"""The training state by parameter name: what checkpoints read and write, and what memory counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerobook.strategy.mesh import Mesh
+from zerobook.strategy.pieces import Piece, Read
+from zerobook.strategy.weights import persistent_buffers, storage_bytes, unwrapped_name, whole
+from zerobook.training.optimizer import OptimizerSpec
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from zerobook.resolve import LaunchPlan
+
+_SPLIT = 1 << 18
+"""Numbers; smaller tensors are not worth writing in parts."""
+
+
+class TrainingState:
+    """Weights, optimizer state and buffers of a prepared model, as this rank holds them.
+
+    Tensors are read and written whole (`get_tensor`) or in pieces (`pieces`, `restore`), by parameter name. That is what makes
+    a checkpoint independent of the strategy that wrote it. These calls are collective.
+    """
+
+    mesh: Mesh
+    accelerator: Accelerator
+    plan: LaunchPlan
+    model: nn.Module
+    optimizer: Any
+    optimizer_spec: OptimizerSpec
+    loaded_dtypes: dict[str, torch.dtype]
+    """of each weight as the model was loaded, by name"""
+    _loaded_buffers: dict[str, torch.Tensor]
+    _applied: torch.Tensor | int = 0
+    """Steps taken, for an optimizer that does not count its own."""
+
+    def _remember(self, model: nn.Module) -> None:
+        """Keep dtypes and buffers as the model was loaded; call it before anything is cast."""
+        self.loaded_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._loaded_buffers = {
+            name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model) if not buffer.is_meta
+        }
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """The model as the recipe made it (its parameters may still be sharded)."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of every trained weight, in one order on all ranks and strategies."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                yield unwrapped_name(name), parameter
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """The whole parameter's shape, also where this rank holds a part."""
+        return parameter.shape
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        inner = self.optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        return inner
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self._torch_optimizer().state[parameter]
+
+    def initialising_whole(self) -> AbstractContextManager[None]:
+        """Models made inside hold whole weights on this process, whatever sharding would do to them."""
+        return nullcontext()
+
+    def materialise_optimizer(self) -> None:
+        """Create the state that the optimizer otherwise creates at its first step, as zeros."""
+        for _, parameter in self.trainable():
+            self._init_state(self._torch_optimizer(), parameter)
+
+    def _init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if not optimizer.state[parameter]:
+            self.optimizer_spec.init_state(optimizer, parameter)
+
+    def state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
+        """Return name -> shape of the state that the optimizer keeps for a weight, whole."""
+        return self.optimizer_spec.state_shapes(self.shape(parameter))
+
+    def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+        """The whole fp32 weight (``key`` None) or optimizer state, such as ``exp_avg``. Collective.
+
+        Peak memory is one whole tensor per rank.
+        """
+        return whole(self._tensor(parameter, key).detach()).float()
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's share of all weights and optimizer state, so that all ranks together give each number once.
+
+        Nothing is sent between ranks. Values may be live: they hold until the next piece is asked for.
+        """
+        for index, (name, parameter) in enumerate(self.trainable()):
+            for key in (None, *self.state_shapes(parameter)):
+                found = self._piece(index, parameter, key)
+                if found is not None and found[1].numel():
+                    yield Piece(name, key, *found)
+
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        """``offset`` and ``values`` of the `Piece` that this rank writes; None where it writes nothing.
+
+        ``index`` counts the parameters. Here, where every rank holds everything, they share the work.
+        """
+        flat = self._tensor(parameter, key).detach().reshape(-1)
+        if flat.numel() < _SPLIT:
+            return ((0,), flat) if index % self.mesh.world_size == self.mesh.rank else None
+        part = -(-flat.numel() // self.mesh.world_size)
+        start = min(part * self.mesh.rank, flat.numel())
+        return (start,), flat[start : start + part]
+
+    def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        """Bring back a weight (``key`` None) or optimizer state. Collective.
+
+        Args:
+            read: of the tensor in the checkpoint. Each rank calls it for what it needs alone; what all need is read by rank 0
+                and sent.
+        """
+        with torch.no_grad():
+            tensor = self._tensor(parameter, key)
+            shape = self.shape(parameter) if key is None else self.state_shapes(parameter)[key]
+            tensor.copy_(self._read_by_main(torch.Size(shape), read))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
+
+        DeepSpeed casts floating buffers to its compute dtype. A buffer that is still its loaded value, rounded to that dtype,
+        is returned as it was loaded.
+        """
+        found = {}
+        for name, buffer in persistent_buffers(self.unwrapped):
+            live = buffer.detach().to("cpu", copy=True).contiguous()
+            loaded = self._loaded_buffers.get(name)
+            if loaded is not None and loaded.dtype != live.dtype:
+                unchanged = torch.equal(loaded.to(live.dtype), live)
+                live = loaded.clone() if unchanged else live.to(loaded.dtype)
+            found[name] = live
+        return found
+
+    def restore_buffers(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the buffers of this rank to what `buffers` returned."""
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self.unwrapped):
+                buffer.copy_(values[name])
+                self._loaded_buffers[name] = values[name]
+
+    def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
+        return parameter if key is None else self._state_of(parameter)[key]
+
+    def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
+        """The whole tensor of ``shape``, on every rank's device."""
+        if self.mesh.is_main:
+            value = read(0, shape.numel()).view(shape).to(self.mesh.device)
+        else:
+            value = torch.empty(shape, dtype=torch.float32, device=self.mesh.device)
+        if self.mesh.world_size > 1:
+            dist.broadcast(value, src=0)
+        return value
+
+    def _states(self) -> Iterable[dict[str, Any]]:
+        return self._torch_optimizer().state.values()
+
+    def optimizer_steps(self) -> int:
+        """Steps that the optimizer has taken, such as the exponent of AdamW's bias correction; 0 before the first."""
+        counted = self.optimizer_spec.get_step(self._torch_optimizer())
+        return int(self._applied) if counted is None else counted
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        self._applied = steps
+        self.optimizer_spec.set_step(self._torch_optimizer(), steps)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The fp16 loss scaler's ``kind``, ``scale`` and whole ``state``, or None where no loss is scaled."""
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            return None
+        return {"kind": type(scaler).__name__, "scale": scaler.get_scale(), "state": scaler.state_dict()}
+
+    def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
+        """Take over what `scaler_state` gave; of another kind of scaler the scale alone."""
+        scaler = self.accelerator.scaler
+        if saved and scaler is not None:
+            same = saved["kind"] == type(scaler).__name__
+            scaler.load_state_dict(saved["state"] if same else scaler.state_dict() | {"scale": saved["scale"]})
+
+    def set_schedule_step(self, step: int) -> None:
+        """Continue a schedule that the strategy owns after ``step`` applied steps; those skipped for an overflow are none."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds now, counted from live tensors, each storage once.
+
+        ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
+        and state). On every device together.
+        """
+        return {name: storage_bytes(tensors) for name, tensors in self.held().items()}
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The live tensors that `memory` counts, by the same names. Some may share storages."""
+        parameters = list(self.model.parameters())
+        return {
+            "parameters": [p.data for p in parameters],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [t for state in self._states() for t in state.values() if isinstance(t, torch.Tensor)],
+        }

@@ -1,0 +1,73 @@
+"""Weights and buffers of a model by name, and the tensors behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, shape: Callable[[nn.Parameter], torch.Size] = lambda p: p.shape
+) -> list[dict[str, Any]]:
+    """The optimizer's groups of trained weights. Matrices alone decay: biases and norm gains are vectors, as in the
+    transformers examples.
+
+    Args:
+        shape: of the whole weight, where a rank holds a part.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in trained if len(shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if len(shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) of the buffers that a model's saved state holds, such as BART's ``final_logits_bias``.
+
+    A model with adapters has none here: its base is frozen, and comes from the model that the config names.
+    """
+    if not hasattr(model, "peft_config"):
+        for name, module, leaf in owners_of_buffers(model):
+            yield unwrapped_name(name), getattr(module, leaf)
+
+
+def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name, module that holds it, its name there) of each buffer that belongs to the state dict."""
+    for path, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, module, leaf
+
+
+def unwrapped_name(name: str) -> str:
+    """A weight's name without those of the wrappers around its model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
+    return name
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``; views of one buffer count once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,157 @@
+"""The training state under DeepSpeed ZeRO, which steps flat fp32 partitions of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerobook.strategy.pieces import Read
+from zerobook.strategy.state import TrainingState
+
+
+class ZeroState(TrainingState):
+    """Weights and optimizer state as ZeRO-1 to 3 partition them, in memory or on NVMe."""
+
+    deepspeed_optimizer: Any
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.deepspeed_optimizer.optimizer
+
+    def _masters(self) -> list[torch.Tensor]:
+        """This rank's flat fp32 partitions, which the torch optimizer really steps."""
+        zero = self.deepspeed_optimizer
+        return zero.fp32_partitioned_groups_flat if self.plan.zero_stage == 3 else zero.single_partition_of_fp32_groups
+
+    @contextmanager
+    def initialising_whole(self) -> Iterator[None]:
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # with it set, transformers makes ZeRO-3's pieces
+        try:
+            yield
+        finally:
+            set_hf_deepspeed_config(self.accelerator.state.deepspeed_plugin.dschf)
+
+    def materialise_optimizer(self) -> None:
+        zero = self.deepspeed_optimizer
+        if not any(state for state in self._states()):
+            self._make_states()
+        if self.plan.zero_stage != 3:
+            # DeepSpeed links states to parameters once, in its first group's step, when a second group has none yet.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _make_states(self) -> None:
+        """State of zeros for every master, as the first step would make it."""
+        zero = self.deepspeed_optimizer
+        if self.plan.zero_stage == 3 and zero.swap_optimizer:
+            # Swapped-out state exists only once the optimizer has run: one step at rate 0 on zero gradients.
+            rates = [group["lr"] for group in zero.optimizer.param_groups]
+            for group in zero.optimizer.param_groups:
+                group["lr"] = 0.0
+            for index in range(len(zero.fp16_groups)):
+                zero._prepare_sub_group(index, set())
+                master = zero.fp32_partitioned_groups_flat[index]
+                master.grad = torch.zeros_like(master)
+                zero._optimizer_step(index)
+                zero._reassign_or_swap_out_partitioned_parameters(index)
+                zero._release_sub_group(index, set())
+            for group, rate in zip(zero.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            return
+        for master in self._masters():
+            self._init_state(zero.optimizer, master)
+
+    def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if key is None:
+            return safe_get_full_fp32_param(parameter).detach()
+        return safe_get_full_optimizer_state(parameter, key).detach()
+
+    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        if self.plan.zero_stage != 3:
+            mapping = parameter._hp_mapping
+            return None if mapping is None else ((mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key))
+        # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back
+        mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
+        start, stop = self._bounds(parameter)
+        return (start,), mine[: stop - start]
+
+    def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        if self.plan.zero_stage != 3:
+            return self._restore_fragment(parameter, key, read)
+        # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without asking
+        start, stop = self._bounds(parameter)
+        mine = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        if stop > start:
+            mine[: stop - start] = read(start, stop)
+        self.deepspeed_optimizer.set_local_hp_param(mine, parameter, key)
+        if key is None:
+            import deepspeed
+
+            # the setter reaches the fp32 master only; the copies that forwards read are written by their owner
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if self.mesh.rank == 0:
+                    parameter.data.copy_(read(0, parameter.ds_numel).view(parameter.ds_shape))
+
+    def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
+        """ZeRO-1 and 2: every rank holds the weight that forwards read, and some a stretch of the fp32 master."""
+        mapping = parameter._hp_mapping
+        value = None
+        if key is None:
+            value = self._read_by_main(self.shape(parameter), read)
+            with torch.no_grad():
+                parameter.data.copy_(value)
+        if mapping is not None:
+            start = mapping.lp_fragment_address.start
+            stop = start + mapping.lp_fragment_address.numel
+            mine = read(start, stop) if value is None else value.flatten()[start:stop]
+            mapping.get_hp_fragment(key).data.copy_(mine)
+
+    def _bounds(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Which numbers of the flattened weight are this rank's under ZeRO-3, without the padding."""
+        piece, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+        rank = self.mesh.rank if group is None else dist.get_rank(group=group)
+        whole = self.shape(parameter).numel()
+        return min(piece * rank, whole), min(piece * (rank + 1), whole)
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
+        if self.plan.precision != "fp16" or scaler is None:
+            return None
+        state = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        return {"kind": type(scaler).__name__, "scale": scaler.cur_scale, "state": state}
+
+    def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
+        scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
+        if not saved or scaler is None or not scaler.dynamic:  # one that the JSON fixes stays as it says
+            return
+        same = saved["kind"] == type(scaler).__name__
+        for key, value in (saved["state"] if same else {"cur_scale": saved["scale"]}).items():
+            setattr(scaler, key, value)
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        held = super().held()
+        zero = self.deepspeed_optimizer
+        masters = self._masters()
+        for p in self.model.parameters():
+            if hasattr(p, "ds_tensor"):
+                held["parameters"].append(p.ds_tensor.data)
+            if getattr(p, "ds_secondary_tensor", None) is not None:
+                held["parameters"].append(p.ds_secondary_tensor)
+        for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
+            held["gradients"] += [t for t in tensors or [] if t is not None]
+        held["gradients"] += [m.grad for m in masters if m.grad is not None]
+        buffer = getattr(zero, "grad_partitions_flat_buffer", None)  # ZeRO-3's gradients lie in it, before they are swapped out
+        held["gradients"] += [buffer] if buffer is not None else []
+        held["optimizer"] += [m.data for m in masters]
+        return held
