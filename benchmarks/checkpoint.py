@@ -50,11 +50,11 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     import torch
 
     from zerobook.checkpoint import state, store
+    from zerobook.checkpoint.progress import Progress
     from zerobook.checkpoint.save import Saver
     from zerobook.config import RecipeConfig, parse
-    from zerobook.launch import build, plan_for_this_process
-    from zerobook.modeling import load_model
-    from zerobook.progress import Progress
+    from zerobook.launch.build import build, plan_for_this_process
+    from zerobook.models.load import load_model
 
     config, sources, _ = parse(RecipeConfig)
     plan = plan_for_this_process(config, sources)
@@ -129,7 +129,7 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         strategy.barrier()
     if strategy.is_main:
         out.write_text(json.dumps(found))
-    from zerobook.process import leave
+    from zerobook.launch.process import leave
 
     strategy.barrier()
     leave()
@@ -154,7 +154,7 @@ def main() -> None:
         return one_rank(known.folder, known.out, known.phase)
     import tempfile
 
-    from zerobook.versions import versions
+    from zerobook.utils.versions import versions
 
     with tempfile.TemporaryDirectory(dir=known.folder) as name:
         folder = Path(name)

@@ -106,7 +106,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
-from zerobook.training.objective import NextToken
+from zerobook.objective import NextToken
 if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
     config = RecipeConfig(cache_dir=sys.argv[1], train_file=sys.argv[2], packing=True)
@@ -155,7 +155,7 @@ def saving(steps: int = 4, padded_rows: int = 32, packed_rows: int = 4, capacity
     from transformers import AutoModelForCausalLM
 
     from zerobook.data.collate import CausalCollator, PackedCollator
-    from zerobook.training.objective import causal_lm_loss
+    from zerobook.objective import causal_lm_loss
 
     model = AutoModelForCausalLM.from_pretrained(embedded.smollm2(), dtype=torch.float32)
     model.config.use_cache = False
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=measures, default=list(measures), help="measure these; the rest stays")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/data.json"))
     asked = parser.parse_args()
-    from zerobook.versions import versions
+    from zerobook.utils.versions import versions
 
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""

@@ -40,15 +40,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zerobook import fresh
-from zerobook.plan.command import here
+from benchmarks.published.bench import Bench
+from benchmarks.published.materials import Materials, seq2seq_sides
+from benchmarks.published.trial import Arm, attempt
+from zerobook.cli.plan import here
 from zerobook.plan.hardware import known
 from zerobook.runlog.writer import EVENTS, read
 from zerobook.runlog.writer import STEPS as STEPS_FILE
-from zerobook.tables.bench import Bench
-from zerobook.tables.materials import Materials, seq2seq_sides
-from zerobook.tables.trial import Arm, attempt
-from zerobook.versions import versions
+from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -345,7 +345,7 @@ def _planned(
     from zerobook.plan.measure import measure
     from zerobook.plan.rows import Traced
     from zerobook.plan.rows import row as planned_row
-    from zerobook.recipe_file import recipe_class
+    from zerobook.training.recipe_file import recipe_class
 
     until, where, tiny = time.monotonic() + left, here("1"), setting.tiny
     given = setting.text | {"model_name_or_path": setting.model(model), "per_device_train_batch_size": batch, **flags}
@@ -370,7 +370,7 @@ def _planned(
 # --- the published tables
 def tables(setting: Setting) -> dict[str, Case]:
     """The published comparisons that one GPU can run."""
-    from zerobook.tables import dialogue, one_device
+    from benchmarks.published import dialogue, one_device
 
     return {"A": partial(_table, setting, dialogue.shape), "B": partial(_table, setting, one_device.run)}
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from zerobook.adapters import add_lora, nf4
 from zerobook.config import RecipeConfig
 from zerobook.data.templates import CausalEncoder
+from zerobook.models.adapters import add_lora, nf4
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
 

@@ -67,7 +67,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
     encoder_decoder = True
 
     def check_model_config(self, model_config: Any) -> None:
-        from zerobook.modeling import check_positions
+        from zerobook.models.load import check_positions
 
         config = self.config
         longest = max(config.max_source_length, config.max_target_length, config.max_generated)

@@ -65,7 +65,7 @@ def make_model() -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from zerobook.data import embedded
-    from zerobook.files import modes_by_umask
+    from zerobook.utils.files import modes_by_umask
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
     torch.manual_seed(SEED)

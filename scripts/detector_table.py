@@ -30,8 +30,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zerobook.runlog.curves import read, replay
-from zerobook.runlog.detector import Point, Settings
+from zerobook.monitor.curves import read, replay
+from zerobook.monitor.detector import Point, Settings
 
 LONG = 5
 """logged points of a long spike"""

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from zerobook.plan.hardware import processor
-from zerobook.versions import versions
+from zerobook.utils.versions import versions
 
 PARITY = """# Any strategy, the same training: measured
 

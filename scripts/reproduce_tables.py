@@ -31,12 +31,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/ and benchmarks/results/")
     asked = parser.parse_args()
 
-    from zerobook import ops
+    from benchmarks.published import pages, suite
+    from benchmarks.published.bench import Bench
+    from zerobook.cli.plan import here
     from zerobook.errors import ConfigError
-    from zerobook.plan.command import here
+    from zerobook.launch import ops
     from zerobook.plan.units import parse_bytes
-    from zerobook.tables import pages, suite
-    from zerobook.tables.bench import Bench
 
     try:
         wanted = set(asked.tables.upper())

@@ -5,8 +5,8 @@ usage: setup.py [OP ...]    only those ops; all that this machine can use where 
 
 import sys
 
-from zerobook import ops
 from zerobook.data import embedded
+from zerobook.launch import ops
 
 
 def main() -> int:

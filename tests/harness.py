@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from zerobook.checkpoint import store
-from zerobook.fresh import kill_family
-from zerobook.resolve import Hardware
+from zerobook.launch.resolve import Hardware
 from zerobook.runlog.writer import read
+from zerobook.utils.subprocess_launch import kill_family
 
 ROOT = Path(__file__).resolve().parents[1]
 SPY = ROOT / "tests" / "distributed" / "spy.py"

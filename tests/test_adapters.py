@@ -9,12 +9,12 @@ from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from tests.harness import ROOT
 from zerobook.config import Resolved, parse
+from zerobook.launch.resolve import Hardware, resolve
 from zerobook.plan.hardware import cluster
 from zerobook.plan.holdings import hold
 from zerobook.plan.job import job
 from zerobook.plan.rows import launch_plan
 from zerobook.plan.spread import spread
-from zerobook.resolve import Hardware, resolve
 
 SINGLE = ROOT / "accelerate_configs" / "single.yaml"
 

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerobook.cli import main
+from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.plan import autotune
 from zerobook.plan.autotune import Candidate, Tuned, cuts

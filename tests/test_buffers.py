@@ -12,14 +12,15 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from recipes.causal_lm import CausalLMConfig
-from zerobook.checkpoint import export, state, store
+from zerobook.checkpoint import state, store
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import BUFFERS, Saver
 from zerobook.errors import CheckpointError
-from zerobook.progress import Progress
-from zerobook.resolve import LaunchPlan
+from zerobook.launch.resolve import LaunchPlan
+from zerobook.models import export
+from zerobook.models.save import save_model
 from zerobook.strategy import ReplicatedStrategy
 from zerobook.strategy.weights import persistent_buffers
-from zerobook.training.result import save_model
 
 BIAS = torch.tensor([1.0001, -2.0003, 3.0005])
 TOKENIZER = SimpleNamespace(save_pretrained=lambda folder: None, eos_token_id=2)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.harness import ROOT
-from zerobook.chat import Conversation
-from zerobook.cli import main
+from zerobook.cli.chat import Conversation
+from zerobook.cli.main import main
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.evaluation import load
 from zerobook.evaluation.generation import stop_tokens
-from zerobook.evaluation.load import load_result
-from zerobook.terminal import plain
+from zerobook.models import result as load
+from zerobook.models.result import load_result
+from zerobook.utils.terminal import plain
 
 IDS = torch.tensor([[1, 5, 9, 14]])
 
@@ -30,7 +30,7 @@ def run(tiny, tmp_path_factory) -> Path:
     """An output_dir with an adapter in it, saved as a recipe saves one, that changes what its base says."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from zerobook.adapters import add_lora
+    from zerobook.models.adapters import add_lora
 
     base = AutoModelForCausalLM.from_pretrained(tiny / "llama")
     base.config.use_cache = False
@@ -172,7 +172,7 @@ def talk(monkeypatch, capsys):
 
 def test_through_a_real_pipe(tiny):
     """Bytes that are no UTF-8 are no reason to die; the end of the input is the end."""
-    line = [sys.executable, "-m", "zerobook.cli", "chat", str(tiny / "llama"), "--max_new_tokens", "8"]
+    line = [sys.executable, "-m", "zerobook.cli.main", "chat", str(tiny / "llama"), "--max_new_tokens", "8"]
     done = subprocess.run(line, input=b"What is AI?\n\xff\n", capture_output=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr == b""
     assert len(done.stdout.decode().splitlines()) >= 2 and b"<|im_" not in done.stdout
@@ -316,7 +316,7 @@ def test_refusals(tiny, talk, tmp_path, capsys):
 def test_nothing_heavy_is_imported_for_the_help():
     script = """
 import sys
-from zerobook.cli import main
+from zerobook.cli.main import main
 try:
     main(["--help"])
 except SystemExit:

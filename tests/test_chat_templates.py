@@ -17,7 +17,7 @@ from zerobook.data.formats import BadSample, Chat
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import DataError
-from zerobook.training.objective import NextToken
+from zerobook.objective import NextToken
 
 # As Qwen3's: only turns behind the last question keep their thoughts; the last turn gets an empty one if it has none.
 QWEN3 = """

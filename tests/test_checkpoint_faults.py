@@ -20,7 +20,7 @@ import torch
 
 from tests.test_checkpoints import FakeStrategy, save_all, spread
 from zerobook.checkpoint import save, state, store
-from zerobook.progress import Progress
+from zerobook.checkpoint.progress import Progress
 from zerobook.strategy import Piece
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import staged
-from zerobook import ops
 from zerobook.checkpoint import state, store
-from zerobook.checkpoint.command import checkpoint as command
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_run
+from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.progress import Progress
+from zerobook.launch import ops
 
 
 def make(folder, step, content=b"abc"):

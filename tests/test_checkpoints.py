@@ -21,15 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness import reseal, staged
-from zerobook import locks
 from zerobook.checkpoint import save, state, store
-from zerobook.checkpoint.command import checkpoint as command
-from zerobook.checkpoint.command import size_words
+from zerobook.checkpoint.progress import Progress
+from zerobook.cli.checkpoint import checkpoint as command
+from zerobook.cli.checkpoint import size_words
 from zerobook.errors import CheckpointError
-from zerobook.progress import Progress
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Piece
+from zerobook.utils import locks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.errors import DataError
-from zerobook.runlog.curves import read, replay
-from zerobook.runlog.detector import Detector, Point
+from zerobook.monitor.curves import read, replay
+from zerobook.monitor.detector import Detector, Point
 
 STEPS = 400
 
@@ -320,7 +320,7 @@ def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path,
 
 
 def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
-    from zerobook.cli import main
+    from zerobook.cli.main import main
 
     losses = lifted(noise(0.02), 200, [2.5 - 1.4 * i / 16 for i in range(16)])
     file = curve(tmp_path, "run.csv", "step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(losses)))
@@ -339,5 +339,5 @@ def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
 def test_nothing_here_needs_torch():
     import subprocess
 
-    modules = "zerobook.runlog.command, zerobook.runlog.try_detector, zerobook.runlog.report, zerobook.runlog.policy"
+    modules = "zerobook.cli.runlog, zerobook.cli.try_detector, zerobook.runlog.report, zerobook.monitor.policy"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness import ROOT
-from zerobook import launch, ops
+from zerobook.cli.doctor import inspect_launch, worker_environment
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.doctor import inspect_launch, worker_environment
 from zerobook.errors import ConfigError
-from zerobook.launcher import chose_threads, launcher_flags, left_unsaid
-from zerobook.resolve import Hardware, LaunchPlan
+from zerobook.launch import build as launch
+from zerobook.launch import ops
+from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid
+from zerobook.launch.resolve import Hardware, LaunchPlan
 
 ZERO3 = """
 compute_environment: LOCAL_MACHINE

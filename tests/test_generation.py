@@ -23,10 +23,10 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
 from zerobook.evaluation.generation import GenerationScorer, decoding
 from zerobook.evaluation.text_metrics import text_metrics
-from zerobook.modeling import check_positions, load_model
-from zerobook.resolve import LaunchPlan
+from zerobook.launch.resolve import LaunchPlan
+from zerobook.models.load import check_positions, load_model
+from zerobook.objective import TargetTokens, seq2seq_loss
 from zerobook.strategy import ReplicatedStrategy, Strategy
-from zerobook.training.objective import TargetTokens, seq2seq_loss
 
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
 ALONE = SimpleNamespace(

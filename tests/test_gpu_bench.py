@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu
 from scripts import gpu_status
 from tests.harness import ROOT
-from zerobook import fresh
+from zerobook.utils import subprocess_launch as fresh
 
 STAMP = {"date": "2026-11-22", "versions": {"torch": "2.13.0"}}
 
@@ -96,7 +96,7 @@ def test_curves_of_another_length_are_not_alike():
 
 
 def test_a_table_that_came_through_has_not_died(tmp_path):
-    from zerobook.tables.table import Table
+    from benchmarks.published.table import Table
 
     setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
     for died in ("", "exit status 1"):

@@ -10,11 +10,12 @@ import pytest
 
 from tests.harness import ROOT
 from tests.test_resolve import WORKER, plan_for
-from zerobook import gpus, launch
+from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.doctor import doctor, inspect_launch
 from zerobook.errors import ConfigError
-from zerobook.resolve import Hardware
+from zerobook.launch import build as launch
+from zerobook.launch.resolve import Hardware
+from zerobook.utils import gpus
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: gcc 12\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerobook.plan.command import here
+from zerobook.cli.plan import here
+from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster, known
-from zerobook.resolve import Hardware
 
 # name, GB, dense half precision and fp32 outside of tensor cores (10^12 operations a second), GB/s of memory, GB/s to each
 # other GPU of a node in one direction, NVIDIA's document. Documents give links for both directions, and newer ones half

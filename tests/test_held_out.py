@@ -9,7 +9,7 @@ from recipes.causal_lm import CausalLM
 from recipes.seq2seq_chatbot import Seq2SeqChatbot
 from tests.alone import train
 from zerobook.evaluation import held_out
-from zerobook.training.objective import NextToken, TargetTokens
+from zerobook.objective import NextToken, TargetTokens
 
 RECIPES = {
     "chats": (CausalLM, NextToken, "llama", {"block_size": 64}),

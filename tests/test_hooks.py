@@ -11,12 +11,12 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
 from tests.harness import ROOT
-from zerobook import user_code
 from zerobook.config import parse
 from zerobook.errors import ConfigError
+from zerobook.monitor.policy import Measure
 from zerobook.runlog.lines import read
-from zerobook.runlog.policy import Measure
 from zerobook.training.hooks import Hook, load_hooks
+from zerobook.utils import user_code
 
 CALLS: list = []
 

@@ -14,8 +14,8 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, Seq2SeqCollator, to_device
-from zerobook.isolation import isolating, settled
-from zerobook.training.objective import causal_lm_loss
+from zerobook.models.isolation import isolating, settled
+from zerobook.objective import causal_lm_loss
 
 WORDS = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **WORDS}

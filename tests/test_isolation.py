@@ -13,8 +13,8 @@ import torch
 from zerobook.constants import IGNORE
 from zerobook.data.collate import PackedCollator, to_device
 from zerobook.errors import ConfigError
-from zerobook.isolation import isolating
-from zerobook.training.objective import causal_lm_loss
+from zerobook.models.isolation import isolating
+from zerobook.objective import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
 

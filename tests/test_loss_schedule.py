@@ -18,8 +18,8 @@ from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows
 from zerobook.errors import ConfigError
-from zerobook.schedule import learning_rate_schedule
-from zerobook.training.objective import causal_lm_loss, seq2seq_loss
+from zerobook.objective import causal_lm_loss, seq2seq_loss
+from zerobook.training.schedule import learning_rate_schedule
 
 
 def test_causal_loss_is_the_models_own_times_the_supervised_tokens(tiny):

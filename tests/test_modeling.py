@@ -20,10 +20,10 @@ from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.modeling import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
-from zerobook.resolve import Hardware
+from zerobook.launch.resolve import Hardware
+from zerobook.models.load import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
+from zerobook.models.save import save_model
 from zerobook.strategy import Strategy
-from zerobook.training.result import save_model
 
 SMALL = {
     "bloom": dict(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
@@ -170,7 +170,7 @@ def test_a_hub_that_cannot_be_reached_is_left_to_what_loads(monkeypatch):
     """The model may be in the cache. The network's errors are of no class that Python knows."""
     import huggingface_hub
 
-    from zerobook import hub
+    from zerobook.utils import hub
 
     class ConnectError(Exception):
         pass

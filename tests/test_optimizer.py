@@ -12,17 +12,17 @@ import torch
 from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
 from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
 from zerobook.checkpoint import state, store
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.optimizer import OPTIMIZERS, optimizer_spec
 from zerobook.plan.holdings import Weight, hold
 from zerobook.plan.spread import Spread
-from zerobook.progress import Progress
-from zerobook.training.optimizer import OPTIMIZERS, optimizer_spec
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OWN = """
 import torch
-from zerobook.training.optimizer import OptimizerSpec
+from zerobook.optimizer import OptimizerSpec
 
 class Plain(torch.optim.Optimizer):
     def __init__(self, groups, lr):

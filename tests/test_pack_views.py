@@ -11,7 +11,7 @@ from zerobook.constants import IGNORE
 from zerobook.data.pack import best_fit_decreasing
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Blocks, Documents, Part, pack
-from zerobook.training.objective import NextToken, TargetTokens
+from zerobook.objective import NextToken, TargetTokens
 
 OBJECTIVE = NextToken()
 

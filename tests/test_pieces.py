@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.test_checkpoints import MOMENTS, FakeStrategy
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.merge import boxes, merge
+from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
-from zerobook.progress import Progress
 from zerobook.strategy import Piece
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

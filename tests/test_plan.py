@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zerobook.cli import main
+from zerobook.cli.main import main
+from zerobook.cli.plan import here
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
-from zerobook.modeling import DTYPES
+from zerobook.launch.resolve import Hardware
+from zerobook.models.load import DTYPES
 from zerobook.plan import formulas
-from zerobook.plan.command import here
 from zerobook.plan.fallback import Decoder
 from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
 from zerobook.plan.holdings import Weight, hold
@@ -33,9 +34,8 @@ from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
 from zerobook.plan.units import size
-from zerobook.recipe_file import recipe_class
-from zerobook.resolve import Hardware
 from zerobook.training.recipe import BatchShape
+from zerobook.training.recipe_file import recipe_class
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "benchmarks" / "models"
@@ -103,7 +103,7 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
 def real_model(planned: Job, shape: BatchShape):
     import transformers
 
-    from zerobook.modeling import enable_activation_checkpointing
+    from zerobook.models.load import enable_activation_checkpointing
 
     kind = transformers.AutoModelForSeq2SeqLM if planned.recipe.encoder_decoder else transformers.AutoModelForCausalLM
     config = planned.config
@@ -1203,7 +1203,7 @@ def test_formulas_alone_in_json(capsys):
 
 def test_formulas_alone_need_nothing_heavy():
     code = (
-        "import sys; from zerobook.cli import main; main(['plan', '--formulas', '--parameters', '7B']);"
+        "import sys; from zerobook.cli.main import main; main(['plan', '--formulas', '--parameters', '7B']);"
         "assert not {'torch', 'transformers', 'numpy', 'rich', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook.runlog.detector import Finding
-from zerobook.runlog.policy import LEAD, Ladder, joined, ranges, rate_share
+from zerobook.monitor.detector import Finding
+from zerobook.monitor.policy import LEAD, Ladder, joined, ranges, rate_share
 
 
 def finding(onset, kind="damage", noticed=None):

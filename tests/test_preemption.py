@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook import preemption
-from zerobook.preemption import Preemption
+from zerobook.monitor import preemption
+from zerobook.monitor.preemption import Preemption
 
 
 class Store(dict):

@@ -22,7 +22,7 @@ from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs
 from zerobook.errors import ConfigError, DataError
-from zerobook.training.objective import NextToken
+from zerobook.objective import NextToken
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ from transformers import AutoTokenizer
 from zerobook.config import RecipeConfig
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
-from zerobook.training.objective import NextToken
+from zerobook.objective import NextToken
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for file in sys.argv[2:]:
     config = RecipeConfig(cache_dir=str(Path(file).parent / "cache"), train_file=file)

@@ -14,9 +14,9 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.runlog import curves
+from zerobook.monitor import curves
+from zerobook.monitor.policy import Measure
 from zerobook.runlog.history import History
-from zerobook.runlog.policy import Measure
 from zerobook.training.hooks import Hook
 
 STEPS = 12  # two epochs of 24 samples in steps of 4

@@ -15,13 +15,13 @@ import yaml
 
 from tests.distributed.test_parity import STRATEGIES
 from tests.harness import ROOT
-from zerobook.cli import COMMANDS
+from zerobook.cli.doctor import inspect_launch
+from zerobook.cli.main import COMMANDS
 from zerobook.config import RecipeConfig
 from zerobook.data import formats
-from zerobook.doctor import inspect_launch
-from zerobook.recipe_file import recipe_class
-from zerobook.resolve import Hardware
+from zerobook.launch.resolve import Hardware
 from zerobook.training import run as recipe_run
+from zerobook.training.recipe_file import recipe_class
 
 README = (ROOT / "README.md").read_text()
 DATA = (ROOT / "docs" / "data.md").read_text()

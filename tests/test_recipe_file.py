@@ -7,9 +7,9 @@ import contextlib
 import pytest
 
 from tests.harness import ROOT
-from zerobook.cli import main
+from zerobook.cli.main import main
 from zerobook.errors import ConfigError
-from zerobook.recipe_file import check_recipe
+from zerobook.training.recipe_file import check_recipe
 
 DATA = {
     "rows.txt": "open({mark!r}, 'w')\n",

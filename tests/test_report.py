@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
-from zerobook.cli import main
+from zerobook.cli.main import main
 from zerobook.runlog import report
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import RunLog

@@ -11,9 +11,9 @@ import pytest
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
+from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.doctor import inspect_launch
-from zerobook.resolve import Hardware, LaunchPlan, resolve
+from zerobook.launch.resolve import Hardware, LaunchPlan, resolve
 
 CPU = Hardware()
 A100 = Hardware(gpus=8, gpu_name="A100", flash_attention=True)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.alone import train
 from zerobook.checkpoint import keeper, save, store
-from zerobook.runlog.detector import Finding
-from zerobook.runlog.policy import Measure
+from zerobook.monitor.detector import Finding
+from zerobook.monitor.policy import Measure
 from zerobook.runlog.writer import read
 from zerobook.training.hooks import Hook
 

@@ -175,9 +175,9 @@ def test_padding_of_a_feed_with_no_rows_left():
 
 @pytest.mark.parametrize("epochs, rows", [(0.07, 7), (1.1, 110), (0.071, 8), (2.0, 200)])
 def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
+    from zerobook.checkpoint.progress import Progress
     from zerobook.config import RecipeConfig
     from zerobook.data.views import Part
-    from zerobook.progress import Progress
     from zerobook.training.state import RunState
 
     class Part100(Part):

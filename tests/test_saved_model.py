@@ -17,24 +17,24 @@ from recipes.lora_finetune import LoraConfig
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.alone import train
 from tests.harness import ROOT, reseal
-from zerobook.adapters import add_lora
-from zerobook.chat import Conversation
 from zerobook.checkpoint import origin, store
-from zerobook.checkpoint.export import export
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_result
-from zerobook.doctor import doctor
+from zerobook.cli.chat import Conversation
+from zerobook.cli.doctor import doctor
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.evaluation.generation import answer_as_measured
-from zerobook.evaluation.load import load_result
-from zerobook.modeling import load_model, load_tokenizer
-from zerobook.progress import Progress
-from zerobook.resolve import LaunchPlan
+from zerobook.launch.resolve import LaunchPlan
+from zerobook.models.adapters import add_lora
+from zerobook.models.export import export
+from zerobook.models.load import load_model, load_tokenizer
+from zerobook.models.result import load_result
+from zerobook.models.save import save_model
 from zerobook.runlog.report import write as write_report
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import ReplicatedStrategy
-from zerobook.terminal import plain
-from zerobook.training.result import save_model
+from zerobook.utils.terminal import plain
 
 END_OF_TEXT, END_OF_TURN = 0, 2
 
@@ -513,7 +513,7 @@ def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
 
 
 def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, tmp_path, monkeypatch):
-    import zerobook.training.result
+    import zerobook.models.save
 
     run = tmp_path / "run"
     train(run, **short(tiny))
@@ -522,7 +522,7 @@ def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, 
     def full(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(zerobook.training.result, "modes_by_umask", full)
+    monkeypatch.setattr(zerobook.models.save, "modes_by_umask", full)
     longer = short(tiny, max_train_steps=4, resume_from_checkpoint="auto")
     with pytest.raises(OSError, match="No space"):
         train(run, **longer)

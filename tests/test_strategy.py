@@ -14,14 +14,14 @@ from accelerate.state import AcceleratorState
 from recipes.causal_lm import CausalLMConfig
 from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
-from zerobook.progress import Progress
-from zerobook.resolve import Hardware, LaunchPlan
+from zerobook.launch.resolve import Hardware, LaunchPlan
+from zerobook.optimizer import AdamW
 from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy
-from zerobook.training.optimizer import AdamW
 
 
 class Fp16OnCpu(ReplicatedStrategy):

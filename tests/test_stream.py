@@ -21,7 +21,7 @@ from zerobook.data.stream import BEHIND, Stream, row_number
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Documents, Part
 from zerobook.errors import DataError
-from zerobook.training.objective import NextToken
+from zerobook.objective import NextToken
 
 FAR = 10**6
 

@@ -17,13 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerobook import fresh
+from benchmarks.published import dialogue, one_device, pages
+from benchmarks.published.bench import Bench
+from benchmarks.published.capped import is_refusal
+from benchmarks.published.table import Finding, Line, Table
+from benchmarks.published.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 from zerobook.plan.hardware import Cluster, Device
-from zerobook.tables import dialogue, one_device, pages
-from zerobook.tables.bench import Bench
-from zerobook.tables.capped import is_refusal
-from zerobook.tables.table import Finding, Line, Table
-from zerobook.tables.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
+from zerobook.utils import subprocess_launch as fresh
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)

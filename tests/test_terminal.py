@@ -19,17 +19,18 @@ import zerobook
 from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
-from zerobook import chat, doctor, process
-from zerobook.bars import tqdm
-from zerobook.cli import main
+from zerobook.cli import chat, doctor
+from zerobook.cli import data as data_command
+from zerobook.cli.main import main
 from zerobook.config import DatasetSpec, Resolved
-from zerobook.data import command as data_command
 from zerobook.errors import ConfigError
 from zerobook.evaluation import tasks
+from zerobook.launch import process
+from zerobook.launch.resolve import LaunchPlan
 from zerobook.plan import table as plan_table
-from zerobook.resolve import LaunchPlan
-from zerobook.terminal import plain
 from zerobook.training import run
+from zerobook.utils.bars import tqdm
+from zerobook.utils.terminal import plain
 
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 EVIL = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\r\x08d\u202ee\n[99] All is well."
@@ -190,7 +191,7 @@ def test_text_from_files_in_tracebacks_and_library_logs_is_plain(tmp_path):
     title = "\x1b]0;PWNED\x07"
     program = (
         "import sys\n"
-        "from transformers.utils import logging as library\nfrom zerobook.terminal import keep_logs_plain, say_traceback\n"
+        "from transformers.utils import logging as library\nfrom zerobook.utils.terminal import keep_logs_plain, say_traceback\n"
         "sys.excepthook = say_traceback\nkeep_logs_plain('transformers')\nkeep_logs_plain('transformers')\n"
         f"library.get_logger('transformers.x').warning('unexpected tensor ' + {title!r} + 'w')\n"
         f"raise RuntimeError('no dtype ' + {title!r} + 'f32')\n"
@@ -203,8 +204,8 @@ def test_text_from_files_in_tracebacks_and_library_logs_is_plain(tmp_path):
 def test_broken_weights_and_folders_that_cannot_be_written_are_sentences(tiny, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
-    from zerobook.evaluation.load import load_result
-    from zerobook.modeling import _from_pretrained
+    from zerobook.models.load import _from_pretrained
+    from zerobook.models.result import load_result
 
     folder = tmp_path / "model"
     shutil.copytree(tiny / "llama", folder)

@@ -6,10 +6,10 @@ import math
 import random
 from types import SimpleNamespace
 
+from zerobook.monitor.policy import LEAD
+from zerobook.monitor.watch import Watch
 from zerobook.runlog.lines import read
-from zerobook.runlog.policy import LEAD
 from zerobook.runlog.records import StepRecord
-from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import RunLog
 
 

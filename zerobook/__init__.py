@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerobook.progress import Progress
+    from zerobook.checkpoint.progress import Progress
     from zerobook.training.hooks import Hook
     from zerobook.training.recipe import Recipe
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zerobook import user_code
 from zerobook.errors import ConfigError
-from zerobook.schedule import POLYNOMIAL_END
-from zerobook.terminal import plain
+from zerobook.training.schedule import POLYNOMIAL_END
+from zerobook.utils import user_code
+from zerobook.utils.terminal import plain
 
 # Names that published command lines use for the same thing.
 ALIASES = {

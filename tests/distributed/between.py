@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-from zerobook.runlog.policy import Measure
+from zerobook.monitor.policy import Measure
 from zerobook.training.hooks import Hook
 
 BACK_AT = int(os.environ["ZEROBOOK_BETWEEN_BACK_AT"])

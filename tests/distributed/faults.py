@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerobook.runlog.policy import Measure, rate_share
+from zerobook.monitor.policy import Measure, rate_share
 from zerobook.training.hooks import Hook
 
 AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))

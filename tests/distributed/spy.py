@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerobook import user_code
 from zerobook.training.hooks import Hook
+from zerobook.utils import user_code
 
 COUNTS: Counter = Counter()
 KINDS: Counter = Counter()
@@ -153,7 +153,7 @@ class Spy(Hook):
 
 
 def main():
-    from zerobook import launch
+    from zerobook.launch import build as launch
 
     count_collectives()
     if "cores" in asked:

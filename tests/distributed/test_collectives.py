@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import calls, kinds, threads, timeouts
-from zerobook.launch import COLLECTIVE_TIMEOUT
+from zerobook.launch.build import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture

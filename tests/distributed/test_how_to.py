@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, launch
-from zerobook.cli import main
+from zerobook.cli.main import main
 
 FOLDER = ROOT / "docs" / "how-to"
 PAIRS = [

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from tests.harness import ROOT, command
-from zerobook.fresh import kill_family
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import STEPS, RunLog, read
+from zerobook.utils.subprocess_launch import kill_family
 
 
 @pytest.mark.launch

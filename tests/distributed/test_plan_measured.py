@@ -8,12 +8,12 @@ import pytest
 
 from tests.distributed.test_parity import record
 from tests.harness import skip_without_op
-from zerobook.cli import main
+from zerobook.cli.main import main
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.plan.job import job
 from zerobook.plan.measure import measure
-from zerobook.recipe_file import recipe_class
+from zerobook.training.recipe_file import recipe_class
 
 ROOT = Path(__file__).resolve().parents[2]
 full = pytest.mark.full

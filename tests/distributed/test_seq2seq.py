@@ -107,7 +107,7 @@ def answering(tiny, tmp_path_factory):
 
     from tests.tiny import seq2seq_rows
     from zerobook.data.collate import DecoderInput, Seq2SeqCollator
-    from zerobook.training.objective import seq2seq_loss
+    from zerobook.objective import seq2seq_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -8,17 +8,17 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from zerobook.bars import tqdm
 from zerobook.checkpoint import resume, state, store
-from zerobook.checkpoint.command import size_words
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver, bytes_of_state
+from zerobook.cli.checkpoint import size_words
 from zerobook.config import RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.progress import Progress
 from zerobook.runlog.attempt import unfinished_rollback
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
-from zerobook.terminal import plain
+from zerobook.utils.bars import tqdm
+from zerobook.utils.terminal import plain
 
 TORCHRUN_S = 30
 """Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""

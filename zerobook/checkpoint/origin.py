@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerobook import hub
 from zerobook.errors import CheckpointError
+from zerobook.utils import hub
 
 _SAMPLES, _SAMPLE = 64, 1 << 16
 """Blocks of a weights file that its digest is of, and bytes of each: 4 MiB, a moment's work for the largest model too."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from zerobook.checkpoint import store
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.training.optimizer import optimizer_name
+from zerobook.optimizer import optimizer_name
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -43,7 +43,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
     try:
         checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
     except CheckpointError:
-        return None  # a problem of its own, which `zerobook.resolve` tells
+        return None  # a problem of its own, which `zerobook.launch.resolve` tells
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (

@@ -22,8 +22,8 @@ import torch
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.merge import is_slice, merge
+from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
-from zerobook.progress import Progress
 from zerobook.strategy import Piece, Strategy
 
 FILE_BYTES = 512 << 20

@@ -16,13 +16,13 @@ import torch
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.merge import is_slice
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import differing_optimizer
 from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, STEPS, entry_name
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.progress import Progress
+from zerobook.optimizer import optimizer_name
 from zerobook.strategy import Strategy
 from zerobook.strategy.weights import persistent_buffers
-from zerobook.training.optimizer import optimizer_name
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:

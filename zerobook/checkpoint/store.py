@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zerobook import locks
 from zerobook.errors import CheckpointError
-from zerobook.terminal import say
+from zerobook.utils import locks
+from zerobook.utils.terminal import say
 
 FORMAT_VERSION = 5
 """Of a checkpoint with another optimizer's state than AdamW's, or with slices. Others are of format 4 still, which earlier

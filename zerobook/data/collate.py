@@ -121,7 +121,7 @@ class CausalCollator:
     Args:
         pad_token_id: id that fills ``input_ids``; it is masked from loss, and no token before it sees it, so any id serves.
         pad_to_multiple_of: round the length up to this (8 suits tensor cores); 1 pads to the longest row.
-        mask: hand over an attention mask. A model with causal attention needs none: see `zerobook.isolation.settled`.
+        mask: hand over an attention mask. A model with causal attention needs none: see `zerobook.models.isolation.settled`.
         lengths: hand over the `sequence_lengths`, for flash attention.
         no_cache: hand over a `NoCache`.
 

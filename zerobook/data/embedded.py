@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from zerobook.errors import ConfigError, DataError
-from zerobook.files import modes_by_umask
+from zerobook.utils.files import modes_by_umask
 
 PREFIX = "embedded:"
 

@@ -23,8 +23,6 @@ from uuid import uuid4
 
 import numpy as np
 
-from zerobook import locks
-from zerobook.bars import tqdm
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, sources
 from zerobook.data.formats import own_of
@@ -35,8 +33,10 @@ from zerobook.data.templates import Encoder
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
+from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
-from zerobook.training.objective import NextToken, Objective, TargetTokens
+from zerobook.utils import locks
+from zerobook.utils.bars import tqdm
 
 VERSION = 2
 """Of what is written; another one is prepared again."""
@@ -110,7 +110,7 @@ class Library:
         if config.packing and not isinstance(objective, NextToken):
             raise ConfigError(
                 f"packing: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
-                "samples. Drop --packing, or derive the objective from zerobook.training.objective.NextToken."
+                "samples. Drop --packing, or derive the objective from zerobook.objective.NextToken."
             )
         self.config = config
         self.encoder = encoder

@@ -18,8 +18,8 @@ from zerobook.data.sources import Item, Malformed
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded
 from zerobook.errors import ConfigError, DataError
-from zerobook.terminal import plain
-from zerobook.training.objective import Objective
+from zerobook.objective import Objective
+from zerobook.utils.terminal import plain
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.bars import tqdm
 from zerobook.constants import IGNORE
 from zerobook.data.collate import Seq2SeqCollator
 from zerobook.data.templates import end_tokens
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.strategy import Strategy
+from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

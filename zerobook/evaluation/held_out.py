@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from zerobook.bars import tqdm
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import SampleOrder
 from zerobook.strategy import Strategy
+from zerobook.utils.bars import tqdm
 
 LOGITS = 2**30
 """Logits that a forward pass of the evaluation makes at most: 2 GiB in half precision, 4 in fp32."""

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zerobook.bars import tqdm
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
-from zerobook.terminal import console
+from zerobook.utils.bars import tqdm
+from zerobook.utils.terminal import console
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
-    from zerobook.evaluation.load import Kind
+    from zerobook.models.result import Kind
     from zerobook.strategy import Strategy
 
 LISTED_PROBLEMS = 5
@@ -396,7 +396,7 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
 # --- the command
 def task_scorers(config: RecipeConfig, tokenizer: Any, model: nn.Module, kind: Kind, prefix: str = "") -> list[TaskScorer]:
     """The scorer of ``config.eval_tasks`` for a training loop; none where no task is named."""
-    from zerobook.evaluation.load import context_of
+    from zerobook.models.result import context_of
 
     if not config.eval_tasks:
         return []
@@ -417,7 +417,7 @@ def evaluate(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     tasks = [read_task(file) for file in asked.task]  # before the model, which takes longer
 
-    from zerobook.evaluation.load import load_result
+    from zerobook.models.result import load_result
 
     loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
     scorer = TaskScorer(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from zerobook.optimizer import state_numbers
 from zerobook.plan.spread import Spread
-from zerobook.training.optimizer import state_numbers
 
 SWAPPED = 1 << 20
 """Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
-from zerobook.modeling import DTYPES, check_length, enable_activation_checkpointing, keep_all_layers
+from zerobook.models.load import DTYPES, check_length, enable_activation_checkpointing, keep_all_layers
+from zerobook.objective import Objective
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.weights import parameter_groups
-from zerobook.training.objective import Objective
 from zerobook.training.recipe import BatchShape, Recipe
 
 

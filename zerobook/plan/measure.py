@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerobook import fresh
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
@@ -22,6 +21,7 @@ from zerobook.plan.spread import spread
 from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 from zerobook.training.recipe import BatchShape
+from zerobook.utils import subprocess_launch as fresh
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from zerobook.cli.doctor import worker_environment
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.doctor import worker_environment
 from zerobook.errors import ConfigError
+from zerobook.launch.resolve import Hardware, LaunchPlan, resolve
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.job import Job, NoClass
@@ -24,7 +25,6 @@ from zerobook.plan.spread import Spread, spread
 from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
 from zerobook.plan.units import size
-from zerobook.resolve import Hardware, LaunchPlan, resolve
 from zerobook.training.recipe import BatchShape, Recipe
 
 TIGHT = 0.92

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zerobook.training.optimizer import OptimizerSpec, optimizer_spec
+from zerobook.optimizer import OptimizerSpec, optimizer_spec
 
 if TYPE_CHECKING:
-    from zerobook.resolve import LaunchPlan
+    from zerobook.launch.resolve import LaunchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

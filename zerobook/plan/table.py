@@ -16,7 +16,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.paper import Paper, paper
 from zerobook.plan.spread import Spread
 from zerobook.plan.units import count, duration, gb, size
-from zerobook.terminal import console, say
+from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -186,7 +186,7 @@ def trace(
 
     Args:
         batch: what the collator makes, with ``labels``.
-        loss: of an objective, see `zerobook.training.objective.Objective.loss`.
+        loss: of an objective, see `zerobook.objective.Objective.loss`.
         precision: of autocast: ``no``, ``bf16`` or ``fp16``.
         kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
     """

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from zerobook.bars import tqdm
 from zerobook.runlog.lines import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
+from zerobook.utils.bars import tqdm
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
@@ -120,9 +120,9 @@ class Decided(NamedTuple):
     skips: list[list[int]]
     """[start, end) of samples left out"""
     cuts: list[list[float]]
-    """of the learning rate, as in `zerobook.progress.Progress`"""
+    """of the learning rate, as in `zerobook.checkpoint.progress.Progress`"""
     ladder: dict[str, Any]
-    """`zerobook.runlog.policy.Ladder.state`"""
+    """`zerobook.monitor.policy.Ladder.state`"""
     proven: list[int]
     """steps whose checkpoints, as they are now, were proven good"""
     step: int

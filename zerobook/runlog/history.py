@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zerobook import locks
 from zerobook.errors import RunLogError
 from zerobook.runlog.lines import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
+from zerobook.utils import locks
 
 Event = dict[str, Any]
 

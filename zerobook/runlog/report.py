@@ -17,7 +17,7 @@ from typing import Any
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
 from zerobook.runlog.words import QUIET, duration, figure, sentence
 from zerobook.runlog.writer import EVENTS
-from zerobook.terminal import say
+from zerobook.utils.terminal import say
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
@@ -98,7 +98,7 @@ def _name(history: History) -> str:
 
 
 def _state(history: History) -> str:
-    from zerobook.runlog.command import in_words
+    from zerobook.cli.runlog import in_words
 
     return in_words(history.folder)
 

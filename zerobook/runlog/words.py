@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerobook.terminal import plain
+from zerobook.utils.terminal import plain
 
 Event = dict[str, Any]
 QUIET = ("runlog", "metrics", "machine", "env", "memory", "shard")

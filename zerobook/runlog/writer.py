@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zerobook import locks
 from zerobook.errors import RunLogError
 from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, repair
+from zerobook.utils import locks
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from zerobook.optimizer import optimizer_spec
 from zerobook.strategy.engine import Engine
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.replicas import Replicas, differing
 from zerobook.strategy.weights import local, unwrapped_name
-from zerobook.training.optimizer import optimizer_spec
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from zerobook.resolve import LaunchPlan
+    from zerobook.launch.resolve import LaunchPlan
 
 T = TypeVar("T")
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
 from zerobook.strategy.weights import persistent_buffers, storage_bytes, unwrapped_name, whole
-from zerobook.training.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from zerobook.resolve import LaunchPlan
+    from zerobook.launch.resolve import LaunchPlan
 
 _SPLIT = 1 << 18
 """Numbers; smaller tensors are not worth writing in parts."""

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zerobook.bars import tqdm
 from zerobook.evaluation import held_out
-from zerobook.runlog.policy import Measure
+from zerobook.monitor.policy import Measure
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.resume import amount
+from zerobook.utils.bars import tqdm
 
 
 class Console(Hook):

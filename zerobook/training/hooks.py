@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
-from zerobook import user_code
+from zerobook.utils import user_code
 
 if TYPE_CHECKING:
     from torch import nn
 
     from zerobook.checkpoint.keeper import Keeper
+    from zerobook.checkpoint.progress import Progress
     from zerobook.config import RecipeConfig
     from zerobook.data.prepare import PreparedData
-    from zerobook.progress import Progress
-    from zerobook.runlog.policy import Measure
+    from zerobook.monitor.policy import Measure
+    from zerobook.monitor.watch import Watch
     from zerobook.runlog.records import EvaluationRecord, StepRecord
-    from zerobook.runlog.watch import Watch
     from zerobook.runlog.writer import RunLog
     from zerobook.strategy import Strategy
     from zerobook.training.evaluator import Evaluator

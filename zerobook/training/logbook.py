@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 
-from zerobook.bars import tqdm
 from zerobook.config import Resolved
-from zerobook.preemption import EXIT_CODE
+from zerobook.monitor.preemption import EXIT_CODE
 from zerobook.runlog.attempt import begin, write_page
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.runlog.words import far_above_best
 from zerobook.runlog.writer import RunLog
 from zerobook.training.hooks import Hook, TrainerView
-from zerobook.versions import versions
+from zerobook.utils.bars import tqdm
+from zerobook.utils.versions import versions
 
 
 class Logbook(Hook):

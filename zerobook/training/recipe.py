@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
 from zerobook.config import ConfigT
-from zerobook.training.objective import NextToken, Objective, TargetTokens
+from zerobook.objective import NextToken, Objective, TargetTokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,7 +68,7 @@ class Recipe(ABC, Generic[ConfigT]):
 
     def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
         """Load the model, without what `adapt` adds. ZeRO-3 and FSDP2 shard it while it is loaded."""
-        from zerobook.modeling import load_model
+        from zerobook.models.load import load_model
 
         quantization = self.quantization(strategy.plan.precision)
         return load_model(self.config, strategy, encoder_decoder=self.encoder_decoder, quantization=quantization)

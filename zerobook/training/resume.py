@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import nn
 
-from zerobook.bars import tqdm
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
-from zerobook.progress import Progress
+from zerobook.monitor.policy import joined
 from zerobook.runlog.attempt import decided
 from zerobook.runlog.history import last_of
 from zerobook.runlog.lines import backwards
-from zerobook.runlog.policy import joined
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.strategy import Strategy
-from zerobook.terminal import plain
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.state import RunState
+from zerobook.utils.bars import tqdm
+from zerobook.utils.terminal import plain
 
 
 def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, config: RecipeConfig) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from zerobook.bars import tqdm
 from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.monitor.policy import EXIT_CODE, LEAD, Measure, joined, ranges
+from zerobook.monitor.watch import Watch
 from zerobook.runlog.attempt import write_page
-from zerobook.runlog.policy import EXIT_CODE, LEAD, Measure, joined, ranges
-from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training.state import RunState
+from zerobook.utils.bars import tqdm
 
 
 class Recovery:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig, Resolved, from_python, parse
 from zerobook.data.feed import Layout
-from zerobook.launch import build, plan_for_this_process
-from zerobook.process import exit_on_error, leave
-from zerobook.resolve import LaunchPlan
-from zerobook.terminal import console, say
+from zerobook.launch.build import build, plan_for_this_process
+from zerobook.launch.process import exit_on_error, leave
+from zerobook.launch.resolve import LaunchPlan
 from zerobook.training.recipe import Recipe
+from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
+    from zerobook.checkpoint.progress import Progress
     from zerobook.data.prepare import PreparedData
-    from zerobook.progress import Progress
     from zerobook.training.hooks import Hook
 
 
@@ -56,8 +56,8 @@ def train(
         ZerobookError: what stopped the run.
     """
     from zerobook.data.prepare import prepare
-    from zerobook.modeling import check_fit, load_config, load_tokenizer
-    from zerobook.training.result import save_model
+    from zerobook.models.load import check_fit, load_config, load_tokenizer
+    from zerobook.models.save import save_model
     from zerobook.training.trainer import Trainer
 
     config = recipe.config
@@ -89,7 +89,7 @@ def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[
         workers: processes that tokenize.
     """
     from zerobook.data.prepare import prepare
-    from zerobook.modeling import load_config, load_tokenizer
+    from zerobook.models.load import load_config, load_tokenizer
 
     config = recipe.config
     strategy = build(config, plan_for_this_process(config, sources))

@@ -7,16 +7,16 @@ from typing import Any
 from torch import nn
 
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.state import read_progress
 from zerobook.config import RecipeConfig
 from zerobook.data.feed import Layout
 from zerobook.data.prepare import PreparedData
-from zerobook.progress import Progress
 from zerobook.runlog.writer import RunLog
-from zerobook.schedule import learning_rate_schedule
 from zerobook.strategy import Strategy
 from zerobook.training import resume
 from zerobook.training.recipe import Collator
+from zerobook.training.schedule import learning_rate_schedule
 from zerobook.training.state import RunState
 
 

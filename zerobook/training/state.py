@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig
 from zerobook.data.feed import Feed, Layout
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
-from zerobook.progress import Progress
-from zerobook.runlog.policy import rate_share
+from zerobook.monitor.policy import rate_share
 from zerobook.training.recipe import Collator
 
 _FOREVER = 2**62

@@ -10,21 +10,22 @@ import torch
 from torch import nn
 
 from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.data.collate import to_device
 from zerobook.data.feed import StepPlan
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import DivergenceError
-from zerobook.isolation import settled
-from zerobook.modeling import pin_rotary
-from zerobook.preemption import EXIT_CODE, Preemption
-from zerobook.process import leave
-from zerobook.progress import Progress
-from zerobook.runlog import policy
+from zerobook.launch.process import leave
+from zerobook.models.isolation import settled
+from zerobook.models.load import pin_rotary
+from zerobook.monitor import policy
+from zerobook.monitor.policy import Measure
+from zerobook.monitor.preemption import EXIT_CODE, Preemption
+from zerobook.monitor.watch import Watch
+from zerobook.objective import Metrics, Objective
 from zerobook.runlog.attempt import last_words
-from zerobook.runlog.policy import Measure
 from zerobook.runlog.records import StepRecord
-from zerobook.runlog.watch import Watch
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
@@ -32,7 +33,6 @@ from zerobook.training.console import Console
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
 from zerobook.training.logbook import Logbook, MemoryRecord
-from zerobook.training.objective import Metrics, Objective
 from zerobook.training.pace import Pace
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
@@ -52,7 +52,7 @@ class Trainer:
 
     Args:
         collate: list of rows -> the model's arguments by name, tensors above all, with ``labels``. One of a causal recipe is
-            replaced by the form of it that costs the prepared model least: see `zerobook.isolation.settled`.
+            replaced by the form of it that costs the prepared model least: see `zerobook.models.isolation.settled`.
         objective: the loss, and what it is divided by.
         scorers: measure more than the loss at every evaluation.
         hooks: called besides those that ``config.hooks`` names.

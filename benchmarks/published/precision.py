@@ -1,0 +1,100 @@
+"""Table E: which types FSDP and DeepSpeed really hold and compute in."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.published.bench import ROOT, Bench
+from benchmarks.published.table import Finding, Line, Table
+from benchmarks.published.trial import LIMIT_S, Arm, TrialError, fingerprint
+from zerobook.utils import subprocess_launch as fresh
+
+SOURCE = (
+    "Accelerate's guide, Moving between FSDP and DeepSpeed "
+    "(https://huggingface.co/docs/accelerate/concept_guides/fsdp_and_deepspeed), its last "
+    "table. FSDP is "
+    "FSDP1 there."
+)
+SCRIPT = Path(__file__).with_name("dtypes.py")
+
+
+@dataclass(frozen=True)
+class Mode:
+    file: str
+    loaded: str
+    mixed: str
+    how: str = "accelerate"
+    published: tuple[str, str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        kind = {"fsdp": "FSDP2", "zero3": "ZeRO-3"}[self.file]
+        made = "this project" if self.how == "zerobook" else "accelerate alone"
+        return f"{kind}, loaded in {self.loaded}, mixed precision {self.mixed}; {made}"
+
+
+MODES = (
+    Mode("fsdp", "bf16", "no", published=("bf16", "bf16", "bf16")),
+    Mode("fsdp", "bf16", "bf16", published=("fp32", "bf16", "fp32")),
+    Mode("zero3", "bf16", "bf16", published=("fp32", "bf16", "fp32")),
+    Mode("fsdp", "fp32", "bf16"),
+    Mode("zero3", "fp32", "no"),
+    Mode("fsdp", "bf16", "no", how="zerobook"),
+    Mode("fsdp", "bf16", "bf16", how="zerobook"),
+)
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def run(bench: Bench) -> Table:
+    """Two steps in each mode; the types are those of rank 0's live tensors."""
+    ranks = min(2, bench.ranks)
+    table = Table(
+        "E",
+        "Precision under FSDP and DeepSpeed",
+        SOURCE,
+        f"a Llama on {ranks} process(es), two steps; types of live tensors on rank 0.",
+    )
+    for mode in MODES:
+        bench.say(f"E: {mode.name}")
+        flags = bench.plain | {"per_device_train_batch_size": 1, "max_train_steps": 2}
+        flags |= {"dtype": DTYPES[mode.loaded], "mixed_precision": mode.mixed}
+        arm = Arm.of(mode.file, ranks)
+        found = _read(arm, mode, flags)
+        printed = dict(zip(("prepared", "training", "optimizer"), mode.published, strict=True)) if mode.published else {}
+        here = {
+            "prepared": found["prepared"],
+            "training": found["compute"],
+            "gradients": found["gradients"],
+            "optimizer": found["moments"],
+        }
+        table.lines.append(
+            Line(
+                mode.name,
+                printed,
+                {"loaded": found["loaded"], **here},
+                fingerprint(arm, "causal_lm", flags | {"prepared by": mode.how}),
+            )
+        )
+        if mode.published:
+            seen = (found["prepared"], found["compute"], found["moments"])
+            table.findings.append(Finding(f"{mode.name}: {', '.join(mode.published)}", seen == mode.published, ", ".join(seen)))
+    table.notes.append(
+        "DeepSpeed keeps fp32 masters and fp32 moments whatever the model was loaded in. FSDP follows the user, down to an "
+        "optimizer in "
+        "bf16, where small updates round to nothing: recipes here train fp32 masters under every strategy."
+    )
+    return table
+
+
+def _read(arm: Arm, mode: Mode, flags: dict[str, object]) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        words = fresh.flags(flags | {"output_dir": Path(folder) / "run"})
+        line = fresh.command(arm.launcher, arm.ranks, SCRIPT, result, mode.how, ROOT / "recipes" / "causal_lm.py", *words)
+        code, text = fresh.run(line, LIMIT_S, cwd=ROOT)
+        if not result.exists():
+            raise TrialError(f"{mode.name}: exit status {code}: {fresh.last_error(text)}")
+        return json.loads(result.read_text())

@@ -1,0 +1,106 @@
+"""A published table beside its rerun: as data, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.published.trial import TrialError
+
+
+@dataclass
+class Line:
+    """An arm of a comparison. Values by column, whose name has the unit; ``config`` is the fingerprint of what was run."""
+
+    name: str
+    published: dict[str, Any] = field(default_factory=dict)
+    here: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+
+
+@dataclass
+class Finding:
+    """What the published figures say, whether it is so here, and why not where it is not. The cause is the run's own words,
+    or follows from its figures."""
+
+    claim: str
+    holds: bool
+    cause: str = ""
+
+
+@dataclass
+class Table:
+    """``source`` is where the published figures stand; ``not_run`` says why there are none from here, ``died`` how a run ended
+    that should not have."""
+
+    letter: str
+    title: str
+    source: str
+    settings: str = ""
+    lines: list[Line] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    not_run: str = ""
+    died: str = ""
+
+    @contextmanager
+    def keeping_what_ran(self) -> Iterator[None]:
+        """A run that dies ends what is inside; the lines before it stay, and ``died`` says how."""
+        try:
+            yield
+        except TrialError as error:
+            self.died = str(error)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def markdown(self) -> str:
+        """A section; published columns come first, so that none can be taken for a figure from here."""
+        parts = [f"## {self.letter}. {self.title}", f"Published: {self.source}"]
+        if self.not_run:
+            parts.append(f"**Not run here:** {self.not_run}")
+        if self.died:
+            parts.append(f"**It died here:** {self.died}")
+        if self.settings:
+            parts.append(f"Here: {self.settings}")
+        if self.lines:
+            parts.append(self._grid())
+        parts += ["\n".join(_finding(found) for found in self.findings)] if self.findings else []
+        return "\n\n".join([*parts, *self.notes]) + "\n"
+
+    def _grid(self) -> str:
+        printed = _columns([line.published for line in self.lines])
+        here = _columns([line.here for line in self.lines])
+        hashed = any(line.config for line in self.lines)
+        rows = [["", *(f"*published:* {name}" for name in printed), *(f"**here:** {name}" for name in here)]]
+        rows[0] += ["config"] if hashed else []
+        rows.append(["---", *["---:"] * (len(printed) + len(here)), *(["---"] if hashed else [])])
+        for line in self.lines:
+            cells = [line.name, *(_cell(line.published.get(name)) for name in printed)]
+            cells += [_cell(line.here.get(name)) for name in here]
+            cells += [f"`{line.config}`" if line.config else "-"] if hashed else []
+            rows.append(cells)
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _cell(value: Any) -> str:
+    """Three figures; ``-`` where there is nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def _finding(found: Finding) -> str:
+    return f"- {found.claim}: **{'so here' if found.holds else 'not so here'}**" + (f". {found.cause}" if found.cause else "")

@@ -1,0 +1,173 @@
+"""One run in fresh processes under a budget, and the largest batch that such runs find to fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.capped import is_refusal
+from zerobook.errors import ZerobookError
+from zerobook.runlog.writer import STEPS, read
+from zerobook.utils import subprocess_launch as fresh
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPPED = Path(__file__).with_name("capped.py")
+LIMIT_S = 480.0
+"""Seconds a run may take where nobody says."""
+# Blocks of 64 KiB and more go back to the kernel when they are freed, and threads keep no heaps of their own: what a process
+# holds is then what its tensors hold.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+class TrialError(ZerobookError):
+    """A run ended badly for another reason than its budget."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy as it is launched: ``launcher`` are flags of ``accelerate launch``."""
+
+    name: str
+    launcher: tuple[str, ...]
+    ranks: int
+
+    @classmethod
+    def of(cls, file: str, ranks: int, name: str | None = None) -> Arm:
+        """A file of accelerate_configs/."""
+        return cls(name or file, ("--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")), ranks)
+
+
+@dataclass
+class Outcome:
+    """What a run did. ``seconds`` of each step and of the evaluation, on the slowest rank; ``held`` bytes at the seam, on the
+    fullest; ``losses`` of the steps; ``refused`` is the allocation that went over the budget."""
+
+    refused: str = ""
+    steps: list[float] = field(default_factory=list)
+    evaluation: float = 0.0
+    held: dict[str, int] = field(default_factory=dict)
+    peak: int | None = None
+    losses: list[float] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused
+
+    @property
+    def training(self) -> float:
+        return sum(self.steps)
+
+    @property
+    def step(self) -> float:
+        """Median seconds of a step, the first left out."""
+        return statistics.median(self.steps[1:] or self.steps)
+
+
+def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit: float = LIMIT_S) -> Outcome:
+    """Run the recipe to its end under ``budget`` bytes a process (0: no budget), in ``limit`` seconds with its start.
+
+    Raises:
+        TrialError: it died, and not of its budget.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
+        # nothing is saved, so a full disk is no problem
+        words = fresh.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
+        line = fresh.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
+        if budget:  # a thread's stack counts as well, 8 MiB by default
+            line = ["prlimit", "--stack=1048576", *line]
+        code, text = fresh.run(line, limit, ALLOCATOR if budget else None, cwd=ROOT)
+        paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
+        ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
+        losses = [step["loss"] for step in read(Path(folder) / "run" / "runlog" / STEPS)]
+    refused = next((found["refused"] for found in ranks if "refused" in found), "")
+    if not refused and code and is_refusal(text):
+        refused = next(line.strip()[:300] for line in text.splitlines() if is_refusal(line))
+    if refused and budget:
+        return Outcome(refused)
+    if code or len(ranks) < arm.ranks:
+        why = (
+            f"it was stopped after {limit:.0f} s"
+            if code == fresh.TIMED_OUT
+            else f"exit status {code}: {fresh.last_error(text)}"
+        )
+        raise TrialError(f"{arm.name}, {recipe}: {why}. The line was: {' '.join(line)}")
+    steps = [[after - before for before, after in zip(found["times"], found["times"][1:], strict=False)] for found in ranks]
+    held = [sum(found["held"].values()) for found in ranks]
+    return Outcome(
+        steps=[max(times) for times in zip(*steps, strict=True)],
+        evaluation=max(found.get("evaluation", 0.0) for found in ranks),
+        held=ranks[held.index(max(held))]["held"],
+        peak=max((found["peak"] for found in ranks if "peak" in found), default=None),
+        losses=losses,
+        result=ranks[0].get("result", {}),
+    )
+
+
+@dataclass
+class Search:
+    """``largest`` that fits, 0 where not even 1 does; ``refused`` the smallest that did not, None where none was met, and
+    ``why``; ``tried`` in order."""
+
+    largest: int = 0
+    refused: int | None = None
+    why: str = ""
+    tried: list[int] = field(default_factory=list)
+
+
+def largest(run: Callable[[int], Outcome], *, start: int, most: int) -> Search:
+    """Bisect for the largest number that fits, to an eighth of it or to 2, each try in fresh processes.
+
+    Args:
+        run: a try; a larger number never fits where a smaller one did not.
+        start: tried first; doubled while it fits, halved while it does not.
+        most: never more than this.
+    """
+    found = Search()
+
+    def fits(number: int) -> bool:
+        found.tried.append(number)
+        outcome = run(number)
+        if outcome.fits:
+            found.largest = number
+        else:
+            found.refused, found.why = number, outcome.refused
+        return outcome.fits
+
+    number = start
+    if fits(number):
+        while found.refused is None and found.largest < most:
+            fits(min(2 * found.largest, most))
+    else:
+        while not found.largest and (found.refused or 0) > 1:
+            fits((found.refused or 0) // 2)
+    while found.refused is not None and found.largest and found.refused - found.largest > max(2, found.largest // 8):
+        fits((found.largest + found.refused) // 2)
+    return found
+
+
+def fingerprint(arm: Arm, recipe: str, flags: dict[str, object]) -> str:
+    """Of all that decides a run: the launcher's files by their contents, recipe and flags, folders by their names."""
+    state = hashlib.sha256()
+    for word in (*arm.launcher, recipe, *sorted(f"{key}={_bare(value)}" for key, value in flags.items())):
+        path = Path(word)
+        content = path.read_text() if path.is_absolute() and path.is_file() else word
+        for name in _deepspeed_files(content):
+            content = content.replace(name, (ROOT / name).read_text())  # wherever it lies
+        state.update(content.encode())
+    return state.hexdigest()[:12]
+
+
+def _bare(value: object) -> object:
+    return value.name if isinstance(value, Path) else value
+
+
+def _deepspeed_files(text: str) -> Sequence[str]:
+    return [line.split(":", 1)[1].strip() for line in text.splitlines() if line.strip().startswith("deepspeed_config_file:")]

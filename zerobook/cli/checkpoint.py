@@ -1,0 +1,166 @@
+"""``zerobook checkpoint``: what a run has saved, whether it is whole, and what is kept.
+
+zerobook checkpoint list outputs/run
+zerobook checkpoint verify outputs/run
+zerobook checkpoint inspect outputs/run/checkpoints/step-000200
+zerobook checkpoint pin outputs/run/checkpoints/step-000200
+zerobook checkpoint prune outputs/run --keep 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from zerobook.checkpoint import store
+from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
+from zerobook.errors import CheckpointError
+from zerobook.utils.terminal import console, plain, say
+
+
+def checkpoint(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code, 1 where `verify` found damage."""
+    parser = argparse.ArgumentParser(
+        "zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
+    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
+    parser.add_argument("--keep", type=int, help="prune: how many of the newest stay, besides pinned ones and the best")
+    known = parser.parse_args(arguments)
+    path = Path(os.path.abspath(Path(known.path).expanduser()))  # ``.`` has no name to find the pin by
+    if known.action == "list":
+        _list(_run(path))
+        return 0
+    if known.action == "verify":
+        return _verify(_one_or_all(path))
+    if known.action == "prune":
+        if known.keep is None or known.keep < 1:
+            raise CheckpointError(f"prune: --keep is {known.keep}. Say how many of the newest checkpoints stay, at least 1.")
+        checkpoints = _run(path)
+        with store.owned(checkpoints, wait=0):
+            gone = store.prune(checkpoints, known.keep)
+        say("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
+        return 0
+    if not (path / store.MANIFEST).exists():
+        raise CheckpointError(f"{path}: this is no checkpoint's folder. They stand in OUTPUT_DIR/checkpoints.")
+    if known.action == "inspect":
+        _inspect(path)
+    else:
+        _pin(path, known.action == "pin")
+        say(f"{path} is {'kept whatever is pruned' if known.action == 'pin' else 'pruned like any other'}")
+    return 0
+
+
+def _pin(one: Path, wanted: bool) -> None:
+    """Pin a checkpoint, or unpin it. A run may train meanwhile: pruning looks for the pin just before it deletes."""
+    store.pin(one, wanted)
+    if not (one / store.MANIFEST).exists():
+        store.pin(one, False)
+        raise CheckpointError(f"{one}: the run has deleted it, or set it aside, in this moment. `list` shows what is there.")
+
+
+def _run(path: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    for folder in (store.folder_of(path), path):
+        if store.candidates(folder) or store.unreadable(folder):
+            return folder
+    raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
+
+
+def _one_or_all(path: Path) -> list[Path]:
+    if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
+        return [path]
+    checkpoints = _run(path)
+    return [*store.candidates(checkpoints), *store.list_aside(checkpoints, "unreadable")]
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        right = column in ("step", "samples", "held-out loss", "size", "numbers", "tensors", "pieces")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _list(checkpoints: Path) -> None:
+    from rich.text import Text
+
+    table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
+    favourite = store.best(checkpoints)
+    bad = store.unreadable(checkpoints)
+    for one in sorted({*store.candidates(checkpoints), *store.list_aside(checkpoints, "abandoned"), *bad}):
+        reason = bad.get(one) or store.damage(one)
+        if reason is not None:
+            table.add_row(_step(one), "", "", "", "", "", Text.assemble(("damaged", "red"), f": {plain(reason)}"))
+            continue
+        progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
+        loss = store.eval_loss(one)
+        by = index["written_by"]
+        marks = [word for word, true in (("best", one == favourite), ("pinned", store.is_pinned(one))) if true]
+        written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        table.add_row(
+            _step(one), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
+            size_words(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
+        )  # fmt: skip
+    console().print(table)
+
+
+def _step(one: Path) -> str:
+    """Return ``12``, or ``12 abandoned`` for ``step-000012.abandoned``."""
+    step, _, kind = one.name.removeprefix("step-").partition(".")
+    return f"{int(step)} {kind}".strip()
+
+
+def _verify(checkpoints: list[Path]) -> int:
+    """Read every byte; one line a checkpoint."""
+    from zerobook.utils.bars import tqdm
+
+    found = {}
+    total = sum(f.stat().st_size for c in checkpoints if c.is_dir() for f in c.iterdir() if f.is_file())
+    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
+        for one in checkpoints:
+            found[one] = store.damage(one, thorough=True, tell=bar.update)
+    for one, reason in found.items():
+        say(f"{one}: whole" if reason is None else f"damaged: {reason}")
+    return int(any(found.values()))
+
+
+def _inspect(one: Path) -> None:
+    reason = store.damage(one)
+    if reason is not None:
+        raise CheckpointError(reason)
+    progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
+    table = _table(str(one), "progress", "value")
+    for key, value in progress.items():
+        table.add_row(key, str(value))
+    console().print(table)
+    sizes = {name: math.prod(shape) for name, shape in index["shapes"].items()}
+    of_state = {name: math.prod(shape) for name, shape in index.get(STATE_SHAPES, {}).items()}
+    table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
+    for kind in sorted({name.partition("/")[0] for name in index["pieces"]}):
+        names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
+        pieces = [piece for name in names for piece in index["pieces"][name]]
+        numbers = sum(of_state.get(name, sizes[name.partition("/")[2]]) for name in names)
+        table.add_row(kind, str(len(names)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
+    console().print(table)
+    table = _table("largest weights", "name", "shape")
+    for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
+        table.add_row(name, " x ".join(map(str, index["shapes"][name])))
+    console().print(table)
+    optimizer = store.read_json(one / "config.json").get("config", {}).get("optimizer", "adamw")
+    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
+    console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {steps} steps")
+
+
+def size_words(count: int) -> str:
+    """1.62 GB for people; powers of 1000, as disks are sold."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if count >= 1000**power:
+            return f"{count / 1000**power:.3g} {unit}"
+    return f"{count} B"

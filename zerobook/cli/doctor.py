@@ -1,0 +1,224 @@
+"""``zerobook doctor``: where a strategy file leads on this machine, before anything is started.
+
+Takes what would follow ``accelerate launch``: its flags, and optionally a recipe with its own flags.
+Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, as in a real run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerobook.checkpoint.resume import earlier_result, earlier_run
+from zerobook.config import RecipeConfig, Resolved, parse
+from zerobook.errors import ConfigError
+from zerobook.launch import ops
+from zerobook.launch.accelerate_cli import left_unsaid, loopback_note
+from zerobook.launch.resolve import Hardware, LaunchPlan, resolve
+from zerobook.training.recipe_file import RUNS, recipe_class
+from zerobook.utils.terminal import console
+
+USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
+
+To read its flags, {RUNS}; nothing is trained.
+
+examples:
+  zerobook doctor
+  zerobook doctor --config_file accelerate_configs/zero3.yaml --num_processes 2
+  zerobook doctor --config_file accelerate_configs/zero2.yaml recipes/causal_lm.py --config my.yaml
+"""
+
+
+def doctor(argv: list[str]) -> int:
+    """Print the machine's state, and the strategy's where one is named. Returns 0, or 1 where problems were found."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    out = console()
+    hardware = Hardware.detect()
+    problems = _machine(out, hardware)
+    if argv:
+        plan, config_problems, config, sources = inspect_launch(argv, hardware)
+        problems += config_problems + (plan.problems if plan else [])
+        if plan is not None:
+            _strategy(out, plan, config, sources)
+        if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
+            problems.append(earlier)
+    elif hardware.unused:
+        problems.append(hardware.unused)
+    for number, problem in enumerate(problems, 1):
+        out.print(f"problem {number}:", style="bold red", end=" ")
+        out.print(problem)
+    if problems:
+        out.print(f"{len(problems)} problem(s)", style="bold red")
+    else:
+        out.print("no problems found", style="bold green")
+    return 1 if problems else 0
+
+
+def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, Resolved]:
+    """What ``accelerate launch ARGV`` would hand to its workers, resolved.
+
+    Returns:
+        (plan, problems found before it, the recipe's config, the source of each of its values).
+    """
+    recipe, recipe_flags, launch_flags = None, [], list(argv)
+    for index, token in enumerate(argv):
+        if token.endswith(".py"):
+            launch_flags, recipe, recipe_flags = list(argv[:index]), token, list(argv[index + 1 :])
+            break
+    problems: list[str] = []
+    config: RecipeConfig = RecipeConfig()
+    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    if recipe:
+        try:
+            config, sources, _ = parse(recipe_class(recipe).config_class, recipe_flags)
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        environ, precision = worker_environment(launch_flags)
+    except ConfigError as error:
+        return None, problems + error.problems, config, sources
+    plan = resolve(environ, hardware, config, sources, precision)
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
+    return plan, problems, config, sources
+
+
+def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
+    """The environment that accelerate gives to rank 0, and ``--mixed_precision`` where it was typed.
+
+    Raises:
+        ConfigError: where accelerate refuses the flags or the file.
+    """
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils import launch as prepare
+
+    parser = accelerate_launch.launch_command_parser()
+    flags, said = [*launch_flags, "script.py"], io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = parser.parse_args(flags)
+    except SystemExit:
+        reason = said.getvalue().strip().rpartition("error: ")[2]
+        if "training_script" in reason:  # the last flag took the script for its value
+            reason = f"{launch_flags[-1]} has no value"
+        raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
+    if args.training_script != flags[-1]:
+        raise ConfigError(
+            f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
+            "recipes/causal_lm.py."
+        )
+    _check_accelerate_config(args.config_file)
+    try:
+        args, defaults, from_file = accelerate_launch._validate_launch_command(args)
+        args.main_process_port = 0  # any free one: nothing is started
+        if args.use_deepspeed and not args.cpu:
+            fields = list(defaults.deepspeed_config) if defaults else []
+            args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
+            _, environ = prepare.prepare_deepspeed_cmd_env(args)
+            launched = True
+        elif (args.use_fsdp or args.multi_gpu) and not args.cpu:
+            environ = prepare.prepare_multi_gpu_env(args)
+            launched = True
+        else:
+            _, environ = prepare.prepare_simple_launcher_cmd_env(args)
+            launched = False
+        typed, unsaid = left_unsaid(flags)
+    except (ValueError, KeyError, AttributeError, TypeError, ConnectionError) as error:
+        raise ConfigError(f"accelerate refuses this launch: {error}") from error
+    if launched:
+        local = args.num_processes // int(args.num_machines or 1)
+        environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes),
+                    "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    return unsaid | environ, typed
+
+
+def _check_accelerate_config(file: str | None) -> None:
+    """Raises ConfigError where accelerate would show a traceback: no such file, not valid YAML, not a mapping."""
+    if file is None:
+        return
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        loaded = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: the Accelerate config cannot be read ({error.strerror}). Shipped ones are in accelerate_configs/."
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{where}: not a valid Accelerate config: {getattr(error, 'problem', error)}.") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. "
+            "Shipped ones are in accelerate_configs/."
+        )
+
+
+def _machine(out: Any, hardware: Hardware) -> list[str]:
+    import psutil
+    from rich.table import Table
+
+    from zerobook.utils.versions import versions
+
+    table = Table(title="this machine", title_justify="left", show_header=False)
+    gpu = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}" if hardware.gpus else "none"
+    gpu = "none that torch sees" if hardware.unused else gpu
+    table.add_row("GPUs", gpu)
+    missing = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
+    table.add_row("flash attention 2", "runs here" if hardware.flash_attention else f"does not run here: {missing}")
+    memory = psutil.virtual_memory()
+    table.add_row(
+        "CPU cores, RAM", f"{psutil.cpu_count()}, {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
+    )
+    table.add_row("free disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB")
+    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in versions().items()))
+    compiled = sorted({p.parent.name for p in ops.cache_root().glob("**/*.so")}) if ops.cache_root().is_dir() else []
+    table.add_row("compiled ops", ", ".join(compiled) or "none yet; make setup compiles them")
+    out.print(table)
+    problems = []
+    for lock in ops.locks():
+        if ops.is_stale(lock):
+            problems.append(
+                f"{lock}: a compile that was killed left this lock, and runs that need the op would wait for it for ever. "
+                f"Remove it (make setup and launched runs do): rm {lock}"
+            )
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        problems.append("there is no C++ compiler; DeepSpeed's offload ops cannot be compiled. Install g++.")
+    return problems
+
+
+def _strategy(out: Any, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+    from rich.table import Table
+
+    from zerobook.data.feed import Layout
+
+    table = Table(title="the run", title_justify="left", show_header=False)
+    layout = Layout(
+        world_size=plan.data_parallel_size,
+        rank=0,
+        micro=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+    )
+    rows = {
+        "strategy": plan.name,
+        "processes": f"{plan.world_size} on {plan.device}" + (f" over {plan.backend}" if plan.backend else ""),
+        "ZeRO stage": "-" if plan.zero_stage is None else plan.zero_stage,
+        "optimizer state in": "device memory" if plan.offload_optimizer == "none" else plan.offload_optimizer,
+        "parameters in": "device memory" if plan.offload_param == "none" else plan.offload_param,
+        "precision": f"{plan.precision} (from {plan.precision_source})",
+        "DeepSpeed config": plan.config_file or "-",
+        "batch": f"{layout.arithmetic} (accumulation from {sources['gradient_accumulation_steps']})",
+    }
+    for key, value in rows.items():
+        table.add_row(key, str(value))
+    out.print(table)
+    for note in plan.notes:
+        out.print(f"  note: {note}")

@@ -1,0 +1,75 @@
+"""The ``zerobook`` command. Nothing heavy is imported before a subcommand is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+
+HELP = """Training recipes on Accelerate that plan, survive and log themselves.
+
+commands:
+  doctor      where a strategy file leads on this machine, and everything that disagrees
+  plan        what a run will hold, send and take under every strategy file, before it is paid for
+  data        prepare a recipe's data ahead, and look at it
+  checkpoint  what a run has saved, whether it is whole, and what is kept
+  runlog      what happened to a run, why, and what it cost; the logbook
+  export      a checkpoint as a plain transformers folder
+  chat        talk to a trained model in the terminal
+  eval        its accuracy on multiple-choice task files
+
+Recipes are started with accelerate:
+  accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
+"""
+
+COMMANDS = {
+    "doctor": ("zerobook.cli.doctor", "doctor"),
+    "plan": ("zerobook.cli.plan", "plan"),
+    "data": ("zerobook.cli.data", "data"),
+    "checkpoint": ("zerobook.cli.checkpoint", "checkpoint"),
+    "runlog": ("zerobook.cli.runlog", "runlog"),
+    "export": ("zerobook.models.export", "export"),
+    "chat": ("zerobook.cli.chat", "chat"),
+    "eval": ("zerobook.evaluation.tasks", "evaluate"),
+}
+"""command -> (module, its function of the remaining arguments, which returns the exit code)"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
+    known = parser.parse_args(arguments[:1])
+    if known.version:
+        from zerobook import __version__
+
+        print(__version__)
+        return 0
+    if known.command is None:
+        parser.print_help()
+        return 0
+    from zerobook.errors import ZerobookError
+    from zerobook.utils.terminal import say, say_traceback
+
+    sys.excepthook = say_traceback
+    try:
+        module, function = COMMANDS[known.command]
+        return getattr(import_module(module), function)(arguments[1:])
+    except ZerobookError as error:
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:  # a folder that cannot be read or written
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

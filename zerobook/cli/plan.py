@@ -1,0 +1,370 @@
+"""``zerobook plan``: what a run will hold, send and take under every strategy file, before anything is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.errors import ConfigError
+from zerobook.plan import table
+from zerobook.plan.hardware import DEVICES, Cluster, cluster, known, nearest
+from zerobook.plan.units import parse_count, size
+from zerobook.training.recipe_file import RUNS
+from zerobook.utils.terminal import console, say
+
+if TYPE_CHECKING:
+    from zerobook.config import Resolved
+    from zerobook.plan.measure import Figure
+    from zerobook.plan.recommend import Advice
+    from zerobook.plan.rows import Row, Subject, Traced
+    from zerobook.training.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
+
+MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
+recipes/seq2seq_chatbot.py for an encoder-decoder; name a recipe to plan another, and give its flags behind.
+To read its flags, {RUNS}; nothing is trained.
+
+examples:
+  zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16
+  zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
+      recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16
+  zerobook plan --formulas --parameters 7.5B --gpus 64
+"""
+
+
+def plan(argv: list[str]) -> int:
+    """Print a row for each strategy file. Returns 0 where one fits, 1 where none does."""
+    parser = argparse.ArgumentParser(
+        "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", default=None, help="GPUs of a node (default 1)")
+    parser.add_argument("--nodes", help="nodes (default 1)")
+    parser.add_argument("--gpu", help=f"which: {', '.join(DEVICES)} (default a100-80gb)")
+    parser.add_argument("--gpu_memory", help="of one GPU, such as 80GB")
+    parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
+    parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
+    parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
+    parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
+    parser.add_argument("--here", action="store_true", help="this machine, as it is found")
+    parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
+    parser.add_argument("--parameters", help="with --formulas: of the model, such as 7.5B")
+    parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
+    parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
+    parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
+    parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
+    parser.add_argument("--autotune", metavar="FOLDER", help="with --here: find the fastest by running it, and write it there")
+    parser.add_argument("--global_batch", help="with --autotune: samples of a step")
+    parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
+    place = next((i for i, token in enumerate(argv) if not token.startswith("-") and _stands_alone(argv, i)), len(argv))
+    asked = parser.parse_args(argv[:place])
+    _check(asked, parser, argv[place:])
+    where = here(asked.gpus) if asked.here else cluster(
+        gpus=asked.gpus or "1", nodes=asked.nodes or "1", gpu=asked.gpu, gpu_memory=asked.gpu_memory,
+        host_memory=asked.host_memory, disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
+    )  # fmt: skip
+    if asked.formulas:
+        if asked.parameters is None:
+            raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
+        table.show_formulas(
+            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision != "fp32", target=asked.json
+        )
+        return 0
+    if place == len(argv):
+        raise ConfigError(
+            "no model is named. Give a hub name, a config.json, or a recipe with its flags; see zerobook plan --help."
+        )
+    if asked.measure:
+        return _measure(argv[place], argv[place + 1 :], where, asked)
+    if asked.autotune:
+        return _autotune(argv[place], argv[place + 1 :], where, asked)
+    file, _, recipe, sources = _read(argv[place], argv[place + 1 :], data=False)
+    subject, rows, traced = _plan(recipe, sources, where, asked.strategies)
+    advice = _advice(file, recipe, sources, where, asked.strategies, rows, traced) if asked.recommend else None
+    # what is printed as JSON is alone
+    tell = partial(say, file=sys.stderr if asked.json == "-" else sys.stdout)
+    if asked.json:
+        told = {} if advice is None else {"advice": advice.record()}
+        table.write_json(asked.json, table.record(subject, rows, where) | told)
+    if asked.json != "-":
+        table.show(subject, rows, where)
+    if asked.png:
+        from zerobook.plan.picture import draw
+
+        title = f"{subject.name}{', by formula' if subject.by_formula else ''}, a GPU of {where.name}"
+        draw(rows, where, title, Path(asked.png))
+        tell(f"wrote {asked.png}")
+    if advice is not None:
+        tell(advice.words())
+    elif asked.recommend:
+        tell("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
+    return 0 if any(row.fits for row in rows) else 1
+
+
+_SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
+
+
+_DESCRIBED = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
+_EXCLUDED = {
+    "here": (*_DESCRIBED, "formulas"),
+    "formulas": ("recommend", "png", "measure", "autotune", "strategies"),
+    "measure": ("recommend", "png", "autotune"),
+    "autotune": ("recommend", "png", "json"),
+}
+"""mode -> flags that say nothing in it"""
+_NEEDED = {"parameters": "formulas", "precision": "formulas", "global_batch": "autotune"}
+
+
+def _check(asked: argparse.Namespace, parser: argparse.ArgumentParser, model: list[str]) -> None:
+    """Raise `ConfigError` for flags that would be ignored, stand in the wrong place, or cannot be written to."""
+    given = vars(asked)
+    problems = [
+        f"--{mode} and --{flag}: with the first the second says nothing. Leave one of them out."
+        for mode, flags in _EXCLUDED.items()
+        for flag in flags
+        if given[mode] and given[flag]
+    ]
+    problems += [
+        f"--{flag}: it says something with --{mode} alone, which is not given."
+        for flag, mode in _NEEDED.items()
+        if given[flag] and not given[mode]
+    ]
+    if asked.formulas and model:
+        problems.append(f"--formulas and {model[0]}: formulas ask for --parameters alone. Leave one of them out.")
+    own = {option for action in parser._actions for option in action.option_strings}
+    problems += [
+        f"{word.split('=')[0]}: it is zerobook plan's own. Put it in front of {model[0]}."
+        for word in model
+        if word.split("=")[0] in own
+    ]
+    for flag in ("json", "png"):
+        if given[flag] and given[flag] != "-" and not Path(given[flag]).absolute().parent.is_dir():
+            problems.append(f"--{flag}: {given[flag]}: there is no folder {Path(given[flag]).absolute().parent}.")
+    if asked.png and not asked.png.endswith(".png"):
+        problems.append(f"--png: {asked.png} is no .png file.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _stands_alone(argv: list[str], place: int) -> bool:
+    """Whether a token is the model or the recipe, and not the value of the flag before it."""
+    before = argv[place - 1] if place else ""
+    return not before.startswith("--") or "=" in before or before in _SWITCHES
+
+
+def here(processes: str | None) -> Cluster:
+    """This machine; ``processes`` as ``--gpus`` says, of what there is by default."""
+    import shutil
+
+    import psutil
+
+    from zerobook.launch.resolve import Hardware
+    from zerobook.plan.hardware import Device
+
+    found, host = Hardware.detect(), psutil.virtual_memory()
+    if processes is not None and not (processes.isdecimal() and int(processes)):
+        raise ConfigError(f"--gpus: {processes!r} is no number of processes; give 1 or more.")
+    if found.unused:
+        raise ConfigError(found.unused)
+    disk = shutil.disk_usage(Path.cwd()).free
+    if not found.gpus:
+        cores = int(processes or psutil.cpu_count(logical=False) or 1)
+        device = Device("CPU process", host.available // cores, 5e10, 5e10, 1e10, 1e10)
+        return Cluster(gpus=cores, device=device, link=1e10, host_memory=host.available, disk=disk, cpu=True)
+    import torch
+
+    if int(processes or 0) > found.gpus:
+        raise ConfigError(
+            f"--gpus: {processes}, and there are {found.gpus} here. Leave --here out to plan for another machine."
+        )
+    gpus = int(processes or found.gpus)
+    (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))  # ranks are alike
+    if free < 0.9 * total:
+        taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
+        print(f"note: {taken}; planned with what is free.", file=sys.stderr)
+    name = found.gpu_name or "GPU"
+    device = known(name)
+    if device is None:
+        device = nearest(total).speed_of(name, total)
+        print(
+            f"note: the speed of {name!r} is not known here; times are planned with that of {device.like}. With --gpu NAME or "
+            "--gpu_memory in place of --here, and --intra_node, say what it is.",
+            file=sys.stderr,
+        )
+    device = replace(device, name=name, memory=free, bf16=found.bf16, fused=found.flash_attention)
+    return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host.available, disk=disk)
+
+
+def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], Resolved]:
+    """Return the recipe's file, its flags, and the recipe with the config that they come to."""
+    from zerobook.config import parse
+    from zerobook.plan.job import NoClass, read_config
+    from zerobook.training.recipe_file import recipe_class
+
+    file = Path(first)
+    if file.suffix != ".py":
+        try:
+            both = read_config(first).is_encoder_decoder
+        except NoClass as error:
+            both = error.facts.get("is_encoder_decoder", False)
+        kind = "seq2seq_chatbot" if both else "causal_lm"
+        file, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
+    made = recipe_class(str(file))
+    config, sources, _ = parse(made.config_class, flags, data=data)
+    return file, flags, made(config), sources
+
+
+def _files(chosen: str | None) -> list[Path]:
+    files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    names = {file.stem for file in files}
+    wanted = names if chosen is None else set(chosen.split(","))
+    if wanted - names:
+        raise ConfigError(
+            f"--strategies: {', '.join(sorted(wanted - names))}: no such file. There are: {', '.join(sorted(names))}."
+        )
+    return [file for file in files if file.stem in wanted]
+
+
+def _rows(recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
+    from zerobook.plan.job import job
+    from zerobook.plan.rows import Traced, rank, row
+    from zerobook.utils.bars import tqdm
+
+    made = job(recipe)
+    encoder_decoder = bool(made.model_config.is_encoder_decoder)
+    if encoder_decoder != recipe.encoder_decoder:
+        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if encoder_decoder else ("no encoder-decoder", "causal_lm")
+        raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
+    traced = Traced.of(made, "cpu" if where.cpu else "cuda")
+    bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
+    rows = rank([row(file, traced, where, sources) for file in bar])
+    if traced.untraced is not None:
+        raise traced.untraced
+    return traced, rows
+
+
+def _plan(
+    recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None
+) -> tuple[Subject, list[Row], Traced | None]:
+    """What was planned and its rows; without traces where there are but formulas."""
+    from zerobook.plan.job import NoClass
+
+    try:
+        traced, rows = _rows(recipe, sources, where, chosen)
+        return traced.subject, rows, traced
+    except NoClass as error:
+        from zerobook.plan.fallback import fall_back
+
+        return *fall_back(recipe, sources, error, _files(chosen), where), None
+
+
+def _advice(
+    file: Path, recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
+    traced: Traced | None,
+) -> Advice | None:  # fmt: skip
+    """What to take; None where there are but formulas, on which no rule can be tried."""
+    from zerobook.config import changed
+    from zerobook.plan.recommend import recommend
+    from zerobook.training.recipe_file import recipe_class
+
+    if traced is None:
+        return None
+
+    def replan(changes: dict[str, Any], other: str | None) -> tuple[Traced, list[Row]]:
+        kind = type(recipe) if other is None else recipe_class(str(file.with_name(f"{other}.py")))
+        config, origin = changed(recipe.config, sources, kind.config_class, changes)
+        return _rows(kind(config), origin, where, chosen)
+
+    return recommend(traced, rows, where, replan)
+
+
+def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
+    """Print planned beside measured. Returns 0 where every run came through."""
+    from rich.table import Table
+
+    from zerobook.plan.job import job
+    from zerobook.plan.measure import measure
+    from zerobook.utils.bars import tqdm
+
+    if not asked.here:
+        raise ConfigError(
+            "--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be."
+        )
+    recipe_file, flags, recipe, sources = _read(first, flags, data=True)
+    planned, found = job(recipe), []
+    for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False, disable=not sys.stderr.isatty()):
+        found.append(measure(file, planned, recipe_file, flags, where, sources))
+    if asked.json:
+        table.write_json(asked.json, [asdict(made) for made in found])
+    alright = not any(made.died and not made.died.startswith("cannot run") for made in found)
+    if asked.json == "-":
+        return 0 if alright else 1
+    names = list(dict.fromkeys(name for made in found for name in made.figures))
+    compared = Table(title=f"planned / measured on {where.name}: the rank that is furthest off", title_justify="left", box=None)
+    for column in ("strategy file", "ranks", *names):
+        compared.add_column(column, justify="left" if column == "strategy file" else "right", no_wrap=column == "strategy file")
+    for made in found:
+        cells = [_beside(made.figures[name]) if name in made.figures else "-" for name in names]
+        compared.add_row(made.file, str(made.ranks), *cells)
+    out = console(table.WIDTH)
+    out.print(compared)
+    for made in found:
+        if made.died:
+            out.print(f"{made.file}: {made.died}")
+    return 0 if alright else 1
+
+
+def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
+    """Print what was tried. Returns 0 where something came through."""
+    from zerobook.plan.autotune import autotune, write
+    from zerobook.plan.job import job
+    from zerobook.utils.bars import tqdm
+
+    if not asked.here:
+        raise ConfigError(
+            "--autotune: it runs on this machine. Give --here, and --gpus for fewer processes than there could be."
+        )
+    if not (asked.global_batch or "").isdigit() or int(asked.global_batch) < 1:
+        raise ConfigError(
+            f"--global_batch: {asked.global_batch!r} is no number of samples. Give what a step is to have, such as 64."
+        )
+    recipe_file, flags, recipe, sources = _read(first, flags, data=True)
+    with tqdm(desc="measuring", unit=" runs", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def progress(words: str) -> None:
+            bar.set_postfix_str(words)
+            bar.update()
+
+        files = _files(asked.strategies)
+        tuned = autotune(job(recipe), recipe_file, flags, files, where, sources, int(asked.global_batch), progress)
+    say(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {asked.global_batch} on {where.name}")
+    for candidate in tuned.tried:
+        samples = candidate.planned.tokens_per_second / candidate.planned.tokens_per_step * int(asked.global_batch)
+        end = f" ({candidate.died})" if candidate.died else ""
+        say(f"{candidate.rate:>10.4g}  {samples:>10.4g}   {candidate.words}{end}")
+    if tuned.best is None:
+        return 1
+    if tuned.knee is not None and len(tuned.curve) > 1:
+        shown = ", ".join(f"{micro}: {rate:.4g}" for micro, rate in tuned.curve)
+        rising = tuned.knee == tuned.curve[-1][0]
+        say(f"samples/s by micro-batch: {shown}; {'still rising' if rising else f'from {tuned.knee} on it hardly rises'}")
+    strategy, override = write(tuned, recipe_file, where, Path(asked.autotune))
+    say(f"wrote {strategy} and {override}")
+    say(
+        f"the learning rate stays at {recipe.config.learning_rate:g}: the global batch is what was asked for, however "
+        "it is cut. Another batch wants another rate, which grows with its square root under Adam; very large models want a "
+        "lower one."
+    )
+    return 0
+
+
+def _beside(figure: Figure) -> str:
+    if figure.planned == figure.measured:
+        return f"{size(figure.measured)} =" if figure.measured else "-"
+    return f"{size(figure.planned)} / {size(figure.measured)} ({figure.error:+.2%})"

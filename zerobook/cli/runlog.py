@@ -1,0 +1,345 @@
+"""``zerobook runlog``: what happened to a run, why, and what it cost.
+
+zerobook runlog status outputs/run           how it is, in one sentence
+zerobook runlog why outputs/run [STEP]       the last decision (or the one about STEP), from what was seen to what came of it
+zerobook runlog spikes outputs/run           every spike and what was done
+zerobook runlog lost outputs/run             where the time and the steps went
+zerobook runlog good outputs/run             the checkpoints, and which are proven good
+zerobook runlog skipped outputs/run          samples that are left out, and why
+zerobook runlog path outputs/run             the branches that the run as it is now came along
+zerobook runlog diff A B                     two runs, or two attempts of one: diff RUN 1 2
+zerobook runlog note outputs/run "..."       write into the logbook, while it runs or later
+zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
+zerobook runlog export outputs/run [--all]   the living steps (or all) as CSV
+zerobook runlog replay outputs/run STEP      a spike's steps again through the detector, and the command that does them again
+zerobook runlog report outputs/run           the logbook as one HTML page and as Markdown [--watch serves it]
+zerobook runlog test-detector FILE           what would it have done on this curve?
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import getpass
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zerobook.errors import RunLogError
+from zerobook.runlog.history import History, folder_of, is_being_written, last_of
+from zerobook.runlog.words import QUIET, duration, far_above_best, figure, sentence
+from zerobook.runlog.writer import EVENTS, LAST_WORDS
+from zerobook.utils.terminal import console, plain, say
+
+
+def runlog(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code."""
+    if arguments[:1] == ["test-detector"]:
+        from zerobook.cli.try_detector import test_detector
+
+        return test_detector(arguments[1:])
+    if arguments[:1] == ["report"]:
+        from zerobook.runlog.report import report
+
+        return report(arguments[1:])
+    parser = argparse.ArgumentParser(
+        "zerobook runlog", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=list(_ACTIONS))
+    parser.add_argument("run", help="a run's output_dir")
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--all", action="store_true", help="export: steps that were given up, too")
+    known = parser.parse_args(arguments)
+    most = {"why": 1, "note": 1, "replay": 1, "diff": 2}.get(known.action, 0)
+    if len(known.rest) > most:
+        raise RunLogError(f"zerobook runlog {known.action}: {' '.join(known.rest)!r} is too much. See zerobook runlog --help.")
+    return _ACTIONS[known.action](known) or 0
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for name in columns:
+        right = name in ("step", "from", "to", "steps", "samples", "seq", "time", "points", "branch", "attempt")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _step(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RunLogError(f"{text!r} is no step. Give a number.") from None
+
+
+# --- status
+def status(known: argparse.Namespace) -> None:
+    say(in_words(folder_of(known.run)))
+
+
+def in_words(folder: Path) -> str:
+    """How a run is, in a sentence or two. Reads a handful of lines, however long the log is."""
+    kinds = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *LAST_WORDS)
+    found = last_of(folder / EVENTS, kinds)
+    start = found.get("run_start")
+    if start is None:
+        return "It has not begun to train."
+    attempt = start["attempt"]
+    own = {kind: event for kind, event in found.items() if event["attempt"] == attempt}
+    metrics = own.get("metrics")
+    step = metrics["steps"][1] if metrics else start["step"]
+    total = start["total_steps"]
+    ended = max((own[kind] for kind in LAST_WORDS if kind in own), key=lambda event: event["seq"], default=None)
+    if ended is not None and ended.get("of_attempt"):
+        ended = None
+    if ended is not None:
+        state = {"run_end": "Finished", "crash": "CRASHED", "preempted": "Preempted", "stop": "STOPPED, and handed over"}[
+            ended["type"]
+        ]
+    elif is_being_written(folder):
+        age = (datetime.now(UTC) - datetime.fromisoformat(max(own.values(), key=lambda e: e["seq"])["utc"])).total_seconds()
+        state = f"Training (last word {duration(max(0.0, age))} ago)"
+    else:
+        state = "ENDED WITHOUT A WORD (killed, out of memory, or the power went)"
+    words = f"{state}: step {step} of {total} ({step / max(total, 1):.0%}), attempt {attempt}, branch {start['branch']}"
+    branch = max((event["branch"] for event in own.values()), default=start["branch"])
+    words = words.replace(f"branch {start['branch']}", f"branch {branch}")
+    if metrics:
+        words += f", loss {figure(metrics['loss'], '.4f')}"
+        words += f", {metrics['tokens_per_second']:,.0f} tokens/s"
+    words += "."
+    if ended is not None and ended["type"] != "run_end":
+        words += f" {sentence(ended)}"
+    elif ended is not None and ended.get("far_above_best"):
+        words += f" {far_above_best(ended['far_above_best'])}"
+    if "eval" in found and "loss" in found["eval"]:
+        words += f" Held-out loss {figure(found['eval']['loss'], '.4f')} at step {found['eval']['step']}."
+    if "decision" in found:
+        words += f" Last decision: {found['decision']['measure']} ({found['decision']['rule']})."
+    return plain(words, lines=False)
+
+
+# --- what happened
+def why(known: argparse.Namespace) -> int | None:
+    history = History.read(known.run)
+    decisions = history.of("decision")
+    if known.rest:
+        step = _step(known.rest[0])
+        near = [d for d in decisions if (cause := history.causes(d)[0]).get("onset", -1) <= step <= cause.get("step", -1)]
+        if not near:
+            say(f"Nothing was decided about step {step}.")
+            return 1
+        decisions = near
+    if not decisions:
+        say("Nothing had to be decided.")
+        return None
+    for decision in decisions if known.rest else decisions[-1:]:
+        for event in [*history.causes(decision), *history.effects(decision)]:
+            say(f"[{event['seq']}] {sentence(event)}")
+    return None
+
+
+def spikes(known: argparse.Namespace) -> None:
+    history = History.read(known.run)
+    table = _table("seq", "branch", "step", "points", "what", "loss", "what was done")
+    for event in history.of("spike"):
+        done = next((e["measure"] for e in history.effects(event) if e["type"] == "decision"), "")
+        base, peak = (f"{event[key]:.4g}" if event[key] is not None else "not finite" for key in ("base", "peak"))
+        table.add_row(
+            str(event["seq"]),
+            str(event["branch"]),
+            str(event["onset"]),
+            str(event["points"]),
+            event["kind"],
+            f"{base} -> {peak}",
+            done,
+        )
+    odd = len([e for e in history.of("anomaly") if e["kind"] == "outlier"])
+    console().print(table if table.row_count else "No spike.")
+    say(f"{odd} times the data was odd for a step or a few; nothing is done about that.")
+
+
+def lost(known: argparse.Namespace) -> None:
+    spent = History.read(known.run).time()
+    table = _table("what", "time", "share", "steps")
+    rows = [("training that lives on", spent.training, None)]
+    rows += [(f"training given up: {cause}", s, spent.steps_given_up[cause]) for cause, s in spent.given_up.items()]
+    rows += [("going back", spent.going_back, None), ("evaluating", spent.evaluating, None), ("saving", spent.saving, None),
+             ("between attempts", spent.stopped, None), ("starting up, and the rest", spent.other, None)]  # fmt: skip
+    for name, seconds, steps in rows:
+        share = f"{seconds / spent.total:.1%}" if spent.total else ""
+        table.add_row(name, duration(seconds), share, "" if steps is None else str(steps))
+    console().print(table)
+    say(f"{spent.ratio:.1%} of {duration(spent.total)} went into training that lives on.")
+
+
+def good(known: argparse.Namespace) -> None:
+    history = History.read(known.run)
+    states: dict[int, dict[str, Any]] = {}
+    for event in history.of("checkpoint"):
+        if event["state"] == "complete":
+            states[event["step"]] = {"folder": event["folder"], "proven": False, "seq": event["seq"], "branch": event["branch"]}
+        elif event["state"] == "proven_good" and event["step"] in states:
+            states[event["step"]]["proven"] = True
+    lives = history.lives_to()
+    table = _table("seq", "step", "branch", "state", "on disk")
+    for step, facts in sorted(states.items()):
+        given_up = step > lives.get(facts["branch"], float("inf"))
+        state = "of a branch that was given up" if given_up else "proven good" if facts["proven"] else "not proven yet"
+        there = Path(facts["folder"]).exists() and not given_up
+        table.add_row(str(facts["seq"]), str(step), str(facts["branch"]), state, facts["folder"] if there else "no")
+    console().print(table if states else "No checkpoint was saved.")
+
+
+def skipped(known: argparse.Namespace) -> None:
+    found = History.read(known.run).of("skip")
+    if not found:
+        say("Nothing is left out.")
+        return
+    table = _table("seq", "steps", "samples", "ranges", "why")
+    for event in found:
+        shown = ", ".join(str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in event["ranges"][:40])
+        more = f" and {len(event['ranges']) - 40} more" if len(event["ranges"]) > 40 else ""
+        table.add_row(str(event["seq"]), "{} to {}".format(*event["steps"]), str(event["samples"]), shown + more, event["why"])
+    console().print(table)
+
+
+def path(known: argparse.Namespace) -> None:
+    history = History.read(known.run)
+    table = _table("branch", "attempt", "from", "to", "lives to", "why it began")
+    for branch in history.branches():
+        cause = sentence(branch.cause) if branch.cause else "the run began"
+        lives = (
+            "all of it"
+            if branch.lives_to >= branch.end
+            else "nothing"
+            if branch.lives_to <= branch.start
+            else f"step {branch.lives_to}"
+        )
+        table.add_row(str(branch.number), str(branch.attempt), str(branch.start), str(branch.end), lives, cause)
+    console().print(table)
+
+
+# --- comparing
+def diff(known: argparse.Namespace) -> int | None:
+    rest = known.rest
+    if len(rest) == 2:
+        history = History.read(known.run)
+        starts = {event["attempt"]: event for event in history.of("run_start")}
+        missing = [number for number in rest if _step(number) not in starts]
+        if missing:
+            raise RunLogError(f"{known.run}: it has no attempt {missing[0]}, only {', '.join(map(str, starts))}.")
+        first, second = starts[int(rest[0])], starts[int(rest[1])]
+        losses = None
+    elif len(rest) == 1:
+        runs = [History.read(known.run), History.read(rest[0])]
+        first, second = (run.of("run_start")[-1] for run in runs)
+        losses = [{r["step"]: r["loss"] for r in run.steps(living=True)} for run in runs]
+    else:
+        raise RunLogError("zerobook runlog diff: give two runs, or a run and two of its attempts' numbers.")
+    table = _table("what", "first", "second")
+    for part in ("config", "versions"):
+        was, now = first[part], second[part]
+        for key in sorted(set(was) | set(now)):
+            if was.get(key) != now.get(key):
+                table.add_row(key, str(was.get(key)), str(now.get(key)))
+    console().print(table if table.row_count else "The settings and versions are the same.")
+    if losses:
+        shared = sorted(set(losses[0]) & set(losses[1]))
+        apart = next((s for s in shared if losses[0][s] != losses[1][s]), None)
+        if apart is None:
+            say(f"The losses of the {len(shared)} steps that both have are the same, bit for bit.")
+        else:
+            far = max(shared, key=lambda s: abs((losses[0][s] or 0) - (losses[1][s] or 0)))
+            say(f"The losses differ from step {apart} on ({losses[0][apart]} and {losses[1][apart]}), most at step {far} "
+                  f"({losses[0][far]} and {losses[1][far]}).")  # fmt: skip
+    return None
+
+
+# --- writing, checking, taking out
+def note(known: argparse.Namespace) -> int | None:
+    from zerobook.runlog.writer import RunLog, leave_note
+
+    if not known.rest or not known.rest[0].strip():
+        raise RunLogError('zerobook runlog note: what shall be written down? Give it in quotes, as in note outputs/run "..."')
+    folder = folder_of(known.run)
+    text, by = known.rest[0], getpass.getuser()
+    if is_being_written(folder):
+        leave_note(folder, text, by)
+        say("Noted; the run takes it into its log at its next log point.")
+        return None
+    log = RunLog(folder.parent, attempt=False)
+    seq = log.event("note", text=text, by=by)
+    log.close()
+    say(f"Noted as [{seq}].")
+    return None
+
+
+def verify(known: argparse.Namespace) -> int:
+    from zerobook.runlog.check import problems
+
+    found, counts = problems(folder_of(known.run))
+    for problem in found:
+        say(problem)
+    say(
+        f"{counts['events']:,} events and {counts['steps']:,} steps read: "
+        + (f"{len(found)} problems" if found else "all sound")
+    )
+    return int(bool(found))
+
+
+def export(known: argparse.Namespace) -> None:
+    columns = ("step", "loss", "grad_norm", "learning_rate", "tokens", "attempt", "branch")
+    rows = csv.writer(sys.stdout)
+    rows.writerow(columns)
+    for record in History.read(known.run).steps(living=not known.all):
+        values = (record[name] for name in columns)
+        rows.writerow([plain(value, lines=False) if isinstance(value, str) else value for value in values])
+
+
+def replay(known: argparse.Namespace) -> int | None:
+    """A spike's steps through the detector, one by one."""
+    from zerobook.monitor.curves import points_of
+    from zerobook.monitor.detector import Detector
+
+    if not known.rest:
+        raise RunLogError("zerobook runlog replay: which spike? Give a step of it; zerobook runlog spikes lists them.")
+    step = _step(known.rest[0])
+    history = History.read(known.run)
+    near = [e for e in history.of("spike") if e["onset"] - 16 <= step <= e["step"] + 16]
+    if not near:
+        say(f"There is no spike at step {step}. zerobook runlog spikes {known.run} lists them.")
+        return 1
+    spike = near[0]
+    detector = Detector()
+    table = _table("step", "loss", "level", "excess", "evidence", "the detector says")
+    for point in points_of(history.steps(seen_from=spike["branch"])):
+        if point.step > spike["step"] + 4:
+            break
+        level = detector.level() if len(detector.loss.near) else point.loss
+        unit = detector.loss.unit() if len(detector.loss.near) else 1.0
+        found = detector.update(point)
+        if point.step >= spike["onset"] - 4:
+            says = "; ".join(f"{f.kind}: {f.reason}" for f in found)
+            table.add_row(str(point.step), f"{point.loss:.4g}", f"{level:.4g}", f"{(point.loss - level) / unit:.1f}",
+                          f"{detector.evidence:.1f}", says)  # fmt: skip
+    console().print(table)
+    before = [e for e in history.of("checkpoint") if e["state"] == "complete" and e["step"] < spike["onset"] - 1]
+    there = [e["folder"] for e in before if Path(e["folder"]).exists()]
+    if there:
+        flags = f"--resume_from_checkpoint {there[-1]} --output_dir NEW --on_spike log --max_train_steps {spike['step'] + 4}"
+        say(f"To do these steps again from the checkpoint before them, add to the run's own launch line:\n  {flags}")
+    return None
+
+
+def story(history: History) -> list[dict[str, Any]]:
+    """The events that a reader of the logbook wants, without series and samples."""
+    return [event for event in history.events if event["type"] not in QUIET]
+
+
+_ACTIONS = {
+    "status": status, "why": why, "spikes": spikes, "lost": lost, "good": good, "skipped": skipped, "path": path, "diff": diff,
+    "note": note, "verify": verify, "export": export, "replay": replay,
+}  # fmt: skip

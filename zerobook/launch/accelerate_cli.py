@@ -1,0 +1,110 @@
+"""What ``accelerate launch`` was told and does not hand to its workers.
+
+It says "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
+of an inline DeepSpeed section, and forgets ``use_cpu`` under DeepSpeed and FSDP. Its command line, that of
+a worker's parent process, still knows.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerobook.launch.resolve import LaunchPlan
+
+
+def launcher_flags(command: list[str]) -> list[str] | None:
+    """What follows ``accelerate launch`` in a process's command line; None where it is another program's."""
+    for index, token in enumerate(command):
+        if (
+            token == "accelerate.commands.launch"
+            or token.endswith("accelerate/commands/launch.py")
+            or Path(token).name == "accelerate-launch"
+        ):
+            return command[index + 1 :]
+        if Path(token).name == "accelerate" and command[index + 1 : index + 2] == ["launch"]:
+            return command[index + 2 :]
+    return None
+
+
+def parent_flags() -> list[str] | None:
+    """`launcher_flags` of the process that started this one."""
+    import psutil
+
+    try:
+        return launcher_flags(psutil.Process().parent().cmdline())
+    except (psutil.Error, AttributeError):
+        return None
+
+
+def chose_threads() -> bool:
+    """True where ``OMP_NUM_THREADS`` is this process's launcher's own choice: nobody had set it, nor typed a number.
+
+    accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
+    """
+    import psutil
+
+    try:
+        parent = psutil.Process().parent()
+        command, given = parent.cmdline(), parent.environ()
+    except (psutil.Error, AttributeError):
+        return False
+    flags = launcher_flags(command)
+    if flags is None:
+        ours = any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
+        return ours and "OMP_NUM_THREADS" not in given
+    from accelerate.commands.launch import launch_command_parser
+
+    typed = launch_command_parser().parse_args(flags).num_cpu_threads_per_process
+    return typed is None and "OMP_NUM_THREADS" not in given
+
+
+def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
+    """Say where gloo would listen on this machine's loopback, where no other machine reaches it; None where it does not.
+
+    gloo takes the address of the host name, and loopback where there is none. NCCL chooses an interface by itself.
+    """
+    uses_gloo = plan.backend is not None and (plan.device == "cpu" or plan.kind == "fsdp")
+    several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
+    if not (uses_gloo and several) or environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError:
+        address = "no address"
+    if address != "no address" and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return None
+    return (
+        f"this machine's host name, {name}, resolves to {address}: gloo then listens on loopback, and processes on other "
+        "machines wait for this one without a word. Set GLOO_SOCKET_IFNAME to the interface that they reach, as in "
+        "GLOO_SOCKET_IFNAME=eth0, or correct the name in /etc/hosts"
+    )
+
+
+def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
+    """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
+
+    Returns:
+        (``--mixed_precision`` as typed, or None; variables that accelerate reads and its launcher does not set).
+    """
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(flags)
+    file = {}
+    if args.config_file or Path(default_config_file).is_file():
+        file = vars(load_config_from_file(args.config_file))
+    environ = {}
+    for what in ("optimizer", "param"):
+        key = f"offload_{what}_nvme_path"
+        path = getattr(args, key) or (file.get("deepspeed_config") or {}).get(key)
+        if path and path != "none":
+            environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
+    if file.get("use_cpu"):
+        environ["ACCELERATE_USE_CPU"] = "true"
+    return args.mixed_precision, environ

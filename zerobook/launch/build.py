@@ -1,0 +1,192 @@
+"""Builds what ``accelerate launch`` asked for: the only place that knows DeepSpeed, FSDP and a CPU apart.
+
+What was asked for is worked out in `zerobook.launch.resolve`; what each strategy does differently stands in `zerobook.strategy`.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import ConfigError
+from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
+from zerobook.launch.resolve import Hardware, LaunchPlan, resolve, true
+from zerobook.utils.terminal import keep_logs_plain
+
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for each other before they call it a hang."""
+
+
+def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
+    """`resolve` for the process that calls it. Raises `ConfigError` with every problem."""
+    from zerobook.checkpoint.resume import earlier_result, earlier_run
+
+    flags = parent_flags()
+    precision, unsaid = left_unsaid(flags) if flags else (None, {})
+    environ = unsaid | os.environ
+    if true(environ.get("ACCELERATE_USE_CPU")):
+        # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    plan = resolve(environ, Hardware.detect(), config, sources, precision)
+    if plan.offload_optimizer != "none" and chose_threads():
+        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        plan.notes.append(
+            f"the optimizer steps in host memory, with {plan.host_threads} thread(s) a process: the machine's cores, shared by "
+            "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
+        )
+    if note := loopback_note(plan, environ):
+        plan.notes.append(note)
+    earlier = earlier_run(config) or earlier_result(config)
+    if earlier:
+        plan.problems.append(earlier)
+    if plan.problems:
+        raise ConfigError(plan.problems)
+    return plan
+
+
+def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
+    """Create the Accelerator that ``plan`` describes, wrapped as a `zerobook.strategy.Strategy`.
+
+    On a CPU three things differ from a GPU, and all three stand here: the process group is gloo
+    by name (otherwise accelerate sees one process while DeepSpeed runs many, and every rank reads
+    all the data), DeepSpeed is told that it has a CPU, and FSDP2, which accelerate offers to
+    accelerators only, gets the small shim below.
+    """
+    import torch
+
+    on_cpu = plan.device == "cpu"
+    set_environment(plan)
+    _hush(plan)
+    _let_later_groups_wait()
+    if plan.host_threads:
+        torch.set_num_threads(plan.host_threads)
+        os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
+    _meet_after_restart(on_cpu)
+    if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
+        os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
+        os.environ.setdefault("WANDB_DIR", config.output_dir)
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+
+    from zerobook.strategy import ReplicatedStrategy
+    from zerobook.strategy.fsdp import FullyShardedStrategy
+    from zerobook.strategy.zero import ZeroStrategy
+
+    # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
+    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
+    options: dict[str, Any] = {
+        "mixed_precision": plan.precision,
+        "kwargs_handlers": [group] if plan.backend else [],
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "log_with": config.report_to or None,
+        "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
+    }
+    if plan.kind == "deepspeed":
+        from zerobook.launch import ops
+
+        ops.own_tools()
+        first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
+        return ZeroStrategy(Accelerator(**options), plan)
+    if plan.kind == "fsdp":
+        if on_cpu:
+            # accelerate chooses FSDP only for accelerators' distributed types, though FSDP2 itself runs on gloo
+            PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        accelerator = Accelerator(**options)
+        plugin = accelerator.state.fsdp_plugin
+        if plugin.mixed_precision_policy is not None:
+            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+        if on_cpu and plan.offload_param != "none":
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        return FullyShardedStrategy(accelerator, plan)
+    return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: those it is bound to, without hyper-threads, and within its container's quota."""
+    import psutil
+
+    logical = psutil.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) * (psutil.cpu_count(logical=False) or logical) // logical
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return max(1, cores)
+    return max(1, cores if quota == "max" else min(cores, int(quota) // int(period)))
+
+
+def set_environment(plan: LaunchPlan) -> None:
+    """Make the variables that accelerate and DeepSpeed read say what the plan says."""
+    if plan.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # accelerate drops DeepSpeed and FSDP without a word where this is set
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    if plan.kind == "fsdp":  # without a parallelism config nobody reads it
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard)
+    # The values are merged already; accelerate must neither refuse nor apply them a second time.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+
+
+def _let_later_groups_wait() -> None:
+    """Give groups that are made without a timeout `COLLECTIVE_TIMEOUT`, not torch's 10 minutes (NCCL) or 30 (gloo).
+
+    DeepSpeed's groups and those of a device mesh are made so, and do not take over the default group's timeout.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
+
+
+def _meet_after_restart(on_cpu: bool) -> None:
+    """Form the process group under keys of this attempt, where torchrun has restarted the ranks of a lone node.
+
+    ``--max_restarts`` keeps the store of the attempt before, with its processes' addresses, and torch looks for its peers
+    there (pytorch issue 135712). Agents of several nodes count restarts each for itself, so there nothing is done.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    if attempt == "0" or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch.distributed as dist
+
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "gloo" if on_cpu else "cuda:nccl,cpu:gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank,
+        world_size=world_size, timeout=COLLECTIVE_TIMEOUT,
+    )  # fmt: skip
+
+
+def _hush(plan: LaunchPlan) -> None:
+    """Keep libraries' chatter that a user can do nothing about away from the progress bar."""
+    import logging
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    keep_logs_plain("transformers")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
+
+
+def _wandb_key() -> bool:
+    from netrc import NetrcParseError, netrc
+
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc().hosts)
+    except (OSError, NetrcParseError):
+        return False

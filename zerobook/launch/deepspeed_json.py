@@ -1,0 +1,271 @@
+"""The DeepSpeed config of a strategy file: read, checked against the flags, and filled in memory. The file is unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.config import RecipeConfig, Resolved
+
+if TYPE_CHECKING:
+    from zerobook.launch.resolve import LaunchPlan
+
+HPZ = "zero_hpz_partition_size"
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+FUSED_ONLY = ("bias_correction", "set_grad_none")
+"""Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
+NEVER = 1e30
+"""A norm that nothing reaches: DeepSpeed computes the gradient norm only where it clips."""
+
+
+def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Load the JSON, or write down what the YAML's inline ``deepspeed_config`` says, into ``plan``."""
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path == "none":
+        plan.config_file = "the Accelerate YAML's deepspeed_config"
+        config = _inline(environ)
+    else:
+        plan.config_file = path
+        config = _load_json(path, plan.problems)
+    plan.deepspeed_config = config
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage in (1, 2, 3) and not isinstance(stage, bool):
+        plan.zero_stage = stage
+    else:
+        if isinstance(zero, dict):
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.stage is {json.dumps(stage)}; the recipes run stages 1, 2 and 3. "
+                "Write one of them, or launch with accelerate_configs/ddp.yaml, which spreads the data only, as stage 0 does."
+            )
+        elif config:
+            plan.problems.append(
+                f"{path}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from ds_configs/."
+            )
+        zero = config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": 0}
+        plan.zero_stage = 0
+    for what in ("optimizer", "param"):
+        setattr(plan, f"offload_{what}", str((zero.get(f"offload_{what}") or {}).get("device", "none")))
+    if plan.offload_param != "none" and plan.zero_stage in (1, 2):
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.offload_param is set with stage {plan.zero_stage}; "
+            "parameters can be offloaded only under stage 3. Set stage 3 or remove offload_param."
+        )
+    if HPZ in zero:
+        _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+
+
+def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
+    """ZeRO++'s second copy of the weights, shared by a group of processes: "auto" is the ``node`` processes of a node."""
+    said, world = zero[HPZ], plan.world_size
+    where = f"{plan.config_file}: zero_optimization.{HPZ} is {json.dumps(said)}"
+    size = node if said == "auto" else said
+    zero[HPZ] = 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
+    elif said in (0, 1):
+        return  # DeepSpeed's way of saying no
+    elif plan.zero_stage != 3:
+        plan.problems.append(f"{where} with stage {plan.zero_stage}; only stage 3 cuts weights. Set stage 3 or remove it.")
+    elif plan.offload_param == "nvme":
+        plan.problems.append(
+            f"{where} with offload_param on nvme, where DeepSpeed cannot put the second copy. Offload parameters to cpu, or "
+            f"remove {HPZ}."
+        )
+    elif world % size:
+        auto = f", the {size} processes of this node" if said == "auto" else ""
+        plan.problems.append(
+            f"{where}{auto}, and groups of {size} do not divide {world} processes. Pass --num_processes "
+            f"{max(2, -(-world // size)) * size}{'' if auto else ', or write a number that does, or auto'}."
+        )
+    elif said == "auto" and size in (1, world):
+        why = "there is one node" if size == world else "each node has one process"
+        plan.notes.append(
+            f"hpZ is off: {why}, where a second copy of the weights would save nothing. For groups of another size write their "
+            f"number of processes as {HPZ} into a copy of {plan.config_file}"
+        )
+    else:
+        plan.secondary = zero[HPZ] = size
+        if size == world:
+            plan.notes.append(f"hpZ: one group of all {world} processes; the second copy of the weights saves nothing there")
+
+
+def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Add problems where DeepSpeed was told of another device, or is asked for what it does on GPUs only."""
+    if plan.kind == "deepspeed" and plan.device == "cuda" and environ.get("DS_ACCELERATOR") == "cpu":
+        plan.problems.append(
+            "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
+            'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
+        )
+    zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
+    for key in QUANTISED if plan.device == "cpu" else ():
+        if zero.get(key):
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.{key} is {json.dumps(zero[key])}; DeepSpeed quantises on GPUs only. "
+                "Set it to false to train on a CPU."
+            )
+
+
+def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
+    """Ops that the config needs and this machine cannot compile; ``missing`` says why. Call it once the config is filled."""
+    if plan.device == "cpu":
+        return
+    for what in ("optimizer", "param"):
+        if getattr(plan, f"offload_{what}") == "nvme" and "async_io" in missing:
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.offload_{what}.device is nvme, and DeepSpeed's op async_io cannot be "
+                f"compiled here: {missing['async_io']}. Install that toolkit and run make setup, or offload to cpu "
+                "(accelerate_configs/zero3_offload.yaml)."
+            )
+            break  # one missing op is one problem
+    section = (plan.deepspeed_config or {}).get("optimizer")
+    params = section.get("params") if isinstance(section, dict) else None
+    if params and not params.get("torch_adam") and plan.offload_optimizer == "none" and "fused_adam" in missing:
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.params ask for DeepSpeed's FusedAdam, and its op fused_adam cannot be compiled "
+            f"here: {missing['fused_adam']}. Install that toolkit and run make setup, or remove "
+            f"{', '.join(sorted({'torch_adam', *FUSED_ONLY} & params.keys()))} from the params: torch's Adam then steps."
+        )
+
+
+def _inline(environ: Mapping[str, str]) -> dict[str, Any]:
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    zero: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else stage}
+    for what in ("optimizer", "param"):
+        device = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")
+        path = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_NVME_PATH", "none")
+        if device not in ("none", ""):
+            zero[f"offload_{what}"] = {"device": device} | ({"nvme_path": path} if path != "none" else {})
+    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
+
+
+def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(
+            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
+            f"are relative to the folder you launch from, here {Path.cwd()}."
+        )
+    except ValueError as error:
+        problems.append(f"{path}: not valid JSON: {error}.")
+    else:
+        if isinstance(loaded, dict):
+            return loaded
+        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
+    return {}
+
+
+def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+    """The JSON's micro-batch against the size that was asked for, before a resumed run cuts its batch another way."""
+    key = "per_device_train_batch_size"
+    present = (plan.deepspeed_config or {}).get("train_micro_batch_size_per_gpu", "auto")
+    if present not in ("auto", config.per_device_train_batch_size):
+        plan.problems.append(_differ(plan, "train_micro_batch_size_per_gpu", present, key, config, sources))
+
+
+def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+    """Write the run's sizes, clipping and optimizer into the config.
+
+    What the JSON fixes and no person set is taken over into ``config``; what both fix must be equal.
+    """
+    ds = plan.deepspeed_config
+    assert ds is not None
+    _agree(plan, "gradient_clipping", ds.get("gradient_clipping", "auto"), "max_grad_norm", config, sources)
+    ds["gradient_clipping"] = config.max_grad_norm or NEVER
+    if "optimizer" in ds:
+        _fill_optimizer(plan, ds, config, sources)
+    batch = ds.get("train_batch_size", "auto")
+    product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
+    if batch not in ("auto", product):
+        plan.problems.append(
+            f"{plan.config_file}: train_batch_size is {batch}, but {config.per_device_train_batch_size} per device x "
+            f"{config.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} processes = {product}. "
+            'Write "auto" in the JSON, or make them equal.'
+        )
+    ds["train_batch_size"] = product
+    ds["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
+    ds["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    zero = ds["zero_optimization"]
+    for what in ("offload_optimizer", "offload_param"):
+        section = zero.get(what) or {}
+        if section.get("device") == "nvme" and section.get("nvme_path", "auto") in ("auto", None):
+            section["nvme_path"] = str(Path(config.output_dir) / "nvme_offload")
+            note = f"NVMe offload swaps under {section['nvme_path']}; set nvme_path in the JSON to a fast local disk"
+            if note not in plan.notes:
+                plan.notes.append(note)
+    ds["zero_allow_untested_optimizer"] = True
+    if config.optimizer != "adamw":
+        ds["zero_force_ds_cpu_optimizer"] = False  # accelerate would put DeepSpeed's CPU Adam in its place
+    scheduler = ds.get("scheduler", {})
+    if scheduler and scheduler.get("type") not in (None, "WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
+        plan.problems.append(
+            f"{plan.config_file}: scheduler.type {scheduler['type']!r} is not known here. "
+            "Remove the section; the recipe's lr_scheduler_type then sets the rate."
+        )
+    elif lists := [f"{key} is {value}" for key, value in (scheduler.get("params") or {}).items() if isinstance(value, list)]:
+        plan.problems.append(
+            f"{plan.config_file}: scheduler.params.{lists[0]}; all weights train with one rate. Write one number, or auto."
+        )
+    elif scheduler:
+        plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
+
+
+def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: Resolved) -> None:
+    section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
+    kind = section.get("type")
+    if config.optimizer != "adamw":
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}, but optimizer is {config.optimizer} (from "
+            f"{sources['optimizer']}). Remove the section from the JSON, or pass --optimizer adamw."
+        )
+        return
+    if str(kind).lower() not in ("adam", "adamw"):
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}; a JSON may bring Adam or AdamW only. Write AdamW, or "
+            "remove the section and choose with --optimizer: adamw, sgd, or your own as FILE.py:Class."
+        )
+        return
+    params = section.setdefault("params", {})
+    keys = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+    for leaf, key in keys.items():
+        _agree(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, config, sources)
+        params[leaf] = getattr(config, key)
+    betas = params.get("betas", "auto")
+    if betas == "auto":
+        betas = ["auto", "auto"]
+    if not isinstance(betas, list) or len(betas) != 2:
+        plan.problems.append(f"{plan.config_file}: optimizer.params.betas is {betas}, expected two numbers, as [0.9, 0.999].")
+        return
+    for index, (present, key) in enumerate(zip(betas, ("adam_beta1", "adam_beta2"), strict=True)):
+        _agree(plan, f"optimizer.params.betas[{index}]", present, key, config, sources)
+    params["betas"] = [config.adam_beta1, config.adam_beta2]
+    if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
+        params["torch_adam"] = params["fused"] = True  # as without the section
+        plan.notes.append(
+            "optimizer: torch's Adam steps in place of DeepSpeed's FusedAdam, which has to be compiled, on GPUs with nvcc; "
+            f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'
+        )
+
+
+def _agree(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> None:
+    """Take ``present`` over into ``config.key``, unless a person set that to something else: a problem."""
+    if present in ("auto", getattr(config, key)):
+        return
+    if not isinstance(present, int | float):
+        plan.problems.append(f'{plan.config_file}: {dotted} is {json.dumps(present)}, expected a number or "auto".')
+    elif sources.given(key):
+        plan.problems.append(_differ(plan, dotted, present, key, config, sources))
+    else:
+        setattr(config, key, present)
+        sources[key] = str(plan.config_file)
+
+
+def _differ(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> str:
+    return (
+        f"{plan.config_file}: {dotted} is {present}, but {key} is {getattr(config, key)} (from {sources[key]}). "
+        'Write "auto" in the JSON, or make them equal.'
+    )

@@ -1,0 +1,423 @@
+"""Where a strategy file leads: from environment, hardware and config to a `LaunchPlan`, without starting anything.
+
+A launched run, ``--dry-run`` and ``zerobook doctor`` all call `resolve`, so what doctor prints is what a run does. Every
+disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is gathered here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
+from zerobook.config import RecipeConfig, Resolved
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.launch import deepspeed_json as deepspeed_file
+from zerobook.launch import ops
+from zerobook.optimizer import refused_by
+from zerobook.utils import gpus
+
+FLASH_CAPABILITY = (8, 0)
+"""Compute capability that flash attention 2 needs: Ampere or later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """GPUs of this machine, and what runs on them.
+
+    Attributes:
+        gpus: how many torch sees.
+        flash_attention: flash attention 2 runs on all of them; ``no_flash_attention`` says why it does not.
+        unused: why torch does not see the GPUs that this process may use; None where it sees them, where there are none, and
+            where the environment hides them.
+        missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
+    """
+
+    gpus: int = 0
+    gpu_name: str | None = None
+    bf16: bool = True
+    flash_attention: bool = False
+    no_flash_attention: str = "the flash-attn package is not installed"
+    unused: str | None = None
+    missing_ops: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    @classmethod
+    def detect(cls) -> Hardware:
+        """Look at the machine. Imports torch; initialises no CUDA context beyond a device query."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return cls(unused=gpus.unused(torch.__version__, torch.version.cuda))
+        missing = _no_flash_attention()
+        return cls(
+            gpus=torch.cuda.device_count(),
+            gpu_name=torch.cuda.get_device_name(0),
+            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            flash_attention=not missing,
+            no_flash_attention=missing,
+            missing_ops=ops.missing(),
+        )
+
+
+def _no_flash_attention() -> str:
+    """Return why flash attention 2 does not run on this machine's GPUs; empty where it does."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < FLASH_CAPABILITY:
+            has, needs = (".".join(map(str, numbers)) for numbers in (capability, FLASH_CAPABILITY))
+            return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs {needs}"
+    try:
+        from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401  what transformers calls
+    except ModuleNotFoundError as error:
+        if error.name == "flash_attn":
+            return "the flash-attn package is not installed"
+        return f"the flash-attn package does not import ({error})"
+    except Exception as error:  # a build for another torch or CUDA: ImportError or OSError, and others from its own code
+        return f"the flash-attn package does not import ({error})"
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available():
+        return "transformers does not take the installed package flash_attn for flash-attn 2.3.3 or later"
+    return ""
+
+
+@dataclass(kw_only=True)
+class LaunchPlan:
+    """Where a strategy file leads on this machine. Everything here is known before any process group."""
+
+    kind: str  # "single", "ddp", "deepspeed" or "fsdp"
+    world_size: int
+    device: str
+    backend: str | None
+    precision: str
+    precision_source: str
+    zero_stage: int | None = None
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
+    replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
+    shard: int = 1  # FSDP: processes that share one copy
+    optimizer: str = "adamw"  # as --optimizer says
+    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
+    config_file: str | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
+        if self.kind == "deepspeed":
+            parts = [f"{what}: {where}" for what, where in
+                     (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
+                     if where != "none"]  # fmt: skip
+            groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
+            return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
+        if self.kind == "fsdp":
+            offload = " (cpu offload)" if self.offload_param != "none" else ""
+            return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
+        return {"single": "one process", "ddp": "DDP"}[self.kind]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
+        return self.world_size
+
+    @property
+    def line(self) -> str:
+        """The one line a run prints about itself."""
+        where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
+        return f"strategy {self.name} | {where} | precision {self.precision} ({self.precision_source})"
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready facts for the runlog and doctor; ``deepspeed_config`` is as resolved in memory."""
+        return {"name": self.name, **asdict(self)}
+
+
+def resolve(
+    environ: Mapping[str, str],
+    hardware: Hardware,
+    config: RecipeConfig,
+    sources: Resolved,
+    explicit_precision: str | None = None,
+) -> LaunchPlan:
+    """Work out the strategy from what the launcher put into the environment.
+
+    Args:
+        environ: the environment of a worker process.
+        hardware: what the machine has.
+        config: the recipe's config. Values that a person did not set and that the YAML or JSON
+            fixes (accumulation, clipping, rate, decay) are taken over into it, and so is the dtype of a frozen base.
+        sources: where each config value came from; updated with what is taken over.
+        explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
+            cannot tell ``--mixed_precision no`` from silence.
+
+    Returns:
+        The plan. ``problems`` holds every disagreement; nothing is raised here.
+    """
+    world = int(environ.get("WORLD_SIZE", 1))
+    launched = int(environ.get("LOCAL_RANK", -1)) >= 0
+    on_cpu = hardware.gpus == 0
+    backend = None if not launched else ("gloo" if on_cpu else "nccl")
+    plan = LaunchPlan(
+        kind="ddp" if launched else "single",
+        world_size=world,
+        device=hardware.device,
+        backend=backend,
+        precision="no",
+        precision_source="default",
+        optimizer=config.optimizer,
+    )
+    if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
+        plan.kind = "deepspeed"
+        deepspeed_file.read(plan, environ)
+    elif true(environ.get("ACCELERATE_USE_FSDP")):
+        plan.kind = "fsdp"
+        _read_fsdp(plan, environ)
+    if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
+        plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
+    elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
+        plan.problems.append(hardware.unused)
+    deepspeed_file.check_device(plan, environ)
+    if launched and not on_cpu:
+        _check_gpus(plan, environ, hardware.gpus)
+    if on_cpu and launched:
+        plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
+
+    _take_accumulation(plan, environ, config, sources)
+    deepspeed_file.check_micro_batch(plan, config, sources)
+    _check_optimizer(plan, config)
+    plan.asked = config.model_dump()
+    try:
+        note = keep_global_batch(config, sources, plan.data_parallel_size)
+    except CheckpointError as error:
+        plan.problems.append(f"resume_from_checkpoint: {error}")
+    else:
+        plan.notes += [note] if note else []
+    _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
+    dtype = config.loaded_dtype(plan.precision)
+    if dtype != config.dtype:
+        plan.notes.append(
+            f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
+            f"{config.dtype} to load it in that"
+        )
+        config.dtype, sources["dtype"] = dtype, plan.precision_source
+    if plan.deepspeed_config is not None:
+        deepspeed_file.fill(plan, config, sources)
+        deepspeed_file.check_ops(plan, hardware.missing_ops)
+    _check_model_choices(plan, config, hardware, on_cpu)
+    return plan
+
+
+def true(value: Any) -> bool:
+    return str(value).lower() in ("1", "true", "yes")
+
+
+def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
+    """Check that each process of this machine has a GPU of its own, which it finds by LOCAL_RANK."""
+    local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
+    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:  # srun started this
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
+        local = max(local, rank + 1, int(tasks[1]) if tasks else 1)
+        if local > gpus:
+            plan.problems.append(
+                f"srun: {local} processes on this machine, of which this one sees {gpus} GPU(s). A process takes the GPU of "
+                "its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
+                "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
+            )
+    elif local > gpus:
+        plan.problems.append(
+            f"num_processes: {local} processes on this machine, which has {gpus} GPU(s); each process needs one of its own. "
+            f"Pass --num_processes {gpus * (plan.world_size // local)}."
+        )
+    elif rank >= gpus:
+        plan.problems.append(
+            f"LOCAL_RANK {rank}: this process sees {gpus} GPU(s), and takes the one of its LOCAL_RANK, counted from 0. Let "
+            "each process see all GPUs of the machine, or start fewer."
+        )
+
+
+def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    if environ.get("FSDP_VERSION", "1") != "2":
+        plan.problems.append(
+            f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
+            "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2."
+        )
+    plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
+    plan.shard = plan.world_size
+    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        return
+    sizes = {k: int(environ.get(f"PARALLELISM_CONFIG_{k.upper()}_SIZE", 1)) for k in ("tp", "cp", "sp")}
+    for key, size in sizes.items():
+        if size > 1:
+            plan.problems.append(
+                f"parallelism_config.parallelism_config_{key}_size: {size}; the recipes spread data only. Set it to 1."
+            )
+    plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+    if plan.replicate < 1 or plan.world_size % plan.replicate:
+        plan.problems.append(
+            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas do not divide {plan.world_size} "
+            "processes. Change --num_processes or the size."
+        )
+        return
+    plan.shard = plan.world_size // plan.replicate
+    if plan.replicate == 1:
+        return
+    if plan.shard == 1:
+        plan.problems.append(
+            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas on {plan.world_size} processes leave nothing to "
+            f"shard inside one. Pass --num_processes {2 * plan.replicate} or more, or launch with accelerate_configs/fsdp.yaml "
+            "(one copy, sharded) or ddp.yaml (copies only)."
+        )
+    elif asked != plan.shard:
+        plan.notes.append(
+            f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
+            f"(the file says {plan.replicate} x {asked})"
+        )
+
+
+def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: Resolved) -> None:
+    """Accumulation may be said in three places; they must agree, and one that stands alone is taken."""
+    said: dict[str, int] = {}
+    from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if from_yaml.isdigit() and int(from_yaml) != 1:
+        said["the Accelerate YAML or launcher"] = int(from_yaml)
+    ds = plan.deepspeed_config or {}
+    from_json = ds.get("gradient_accumulation_steps", "auto")
+    # A fixed 1 in a JSON is the files' way of saying nothing: Accelerate writes it where it is missing.
+    if isinstance(from_json, int) and from_json != 1:
+        said[str(plan.config_file)] = from_json
+    if sources.given("gradient_accumulation_steps"):
+        said[sources["gradient_accumulation_steps"]] = config.gradient_accumulation_steps
+    if len(set(said.values())) > 1:
+        plan.problems.append(
+            "gradient_accumulation_steps: "
+            + ", ".join(f"{value} in {where}" for where, value in said.items())
+            + '. Keep one; in the JSON write "auto".'
+        )
+    elif said:
+        where, value = next(iter(said.items()))
+        if value != config.gradient_accumulation_steps:
+            config.gradient_accumulation_steps, sources["gradient_accumulation_steps"] = value, where
+
+
+def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:
+    """Add problems where this strategy, or the checkpoint that is resumed, does not take the optimizer."""
+    try:
+        refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+        other = other_optimizer(config)
+        found = [refused, other and f"resume_from_checkpoint: {other}"]
+    except ConfigError as error:
+        found = [str(error)]
+    except CheckpointError:  # `keep_global_batch` tells it
+        found = [refused]
+    plan.problems += [problem for problem in found if problem]
+
+
+def _choose_precision(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    config: RecipeConfig,
+    sources: Resolved,
+    explicit: str | None,
+    on_cpu: bool,
+) -> None:
+    """The first of: the recipe's flag, the launcher's, the recipe's YAML, the Accelerate YAML, a fixed JSON, full fp32."""
+    ds = plan.deepspeed_config
+    fixed = None
+    for dtype in ("fp16", "bf16"):
+        section = (ds or {}).get(dtype)
+        if isinstance(section, dict) and true(section.get("enabled")):
+            if fixed:
+                plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
+            fixed = dtype
+    said: list[tuple[str, str]] = []
+    if explicit is not None:
+        said.append((explicit.lower(), "launcher's --mixed_precision"))
+    elif environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "no":
+        said.append((environ["ACCELERATE_MIXED_PRECISION"].lower(), "Accelerate YAML"))
+    if config.mixed_precision is not None:
+        behind = explicit is not None and not sources.typed("mixed_precision")
+        said.insert(1 if behind else 0, (config.mixed_precision, sources["mixed_precision"]))
+    if said:
+        plan.precision, plan.precision_source = said[0]
+    elif fixed:
+        plan.precision, plan.precision_source = fixed, f"{plan.config_file}: {fixed}.enabled"
+    for value, where in said[1:]:
+        if value != plan.precision:
+            plan.notes.append(
+                f"precision: {plan.precision_source} says {plan.precision}, {where} says {value}; {plan.precision} is used"
+            )
+    if fixed and plan.precision != fixed:
+        plan.notes.append(
+            f"precision: {plan.config_file} fixes {fixed}.enabled; {plan.precision_source} says "
+            f"{plan.precision}, which is used (in memory; the file is unchanged)"
+        )
+    if plan.precision not in ("no", "bf16", "fp16"):
+        plan.problems.append(f"mixed_precision: {plan.precision!r} is not supported. Use no, bf16 or fp16.")
+    if plan.precision == "fp16" and on_cpu:
+        key = f"{plan.config_file}: fp16.enabled is true" if fixed == "fp16" else (
+            f"mixed_precision: fp16 (from {plan.precision_source})")  # fmt: skip
+        plan.problems.append(f"{key}, and fp16 does not train on a CPU. Pass --mixed_precision no (or bf16).")
+    if ds is not None:
+        for dtype in ("fp16", "bf16"):
+            section = ds.setdefault(dtype, {})
+            section["enabled"] = plan.precision == dtype
+
+
+def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
+    """Return whether the model's attention computes in fp16 or bf16.
+
+    Without mixed precision, trained weights are fp32 whatever they were loaded in, and only frozen ones stay as they are.
+
+    Args:
+        precision: of the run: ``no``, ``bf16`` or ``fp16``.
+        dtype: of the loaded weights, as torch calls it.
+    """
+    return precision != "no" or (config.trains_adapters and dtype in ("bfloat16", "float16"))
+
+
+def fp32_flash_attention(precision: str, dtype: str) -> str:
+    """Return the words for flash attention 2 in a run that computes in fp32."""
+    return (
+        "attn_implementation: flash_attention_2 was asked for; it takes fp16 and bf16 only, and this run computes in fp32 "
+        f"(mixed_precision {precision}, dtype {dtype}). Pass --mixed_precision bf16, or use auto, sdpa or eager."
+    )
+
+
+def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
+    """Choices of the model that this strategy or device cannot take."""
+    if config.attn_implementation == "flash_attention_2":
+        if on_cpu or not hardware.flash_attention:
+            have = "there is no GPU here" if on_cpu else hardware.no_flash_attention
+            plan.problems.append(
+                f"attn_implementation: flash_attention_2 was asked for, but {have}. Use auto, sdpa or eager, or "
+                "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
+            )
+        frozen_by_its_config = config.trains_adapters and config.dtype == "auto"  # known when the model is loaded
+        if not (computes_in_half(config, plan.precision, config.dtype) or frozen_by_its_config):
+            plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+    if config.device_map and plan.world_size > 1:
+        plan.problems.append(
+            f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "
+            f"{plan.world_size} processes. Remove it (ZeRO-3 or FSDP shard the model), or launch one process."
+        )
+    quantised = getattr(config, "load_in_4bit", False)
+    if quantised and (plan.offload_param != "none" or "nvme" in (plan.offload_optimizer, plan.offload_param)):
+        plan.problems.append(
+            f"load_in_4bit: {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
+            "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or drop load_in_4bit."
+        )
+    if plan.precision == "bf16" and not on_cpu and not hardware.bf16:
+        plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")

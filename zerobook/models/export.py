@@ -1,0 +1,281 @@
+"""``zerobook export``: a checkpoint as a plain transformers folder, reloaded and compared before it is called done.
+
+zerobook export outputs/run --output exported
+zerobook export outputs/run/checkpoints/step-000200 --output exported --dtype bfloat16
+zerobook export outputs/run --checkpoint best --output adapter --keep_adapter
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from zerobook.checkpoint import origin, store
+from zerobook.checkpoint.state import Reader, read_buffers
+from zerobook.data import embedded
+from zerobook.errors import CheckpointError, ConfigError
+from zerobook.models.load import drop_foreign_attention, open_tokenizer
+from zerobook.strategy.weights import persistent_buffers
+from zerobook.utils import hub
+from zerobook.utils.files import modes_by_umask
+from zerobook.utils.terminal import say
+
+_TOKENS = 24
+_ALLOWED = 1e-5
+"""Difference of logits, as a share of the largest, between the model that was written and what reloads."""
+
+
+def export(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
+    parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
+    parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    parser.add_argument("--keep_adapter", action="store_true", help="LoRA: write the adapter alone, do not merge it")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true",
+        help="run the code that comes with the checkpoint's model; the run's own setting does not count",
+    )  # fmt: skip
+    known = parser.parse_args(arguments)
+    facts = export_checkpoint(
+        _find(Path(known.path).expanduser().absolute(), known.checkpoint), Path(known.output).expanduser(),
+        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter, trust_remote_code=known.trust_remote_code,
+    )  # fmt: skip
+    for line in facts["notes"]:
+        say(f"  note: {line}")
+    say(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
+    return 0
+
+
+def _find(path: Path, which: str) -> Path:
+    if (path / store.MANIFEST).exists():
+        reason = store.damage(path, thorough=True)
+        if reason is not None:
+            raise CheckpointError(reason)
+        return path
+    passed_over: dict[Path, str] = {}
+    found = store.find(path, which, passed_over=passed_over)
+    for reason in passed_over.values():
+        say(f"  passed over: {reason}")
+    if found is None:
+        raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
+    return found
+
+
+def export_checkpoint(
+    checkpoint: Path, folder: Path, *, dtype: torch.dtype, merge: bool, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Write ``checkpoint``'s model to ``folder``, reload it, and compare the logits of a fixed batch.
+
+    Args:
+        dtype: of the written weights.
+        merge: fold LoRA's matrices into the model's; without it the adapter alone is written.
+        trust_remote_code: run code that comes with the model. What the checkpoint says about it does not count.
+
+    Returns:
+        ``folder``, ``difference`` (of logits, as a share of the largest), and ``notes`` for people.
+
+    Raises:
+        CheckpointError: an adapter that has not been trained, or a folder that does not reload to the same model.
+        ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
+    kept = store.read_json(checkpoint / "config.json")
+    config = kept["config"]
+    notes: list[str] = []
+    revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
+    model, base = _base_model(kept, checkpoint, revision, trust_remote_code)
+    tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
+    if config["chat_template"] and "chat_template" not in kept:
+        notes.append(
+            f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
+        )
+    adapted = "lora_r" in config
+    if adapted:
+        model = _adapted(model, config, revision)
+    _fill(model, checkpoint)
+    if adapted and config.get("load_in_4bit"):
+        notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
+    if adapted and merge:
+        model = model.merge_and_unload()
+    model.eval()
+    if merge or not adapted:
+        _cast(model, dtype)
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        _write(model, tokenizer, config, staging)
+        (staging / "README.md").write_text(_card(config, checkpoint, base, adapted and not merge, notes))
+        difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
+        if difference > _ALLOWED:
+            raise CheckpointError(
+                f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
+                f"largest, allowed is {_ALLOWED:.0e}. Nothing was kept."
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            folder.rmdir()
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return {"folder": folder, "difference": difference, "notes": notes}
+
+
+def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
+    """Return the model that the run began with, in fp32, and where it is found. ``kept`` is the checkpoint's config.json."""
+    import transformers
+
+    name = kept["config"]["model_name_or_path"]
+    source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
+    options = {"trust_remote_code": trust_remote_code, "revision": revision}
+    try:
+        facts = transformers.AutoConfig.from_pretrained(source, **options)
+        drop_foreign_attention(facts)
+        kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
+        model = getattr(transformers, kind).from_pretrained(source, config=facts, dtype=torch.float32, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
+        raise CheckpointError(
+            f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
+            f"{str(error).splitlines()[0]}{code}"
+        ) from error
+    digested = (kept.get("base") or {}).get("weights") is not None
+    now = origin.facts(facts, hub.folder(source, revision) if digested else None)
+    origin.check(checkpoint, kept, now, weights=not kept.get("base_commit") or Path(source).exists())
+    return model, source
+
+
+def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool) -> Any:
+    """Return the run's tokenizer, with the chat template from the checkpoint. ``revision`` is the base's."""
+    name = base
+    if config["tokenizer_name"]:
+        name, revision = embedded.located(config["tokenizer_name"]), config["model_revision"]
+    tokenizer, _ = open_tokenizer(name, template=template, revision=revision, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def _adapted(model: nn.Module, config: dict[str, Any], revision: str) -> nn.Module:
+    from zerobook.models.adapters import add_lora
+
+    return add_lora(
+        model, rank=config["lora_r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"],
+        targets=config["lora_target_modules"], seed=config["seed"], revision=revision,
+    )  # fmt: skip
+
+
+def _fill(model: nn.Module, checkpoint: Path) -> None:
+    """Put the trained weights into ``model``; raises where one is missing, or an adapter is still what it began as."""
+    reader, parameters = Reader(checkpoint), dict(model.named_parameters())
+    held, trained = reader.index["shapes"], False
+    for name, shape in held.items():
+        if name not in parameters or list(parameters[name].shape) != shape:
+            there = list(parameters[name].shape) if name in parameters else "not there"
+            raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
+        value = reader.whole(f"weight/{name}")
+        trained = trained or "lora_" not in name or ("lora_B" in name and bool(value.any()))
+        with torch.no_grad():
+            parameters[name].copy_(value)
+    there = dict(persistent_buffers(model))
+    for name, value in (read_buffers(checkpoint, there) or {}).items():
+        there[name].copy_(value)
+    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in held]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: it does not hold {missing[0]} (and {len(missing) - 1} more), which a run trains in the "
+            "model that its config names. Bring back the model that it was trained from."
+        )
+    if not trained:
+        raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights to ``dtype``. Buffers keep theirs: in half precision, a router's bias would choose other experts."""
+    for parameter in filter(torch.is_floating_point, model.parameters()):
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def _write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path) -> None:
+    """Write weights, configs and tokenizer, as a run saves them when it ends."""
+    from zerobook.evaluation.generation import answer_as_measured, save_generation_config
+
+    model.config.use_cache = True
+    if "num_beams" in config:
+        answer_as_measured(
+            model, tokenizer, source_prefix=config["source_prefix"], num_beams=config["num_beams"],
+            max_tokens=config["val_max_target_length"] or config["max_target_length"],
+            min_tokens=config["val_min_target_length"],
+        )  # fmt: skip
+    model.save_pretrained(folder)
+    save_generation_config(model, tokenizer, folder)
+    tokenizer.save_pretrained(folder)
+    modes_by_umask(folder)
+
+
+def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """Load the written folder as its users will, and return the model."""
+    import transformers
+
+    if (folder / "adapter_config.json").exists():
+        from peft import PeftConfig, PeftModel
+
+        kind = type(model.get_base_model())
+        whole = kind.from_pretrained(base, dtype=torch.float32, revision=PeftConfig.from_pretrained(folder).revision or "main")
+        return PeftModel.from_pretrained(whole, folder).eval()
+    kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+
+
+@torch.no_grad()
+def _difference(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of two models' logits on fixed random tokens, as a share of the largest logit.
+
+    The buffers of ``one`` are cast to the dtypes of ``other``'s: transformers casts some when it loads in half precision.
+    """
+    theirs = dict(persistent_buffers(other))
+    for name, buffer in persistent_buffers(one):
+        buffer.data = buffer.data.to(theirs[name].dtype)
+    ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
+    mine, theirs = (model(**batch).logits.float() for model in (one, other))
+    return float((mine - theirs).abs().max() / mine.abs().max())
+
+
+def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, notes: list[str]) -> str:
+    progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
+    name = config["model_name_or_path"] or config.get("config_name")
+    data = config["dataset_name"] or config["train_file"] or ", ".join(spec["path"] for spec in config["datasets"] or [])
+    loss = store.eval_loss(checkpoint)
+    head = ["---", "library_name: peft" if adapter else "library_name: transformers"]
+    if (
+        config["model_name_or_path"]
+        and not Path(config["model_name_or_path"]).exists()
+        and ":" not in config["model_name_or_path"]
+    ):
+        head.append(f"base_model: {config['model_name_or_path']}")
+    rows = {
+        "trained from": name,
+        "trained on": data,
+        "steps": progress["step"],
+        "samples seen": f"{progress['samples']:,}",
+        "supervised tokens seen": f"{progress['tokens']:,}",
+        "global batch": progress["global_batch"],
+        "optimizer": config.get("optimizer", "adamw"),
+        "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
+        "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
+        "strategy": f"{index['written_by']['strategy']}, {index['written_by']['world_size']} processes",
+        "data fingerprint": progress["data_fingerprint"],
+    }
+    lines = [*head, "---", "", f"# {checkpoint.parents[1].name}, step {progress['step']}", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items()]
+    return "\n".join([*lines, "", *(f"Note: {note}." for note in notes)]) + "\n"

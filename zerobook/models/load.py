@@ -1,0 +1,474 @@
+"""Models and tokenizers: from a hub name, a local folder, a bare config, or the embedded model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from zerobook.checkpoint import origin, resume, state, store
+from zerobook.config import RecipeConfig
+from zerobook.data import embedded
+from zerobook.errors import ConfigError
+from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.strategy import Strategy
+from zerobook.utils import hub
+from zerobook.utils.files import modes_by_umask
+
+if TYPE_CHECKING:
+    from zerobook.data.prepare import PreparedData
+
+MADE_OF = "made_of.json"
+"""What an initial model was made of stands beside it: another model or seed is another start."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+FLASH_HEAD = 256
+"""Numbers of the largest head that flash attention 2 takes."""
+
+
+def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
+    """Return a name that ``from_pretrained`` takes. Collective.
+
+    An embedded model is converted, and a model of the hub is downloaded, by one process of each node. The others wait for as
+    long as that takes: in ``from_pretrained``, nodes with a slow network would make the others' collectives time out.
+
+    Args:
+        weights: the model's weights are loaded, not its config or tokenizer alone.
+    """
+    if name.startswith(embedded.PREFIX):
+        return strategy.once_per_node(lambda: embedded.located(name))
+    strategy.once_per_node(lambda: hub.fetch(name, revision, weights=weights))
+    return name
+
+
+def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
+    """Return the tokenizer that the config names, see `open_tokenizer`. Collective."""
+    name = config.tokenizer_name or config.model_name_or_path
+    if name is None:
+        raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
+    tokenizer, padded = open_tokenizer(
+        locate(name, strategy, config.model_revision), template=config.chat_template_text,
+        revision=config.model_revision, trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+    if padded and strategy.is_main:
+        print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
+    return tokenizer
+
+
+def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remote_code: bool) -> tuple[Any, bool]:
+    """Load a tokenizer as training uses it.
+
+    Where it has no pad token, the end-of-text token pads: padding is masked from attention and loss by position, not by
+    id, so this teaches the model nothing.
+
+    Args:
+        name: a hub name or a folder.
+        template: the chat template's text, in place of the tokenizer's own.
+
+    Returns:
+        (the tokenizer, whether it was given a pad token).
+
+    Raises:
+        ConfigError: it cannot be loaded, or has neither a pad token nor an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = _from_pretrained(AutoTokenizer, name, "tokenizer_name", options)
+    if template is not None:
+        tokenizer.chat_template = template
+    if tokenizer.pad_token_id is not None:
+        return tokenizer, False
+    if tokenizer.eos_token is None:
+        raise ConfigError(f"tokenizer_name: {name} has neither a pad nor an end-of-text token. Add one to it.")
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer, True
+
+
+def choose_attention(
+    config: RecipeConfig, model_config: Any, model_class: Any, hardware: Hardware, precision: str
+) -> str | None:
+    """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision take it.
+
+    Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
+    would compute it and throw it away. Flex attention has no dropout, so a model with attention dropout does not take it.
+
+    Args:
+        model_config: transformers' config of the model.
+        model_class: None where the model's code comes with the model.
+        precision: of the run: ``no``, ``bf16`` or ``fp16``.
+
+    Returns:
+        None where transformers is to choose: SDPA, or eager for a model without it.
+
+    Raises:
+        ConfigError: a person asked for flash attention 2 in fp32 or for a model that does not train right with it, or for flex
+            attention with attention dropout.
+    """
+    asked, dropout = config.attn_implementation, attention_dropout(model_config.to_dict())
+    unfit = unfit_for_flash(model_config)
+    dtype = str(model_config.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    half = computes_in_half(config, precision, dtype)
+    if asked == "flash_attention_2" and not half:
+        raise ConfigError(fp32_flash_attention(precision, dtype))
+    if asked == "flash_attention_2" and unfit:
+        raise ConfigError(f"attn_implementation: flash_attention_2 was asked for, but {unfit}. Use auto, sdpa or eager.")
+    if asked == "flex_attention" and dropout:
+        raise ConfigError(
+            f"attn_implementation: flex_attention has no dropout, and the model's config asks for {dropout:g} in attention. "
+            "Use auto, sdpa or eager, or set the dropout to 0 in the model's config.json."
+        )
+    if asked != "auto":
+        return asked
+    flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
+    only = getattr(model_class, "_compatible_flash_implementations", None)  # GPT-OSS has kernels of its own
+    if hardware.gpus and hardware.flash_attention and half and flash and (not only or "flash_attention_2" in only):
+        return "flash_attention_2"
+    flex = hardware.gpus and config.packing and not dropout and getattr(model_class, "_supports_flex_attn", False)
+    return "flex_attention" if flex else None
+
+
+def unfit_for_flash(model_config: Any) -> str | None:
+    """Return why a model does not train right with flash attention 2 in transformers 5.23; None where nothing is known.
+
+    The model's class says that it supports it in all these cases.
+    """
+    facts, kind = model_config.to_dict(), model_config.model_type
+    if model_config.is_encoder_decoder:
+        return (
+            f"{kind} is an encoder-decoder: its cross-attention takes the mask of the source's padding for one of the target, "
+            "and the encoder's gradients are wrong"
+        )
+    if kind == "gpt_neo":
+        return "gpt_neo's flash attention leaves out the local window of every second layer"
+    if facts.get("alibi"):
+        return f"{kind} has ALiBi, for which transformers' flash attention raises an error"
+    largest = _largest_head(facts)
+    if largest > FLASH_HEAD:
+        return f"{kind} has heads of {largest} numbers, and flash attention 2 takes at most {FLASH_HEAD}"
+    return None
+
+
+def _largest_head(facts: dict[str, Any]) -> int:
+    """Return the largest head dimension that a config names, also in the configs inside of it; 0 where there is none."""
+    inside = [value for value in facts.values() if isinstance(value, dict)]
+    inside += [part for value in facts.values() if isinstance(value, list) for part in value if isinstance(part, dict)]
+    named = [value for key, value in facts.items() if str(key).endswith("head_dim") and isinstance(value, int)]
+    return max([*named, *map(_largest_head, inside)], default=0)
+
+
+def attention_dropout(facts: dict[str, Any]) -> float:
+    """Return the largest attention dropout in a model's config, also of the configs inside of it; 0 where there is none.
+
+    Architectures call it attention_dropout, attn_pdrop or attention_probs_dropout_prob.
+
+    >>> attention_dropout({"resid_pdrop": 0.2, "attn_config": {"attn_pdrop": 0.1}})
+    0.1
+    """
+    found = [attention_dropout(value) for value in facts.values() if isinstance(value, dict)]
+    found += [
+        float(value) for key, value in facts.items()
+        if isinstance(key, str) and "drop" in key and ("attn" in key or "attention" in key) and isinstance(value, int | float)
+    ]  # fmt: skip
+    return max(found, default=0.0)
+
+
+def load_config(config: RecipeConfig, strategy: Strategy) -> Any:
+    """Return transformers' config of the model that the recipe's config names. Collective. Loads no weights.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    from_scratch = config.model_name_or_path is None
+    name, key = (config.initialised_from, "config_name") if from_scratch else (config.model_name_or_path, "model_name_or_path")
+    assert name is not None
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
+    return _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
+
+
+def load_model(
+    config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: Any = None
+) -> nn.Module:
+    """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Collective.
+
+    ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
+    of it.
+
+    Args:
+        encoder_decoder: the model is one; otherwise it is a decoder.
+        quantization: a transformers quantisation config, for frozen weights.
+
+    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then
+    loads it. Random initialisation inside ZeRO-3 differs from that outside, so this is what
+    makes a run from scratch the same under every strategy.
+    """
+    import transformers
+
+    auto_class = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
+    dtype = DTYPES[config.dtype]
+    hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    name, commit = config.model_name_or_path, None
+    if name is None:
+        assert config.initialised_from is not None
+        name = _initialise(auto_class, config, config.initialised_from, strategy)
+    else:
+        name = locate(name, strategy, config.model_revision, weights=True)
+        # rank 0's, for every node: a branch in another node's cache can be an older commit
+        commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
+        options["revision"] = commit or config.model_revision
+    model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
+    adapts, revision = config.trains_adapters, options.get("revision", "main")
+    facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
+    model_class = auto_class._model_mapping.get(type(model_config), None)
+    attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
+    options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    if config.device_map:
+        options["device_map"] = config.device_map
+    model = _from_pretrained(auto_class, name, "model_name_or_path", options)
+    model.base_commit, model.base_facts = commit, facts
+    keep_4bit_layout(model)
+    model.config.use_cache = False
+    if model.config._attn_implementation == "flex_attention":
+        # a shape, a kind of mask and whether gradients are needed make a compilation each; behind 8 of them, torch's default,
+        # it computes without kernels
+        torch._dynamo.config.recompile_limit = 64
+    dropped = keep_all_layers(model)
+    if strategy.is_main and dropped:
+        print(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
+    if strategy.is_main and config.attn_implementation == "auto":
+        print(f"attention: {model.config._attn_implementation}")
+    if config.activation_checkpointing:
+        enable_activation_checkpointing(model)
+    return model
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes' 4-bit weights in the layout in which they were loaded.
+
+    On CPUs with AVX512-BF16, bitsandbytes repacks them in place at the first forward pass in evaluation mode, and rounds
+    their scales to bf16. FSDP2 and ZeRO-3 then gather the repacked bytes as plain ones, and every loss after that is wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def keep_all_layers(model: nn.Module) -> float:
+    """Turn off layerdrop (Fan et al., 2019), by which M2M100 leaves out layers at random in training. Each rank would draw
+    others: DDP ends by an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
+
+    Returns:
+        What it was; 0 where the model has none. The model's config keeps it.
+    """
+    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
+    most = max((float(module.layerdrop) for module in dropping), default=0.0)  # type: ignore[arg-type]
+    for module in dropping:
+        module.layerdrop = 0.0  # type: ignore[assignment]
+    return most
+
+
+def drop_foreign_attention(config: Any) -> None:
+    """Let the model's class choose its attention where the config names a kernel on the hub: that is native code of others."""
+    if "/" in str(getattr(config, "_attn_implementation", None) or ""):
+        config._attn_implementation = None
+
+
+def pin_rotary(model: nn.Module, longest: int) -> str | None:
+    """Fix rotary embeddings whose frequencies change with the lengths of a batch. Return a note about it, or None.
+
+    transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by the longest row,
+    once that is longer than the positions the model was first trained on. ``dynamic`` also keeps the longest row it has seen.
+    So the loss would depend on the cut of a batch, on evaluations between the steps, and on what an attempt did before. Here
+    they are chosen once, for the longest sample of the run.
+
+    Args:
+        longest: tokens of the longest sample, in training and held-out data.
+    """
+    said = None
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if kinds is None or not hasattr(module, "original_max_seq_len"):
+            continue
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in by_layer.items():
+            if "dynamic" not in kind and kind != "longrope":
+                continue
+            facts = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
+            trained = module.original_max_seq_len if kind != "longrope" else facts["original_max_position_embeddings"]
+            if longest <= trained:
+                continue
+            buffer = module.inv_freq if layer is None else getattr(module, f"{layer}_inv_freq")
+            positions = torch.arange(longest, device=buffer.device)[None]
+            module(buffer, positions, **({} if layer is None else {"layer_type": layer}))  # chooses the frequencies
+            if layer is None:
+                module.rope_type = "pinned"
+            else:
+                module.rope_type = module.rope_type | {layer: "pinned"}
+            said = (
+                f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained} tokens; "
+                f"in this run they are those of its longest sample, {longest} tokens"
+            )
+    return said
+
+
+def check_positions(model_config: Any, name: str, longest: int) -> None:
+    """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
+            f"Lower the lengths to {positions}, or take another model."
+        )
+
+
+def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
+    """Raise `ConfigError` where the data has ids or lengths that the model's embeddings do not."""
+    parts = [data.train, *data.held_out.values()]
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:  # which harms only where such tokens occur
+        largest = max([tokenizer.pad_token_id, *(part.largest_id for part in parts)])
+        if largest >= rows:
+            raise ConfigError(
+                f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
+                f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
+            )
+    check_length(model, max(part.longest_sample for part in parts))
+
+
+def check_length(model: nn.Module, longest: int) -> None:
+    """Raise `ConfigError` where a sample of ``longest`` tokens is longer than the model's table of positions."""
+    positions = absolute_positions(model)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"model_name_or_path: {type(model).__name__} has {positions} positions, and the longest sample has {longest} "
+            f"tokens. Lower --block_size (or --max_seq_length) to {positions}, or take another model."
+        )
+
+
+def absolute_positions(model: nn.Module) -> int | None:
+    """Rows of the model's table of positions; None where it has none (rotary or relative ones have no end)."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines
+    return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable()
+    else:  # transformers before 5.20
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # frozen embeddings cut the graph; an input that requires grad carries it into the checkpoints
+    model.enable_input_require_grads()
+
+
+def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
+    """Make the initial model, unless it is there, and return its folder. Collective.
+
+    This process locks the run's folder first, so that it does not replace another run's initial model while that run loads it.
+    """
+    from accelerate.utils import set_seed
+    from transformers import AutoConfig
+
+    folder = Path(config.output_dir) / "initial_model"
+    state.check_shared(strategy, config.output_dir)
+    source = locate(config_name, strategy, config.model_revision)
+    made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
+
+    def make() -> None:
+        resume.hold(config)
+        before = _made_of(folder)
+        made_of["config_digest"] = _config_digest(source, config.model_revision)
+        if before is not None and _same_start(before, made_of):
+            return
+        if before is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            raise ConfigError(
+                f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
+                "its own initial model. Move that folder away, or give another --output_dir."
+            )
+        held = store.all_of(store.folder_of(config.output_dir))
+        if before is not None and held:
+            raise ConfigError(_another_start(folder, before, made_of, len(held)))
+        options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
+        model_config = _from_pretrained(AutoConfig, source, "config_name", options)
+        set_seed(config.seed)
+        with strategy.initialising_whole():
+            model = auto_class.from_config(model_config, dtype=torch.float32)
+        staging = folder.with_name("initial_model.partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(staging)
+        modes_by_umask(staging)
+        (staging / MADE_OF).write_text(json.dumps(made_of))
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+
+    strategy.on_main(make)
+    return str(folder)
+
+
+def _made_of(folder: Path) -> dict[str, Any] | None:
+    """Return what an initial model was made of; None where there is no note of it, ``{}`` where it cannot be read."""
+    try:
+        return json.loads((folder / MADE_OF).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return {}
+
+
+def _config_digest(source: str, revision: str) -> str | None:
+    """Return a digest of what a model's config file says; None where there is none to read.
+
+    Of the file, not of the config that transformers makes of it: another version of transformers has other defaults.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        facts, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    except (OSError, ValueError):
+        return None  # the config may be gone when the run goes on
+    facts = {key: value for key, value in facts.items() if key not in ("_commit_hash", "_name_or_path", "transformers_version")}
+    if "auto_map" in facts:
+        facts["model_revision"] = revision  # of the code that comes with it
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether two initial models are the same. A config may move; where a digest is missing, names are compared."""
+    digests = [made_of.get("config_digest") for made_of in (before, now)]
+    keys = ["seed", "config_name", "model_revision"] if None in digests else ["seed", "config_digest"]
+    return all(key in before and before[key] == now[key] for key in keys)
+
+
+def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
+    """Return the sentence that refuses to replace the initial model of checkpoints."""
+    keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
+    words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
+    return (
+        f"config_name: {folder} is what the {checkpoints} checkpoint(s) beside it began with. It was made with {words[0]}, and "
+        f"this run asks for {words[1]}; with that model in its place, they could not be exported. Bring the old values (and "
+        "the config's old content) back, or give another --output_dir."
+    )
+
+
+def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}") from error

@@ -1,0 +1,197 @@
+"""Loads what a recipe left behind, or any other model, for talking to it and measuring it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zerobook.data import embedded
+from zerobook.errors import ConfigError
+
+Kind = Literal["causal", "seq2seq"]
+
+
+@dataclass
+class Loaded:
+    """A model ready to answer: in evaluation mode, on the GPU where there is one."""
+
+    model: nn.Module
+    tokenizer: Any
+    kind: Kind
+    """``causal``: the answer continues the prompt. ``seq2seq``: an encoder reads the prompt."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens the model reads at most, on each side of a seq2seq model; None where positions are not limited."""
+        return context_of(self.model.config)
+
+    @property
+    def source_prefix(self) -> str:
+        """What recipes/seq2seq_chatbot.py put before every source, as it left it in the model's config."""
+        tasks = getattr(self.model.config, "task_specific_params", None) or {}
+        return str(tasks.get("chatbot", {}).get("prefix", ""))
+
+
+def context_of(config: Any) -> int | None:
+    """Positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
+    # T5's n_positions is what it was trained on; its relative bias limits nothing
+    if getattr(config, "relative_attention_num_buckets", None):
+        return None
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        value = getattr(config, key, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
+    """A trained result with its tokenizer.
+
+    Args:
+        path: a model folder, an adapter folder (its config names the base), a run's output_dir that holds
+            ``model`` or ``adapter``, a hub name, or ``embedded:smollm2``.
+        trust_remote_code: run modelling code that comes with the model.
+
+    Raises:
+        ConfigError: no such folder, a folder with neither a model nor an adapter in it, an adapter whose base
+            is not there, or weights that cannot be read.
+    """
+    _hush()
+    name = locate_result(str(path))
+    options = {"trust_remote_code": trust_remote_code}
+    if (Path(name) / "adapter_config.json").exists():
+        model, base, of_base = _load_adapter(name, options)
+    else:
+        model, base, of_base = _load_model(name, options, str(path)), name, options
+    # an adapter that was saved without its tokenizer speaks its base's
+    own = (Path(name) / "tokenizer_config.json").exists()
+    tokenizer = _load_tokenizer(*((name, options) if own else (base, of_base)), str(path))
+    kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
+    # training switches the cache off and saves that; without it every answer takes quadratic time
+    model.config.use_cache = True
+    model.generation_config.use_cache = True
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Loaded(model.to(device).eval(), tokenizer, kind)
+
+
+def _hush() -> None:
+    """Keep what libraries say about themselves away from the conversation."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that peft still uses
+
+
+def locate_result(name: str) -> str:
+    """The folder that really holds the files, or ``name`` itself where only the hub can know it."""
+    if name.startswith(embedded.PREFIX):
+        return _embedded(name)
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or beside_others:
+            raise ConfigError(
+                f"{name}: there is no such folder. Give a run's output_dir, or the model or adapter folder in it."
+            )
+        return name
+    if not folder.is_dir():
+        raise ConfigError(f"{name}: this is a file. Give the folder that holds config.json or adapter_config.json.")
+    if _holds_result(folder):
+        return str(folder)
+    inside = [folder / part for part in ("model", "adapter") if _holds_result(folder / part)]
+    if len(inside) == 1:
+        return str(inside[0])
+    if inside:
+        raise ConfigError(f"{name}: it holds both {inside[0]} and {inside[1]}. Name one of them.")
+    raise ConfigError(
+        f"{name}: found neither config.json (a model) nor adapter_config.json (an adapter), here or in model/ or adapter/. "
+        "A run writes them when it ends; its checkpoints hold weights only."
+    )
+
+
+def _holds_result(folder: Path) -> bool:
+    return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
+
+
+def _embedded(name: str) -> str:
+    with redirect_stdout(sys.stderr):  # it tells of its conversion, and stdout is for answers
+        return embedded.located(name)
+
+
+def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str, dict[str, Any]]:
+    """Return the adapted model, where its base was found, and the options that the base was loaded with."""
+    from peft import PeftModel
+    from transformers import GenerationConfig
+
+    file = Path(folder) / "adapter_config.json"
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        asked, revision = facts.get("base_model_name_or_path"), facts.get("revision")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
+    if not asked:
+        raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
+    base, options = asked, options | {"revision": revision or "main"}
+    if not Path(asked).exists() and Path(asked).parts[-2:] == (embedded.cache_dir() / "SmolLM2-135M-Instruct").parts[-2:]:
+        base = _embedded(f"{embedded.PREFIX}smollm2")  # trained on another machine, or under another home
+    try:
+        base = locate_result(base)
+        model = _load_model(base, options, asked)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder}: this is an adapter for {asked}, and that base cannot be loaded: {error} "
+            f"Bring the base there, or write its place into {file} as base_model_name_or_path."
+        ) from error
+    try:
+        if (Path(folder) / "generation_config.json").exists():  # the run's own: it names the tokens that end its chats
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return PeftModel.from_pretrained(model, folder), base, options
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"{folder}: the adapter does not load onto {asked}: {_first_line(error)}") from error
+
+
+def _load_model(name: str, options: dict[str, Any], shown: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    from zerobook.models.load import drop_foreign_attention
+
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+        drop_foreign_attention(config)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(name, config=config, dtype="auto", **options)
+    except Exception as error:  # files of others: JSON, safetensors, the hub client and torch each raise their own
+        raise _unreadable(name, shown, "model", error) from error
+
+
+def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # as above
+        raise _unreadable(name, shown, "tokenizer", error) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked from attention by position, so any token serves
+    return tokenizer
+
+
+def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigError:
+    where = "the folder is here, but" if Path(name).exists() else "there is no such folder here, and"
+    return ConfigError(f"{shown}: {where} the {what} cannot be loaded: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a heading says nothing without what follows

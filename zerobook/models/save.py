@@ -1,0 +1,56 @@
+"""The folder with the trained weights that a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerobook.config import RecipeConfig
+from zerobook.strategy import Strategy
+from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
+from zerobook.utils.terminal import say
+
+
+def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig) -> Path:
+    """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
+
+    Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
+    ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
+    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder appears whole: until then, the
+    result of an earlier attempt keeps its place.
+    """
+    from transformers import PreTrainedModel
+
+    from zerobook.evaluation.generation import save_generation_config
+    from zerobook.models.load import DTYPES
+
+    model = strategy.unwrapped
+    whole = isinstance(model, PreTrainedModel)
+    dtype = torch.float32 if not whole else model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    folder = Path(config.output_dir) / config.result
+    weights: dict[str, Any] = {}
+    for key, parameter in strategy.trainable():
+        tensor = strategy.get_tensor(parameter)
+        if strategy.is_main:
+            kept = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
+            weights[key] = tensor.to("cpu", kept, copy=True)
+        del tensor
+    if strategy.is_main:
+        weights |= strategy.buffers()
+        staging = staging_of(folder)
+        model.save_pretrained(staging, state_dict=weights)
+        if whole:
+            # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
+            file = staging / "config.json"
+            facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+            file.write_text(json.dumps(facts, indent=2) + "\n")
+        save_generation_config(model, tokenizer, staging)
+        tokenizer.save_pretrained(staging)
+        modes_by_umask(staging)
+        put_in_place(staging, folder)
+        say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")
+    strategy.barrier()
+    return folder

@@ -1,0 +1,284 @@
+"""Over the run while it trains: the detector is fed, what it finds is written down, and a measure is decided on.
+
+Every rank holds the same `Watch` and feeds it the same reduced values, so all come to the same measure; what only rank 0
+knows (which checkpoints are whole) it tells the others when it matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zerobook.monitor.detector import Detector, Finding, Point, Settings
+from zerobook.monitor.policy import LEAD, Ladder, Measure
+from zerobook.runlog.records import StepRecord
+from zerobook.utils.bars import tqdm
+
+if TYPE_CHECKING:
+    from zerobook.checkpoint.keeper import Keeper
+    from zerobook.config import RecipeConfig
+    from zerobook.runlog.writer import RunLog
+    from zerobook.strategy import Strategy
+
+_HISTORY = 100_000
+"""steps whose losses stay in memory, to compare with when they are done again"""
+_EVENT = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
+
+
+class Done(NamedTuple):
+    """A step that was done. ``cursor``: where the order stood before it, and behind it."""
+
+    step: int
+    loss: float
+    masked: bool
+    cursor: tuple[int, int]
+
+
+class _Replay(NamedTuple):
+    """Steps that are done again with nothing changed, to see whether the trouble comes again."""
+
+    onset: int
+    last: int
+    before: dict[int, Done]
+    base: float
+    high: float
+    """excess above ``base`` from which a loss was high"""
+    seq: int | None
+
+
+class Watch:
+    """See `see`.
+
+    Args:
+        log: rank 0's.
+        detector: its state in the checkpoint; empty for a new run.
+        ladder: its state, as `Ladder.state` gave it; empty for a new run.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        strategy: Strategy,
+        keeper: Keeper,
+        log: RunLog | None,
+        *,
+        detector: dict[str, Any],
+        ladder: dict[str, Any],
+    ):
+        self.strategy, self.keeper, self.log = strategy, keeper, log
+        self.settings = Settings()
+        self.detector = Detector(self.settings, detector)
+        self.ladder = Ladder(
+            config.on_spike, max_rollbacks=config.max_rollbacks, rate_factor=config.rollback_lr_factor,
+            state=ladder,
+        )  # fmt: skip
+        self.history: deque[Done] = deque(maxlen=_HISTORY)
+        self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: what a step took is at the same place
+        self.said: list[str] = []
+        """sentences for experiment trackers, rank 0's; whoever passes them on empties it"""
+        self.seq: int | None = None
+        """of the event that asked for the measure which `see` returned"""
+        self._fp16 = strategy.plan.precision == "fp16"
+        self._replay: _Replay | None = None
+        self._saved: list[int] = []  # while all was calm; not proven yet
+        self._held: int | None = None
+
+    def point(self, record: StepRecord) -> Point:
+        """fp16's loss scale overflows now and then by design, and its scaler skips those steps by itself."""
+        norm, loss = float(record.grad_norm), float(record.loss)
+        masked = not self._fp16 and not (math.isfinite(norm) and math.isfinite(loss))
+        return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=masked)
+
+    def see(self, records: Sequence[StepRecord]) -> Measure | None:
+        """Take the steps since the last log point; returns what is to be done, mostly None. Collective when it is not None.
+
+        What follows a step that leads back is not looked at: it will be done again.
+        """
+        for record in records:
+            point = self.point(record)
+            done = Done(point.step, point.loss, point.masked, record.cursor)
+            findings = self.detector.update(point)
+            self.history.append(done)
+            self._cursors[done.step] = done.cursor
+            if len(self._cursors) > _HISTORY:
+                del self._cursors[next(iter(self._cursors))]
+            again = self._compare(done)
+            if again is not None and (measure := self.decide(again)).kind != "none":
+                return measure  # one decision a step: the ladder has climbed
+            for finding in findings:
+                measure = self._found(finding)
+                if measure is not None and measure.kind != "none":
+                    return measure
+        self._prove(records[-1].step)
+        return None
+
+    def dead(self) -> bool:
+        """The loss itself has not been finite for so long that the weights cannot be."""
+        lost = [done for done in list(self.history)[-self.settings.patience :] if not math.isfinite(done.loss)]
+        return len(lost) == self.settings.patience
+
+    def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float]]:
+        """Return which losses end far above their best, whether or not a spike was found: name -> [value, best].
+
+        For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
+        evaluation with the best one.
+        """
+        last = [done.loss if math.isfinite(done.loss) else math.inf for done in self.history][-self.settings.patience :]
+        pairs = {"loss": (median(last) if last else None, self.detector.best), "held-out loss": (held_out, best_held_out)}
+        return {
+            name: [value, best]
+            for name, (value, best) in pairs.items()
+            if value is not None and best is not None and self.detector.far_above(value, best)
+        }
+
+    def _found(self, finding: Finding) -> Measure | None:
+        facts = {key: getattr(finding, key) for key in ("step", "onset", "points", "base", "peak", "reason")}
+        if self.log:
+            kind = _EVENT.get(finding.kind, "spike")
+            self.seq = self.log.event(kind, kind=finding.kind, alarm=finding.alarm, **facts)
+            if finding.kind != "armed":
+                self._say(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
+        if finding.kind == "armed":
+            self._hold()
+        if finding.kind == "spike":  # what was saved shortly before it may carry the cause
+            self._saved = [step for step in self._saved if step < finding.onset - LEAD]
+        return self.decide(finding) if finding.asks else None
+
+    def replicas(self, step: int) -> Measure | None:
+        """Before a save: what to do where ranks that should hold the same weights do not. Collective.
+
+        A checkpoint takes a share from each rank, so it would hold a mixture; and such a fault may never show in the loss.
+        """
+        differing = self.strategy.differing_replicas()
+        if differing is None:
+            return None
+        level = self.detector.loss.level()
+        words = "the ranks' copies of the weights are not the same any more"
+        self.seq = self.log and self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1,
+                                               base=level, peak=level, reason=words)  # fmt: skip
+        finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
+        return self.decide(finding, differing)
+
+    def decide(self, finding: Finding, differing: Any = None) -> Measure:
+        """Decide what to do about ``finding``, and write it down. Collective.
+
+        Args:
+            differing: what the ranks' copies of the weights differ in, where it is known.
+        """
+        strategy, keeper = self.strategy, self.keeper
+        differing = differing or strategy.differing_replicas()
+        hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None
+        onset = min(finding.onset, self.detector.onset() or finding.onset)
+        keeper.finish(self.log)  # a save under way may prune what the run would go back to
+        good, others = strategy.on_main(keeper.steps)
+        finding, before = replace(finding, onset=onset), self.ladder.state()
+        measure = self.ladder.decide(finding, good, others, hardware)
+        while measure.to_step is not None and not keeper.is_whole(measure.to_step):
+            good, others = ([step for step in steps if step != measure.to_step] for steps in (good, others))
+            self.ladder.restore(before)
+            measure = self.ladder.decide(finding, good, others, hardware)
+        if self.log:
+            self.seq = self.log.event(
+                "decision", parent=self.seq, measure=measure.kind, rule=measure.rule, why=measure.reason,
+                options=measure.options, to_step=measure.to_step, leaves_out_steps=measure.steps, hardware=hardware,
+                ladder=self.ladder.state(),
+            )  # fmt: skip
+            if hardware:
+                tqdm.write(f"  {hardware}")
+            self._say(f"  decision: {measure.kind if measure.kind != 'none' else 'nothing is done'} ({measure.rule})")
+        return measure
+
+    def _say(self, sentence: str) -> None:
+        tqdm.write(sentence)
+        self.said.append(sentence.strip())
+
+    # --- checkpoints
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step was begun."""
+        if self.detector.calm:
+            self._saved.append(step)
+
+    def _prove(self, step: int) -> None:
+        """A checkpoint is good once training has gone on from it for a while and nothing showed."""
+        if not self.detector.calm:
+            return
+        self._release()
+        proven = [saved for saved in self._saved if step - saved >= self.settings.patience + LEAD]
+        if proven:
+            self._saved = [saved for saved in self._saved if saved not in proven]
+            self.keeper.prove(proven, self.log)
+
+    def _hold(self) -> None:
+        if self.log and self._held is None and (good := self.keeper.steps()[0]):
+            self._held = max(good)
+            self.keeper.protect(self._held)
+            self.log.event("checkpoint", state="pinned", step=self._held, parent=self.seq)
+
+    def _release(self) -> None:
+        if self.log and self._held is not None:
+            self.keeper.protect()
+            self.log.event("checkpoint", state="unpinned", step=self._held)
+            self._held = None
+
+    # --- steps done again
+    def back(self, measure: Measure, detector: dict[str, Any], finding_seq: int | None) -> dict[int, float]:
+        """The run went back to ``measure.to_step``; returns the losses that must come back, by step."""
+        assert measure.to_step is not None
+        before = {done.step: done for done in self.history if done.step > measure.to_step}
+        excursion = self.detector.excursion
+        base, high = (excursion.base, self.settings.high * excursion.unit) if excursion else (math.nan, math.nan)
+        while self.history and self.history[-1].step > measure.to_step:
+            self.history.pop()
+        self.detector = Detector(self.settings, detector)
+        self._saved = [step for step in self._saved if step <= measure.to_step]
+        self._replay = None
+        if measure.kind == "replay":
+            self._replay = _Replay(measure.onset, measure.noticed, before, base, high, finding_seq)
+        first = measure.onset - LEAD + 1 if measure.steps is None else measure.steps[0]
+        return {step: done.loss for step, done in before.items() if step < first and math.isfinite(done.loss)}
+
+    def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Where the order stood before and behind each of these steps, as far as they are in memory."""
+        return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
+
+    def _compare(self, done: Done) -> Finding | None:
+        """In a replay: does the trouble come again? Then there is no need to wait until it is confirmed once more."""
+        replay = self._replay
+        if replay is None or done.step < replay.onset:
+            return None
+        was = replay.before.get(done.step)
+        if was is not None and _high_again(was, done, replay):
+            self._replay = None
+            words = "done again from the same state, it comes again: not the hardware, but the data or the learning rate"
+            if self.log:
+                self.seq = self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=True,
+                                          loss=done.loss, loss_before=was.loss)  # fmt: skip
+                self._say(f"step {done.step}: {words}")
+            return Finding(
+                kind="divergence",
+                step=replay.last,
+                onset=replay.onset,
+                points=1,
+                base=replay.base,
+                peak=done.loss,
+                reason=words,
+            )
+        if done.step >= replay.last:  # a precursor may be steps ahead of the first high loss
+            self._replay = None
+            if self.log:
+                self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=False,
+                               loss=done.loss, loss_before=was.loss if was else None)  # fmt: skip
+                self._say(f"step {done.step}: done again from the same state, it does not come again; no data is left out")
+        return None
+
+
+def _high_again(was: Done, now: Done, replay: _Replay) -> bool:
+    """A step that was high, or not applied, is so again; steps that were usual prove nothing by coming back."""
+    if was.masked or not math.isfinite(was.loss):
+        return now.masked or not math.isfinite(now.loss)
+    excess = was.loss - replay.base
+    return excess >= replay.high and not now.loss - replay.base <= excess / 2

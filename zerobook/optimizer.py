@@ -1,0 +1,245 @@
+"""Optimizers: what a strategy, a checkpoint and the planner need to know about one.
+
+``--optimizer`` names one of `OPTIMIZERS`, or a class of a user's own as ``FILE.py:Class``. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zerobook.errors import ConfigError
+from zerobook.utils.user_code import load_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from zerobook.config import RecipeConfig
+
+
+class OptimizerSpec(ABC):
+    """An optimizer, and the state that it keeps for each weight.
+
+    State tensors are fp32 and begin as zeros. They lie under their names in ``optimizer.state[weight]``, where a checkpoint
+    reads and writes them.
+    """
+
+    elementwise: ClassVar[bool] = False
+    """Each number of a weight is updated from its own gradient and state alone, and the state has the weight's shape. DeepSpeed
+    steps flat parts of weights, and FSDP2 steps parts of their rows; only such an optimizer is right there."""
+    skips_nonfinite: ClassVar[bool] = False
+    """The step reads ``optimizer.found_inf``, a flag on the device, and changes nothing where it is 1. Without it, the host
+    decides and waits for the device in every step."""
+    step_bytes: ClassVar[int] = 0
+    """Bytes of a count of steps that is kept in a tensor for each weight."""
+
+    @abstractmethod
+    def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
+        """Return the optimizer of the parameter ``groups``, which hold ``params`` and ``weight_decay`` each.
+
+        The learning rate is set before every step, as ``lr`` of each group.
+        """
+
+    @abstractmethod
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        """Return name -> shape of the tensors kept for a weight of ``shape``, in the order in which they are written."""
+
+    def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """Create the state of ``parameter``, which has none yet, as the first step would: zeros.
+
+        Override it where ``step`` counts in the state and begins only where the state is empty.
+        """
+        import torch
+
+        for key, shape in self.state_shapes(parameter.shape).items():
+            same = tuple(shape) == tuple(parameter.shape)
+            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format) if same else parameter.new_zeros(shape)
+            optimizer.state[parameter][key] = zeros.detach()
+
+    def get_step(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return the steps that the optimizer has counted, 0 before the first; None for one that does not count."""
+        return None
+
+    def set_step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
+        """Let the optimizer go on after ``n`` steps. Its state is there."""
+        return None
+
+
+class _Counting(OptimizerSpec):
+    """An optimizer that counts its steps as ``step``, in the state of each weight or in the group."""
+
+    step_bytes = 4
+
+    def get_step(self, optimizer: torch.optim.Optimizer) -> int:
+        for state in optimizer.state.values():
+            if "step" in state:
+                return int(state["step"])
+        return int(optimizer.param_groups[0].get("step", 0))
+
+    def set_step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
+        import torch
+
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(n)
+            elif "step" in state:
+                state["step"] = n
+        for group in optimizer.param_groups:
+            if "step" in group:
+                group["step"] = n
+
+
+class AdamW(_Counting):
+    """torch's AdamW, fused. DeepSpeed steps with its own where the state is offloaded or its JSON brings one."""
+
+    elementwise = True
+    skips_nonfinite = True
+
+    def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.AdamW(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            # A fused step is skipped by a flag on the device, so the host need not wait. ``fused=False`` would also switch
+            # torch's foreach kernels off.
+            fused=True,
+        )
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+
+    def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        import torch
+
+        state = optimizer.state[parameter]
+        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's Adam in a tensor
+        if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        elif "step" not in optimizer.param_groups[0]:
+            state["step"] = 0
+        super().init_state(optimizer, parameter)
+
+
+class SGD(OptimizerSpec):
+    """torch's SGD with momentum, fused. ``weight_decay`` is added to the gradient, as torch does."""
+
+    elementwise = True
+    skips_nonfinite = True
+
+    def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
+        import torch
+
+        class MomentumSGD(torch.optim.SGD):
+            """SGD whose momentum begins as zeros, which gives the same steps.
+
+            torch leaves the buffers of a fused first step without values where that step is skipped.
+            """
+
+            def step(self, closure: Any = None) -> Any:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None and "momentum_buffer" not in self.state[parameter]:
+                            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                return super().step(closure)
+
+        return MomentumSGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"momentum_buffer": shape}
+
+
+class Adafactor(_Counting):
+    """torch's Adafactor. It keeps means over rows and columns of a matrix, and each step waits for the device.
+
+    The learning rate is the most that the relative step size, ``1 / sqrt(step)``, may be.
+    """
+
+    def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
+        import torch
+
+        return torch.optim.Adafactor(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        if len(shape) < 2:
+            return {"variance": shape}
+        size = type(shape)
+        return {"row_var": size((*shape[:-1], 1)), "col_var": size((*shape[:-2], 1, shape[-1]))}
+
+    def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        import torch
+
+        optimizer.state[parameter]["step"] = torch.zeros(())
+        super().init_state(optimizer, parameter)
+
+
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}
+"""The optimizers that ``--optimizer`` knows by name."""
+
+
+def optimizer_spec(said: str) -> OptimizerSpec:
+    """Return the optimizer that ``--optimizer`` names.
+
+    Args:
+        said: a name in `OPTIMIZERS`, or ``FILE.py:Class``. The file is run.
+
+    Raises:
+        ConfigError: there is no such optimizer, file or class.
+    """
+    if said in OPTIMIZERS:
+        return OPTIMIZERS[said]()
+    if ":" not in said:
+        raise ConfigError(
+            f"optimizer: there is no optimizer {said!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as FILE.py:Class."
+        )
+    try:
+        return load_class("optimizer", said, OptimizerSpec)()
+    except TypeError as error:
+        raise ConfigError(f"optimizer: {said} is called without arguments, and that fails: {error}") from error
+
+
+def optimizer_name(said: str) -> str:
+    """Return the name by which checkpoints know an optimizer: ``sgd``, or the class's for a user's own."""
+    return said.rpartition(":")[2]
+
+
+def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:
+    """Return how many numbers the optimizer keeps for weights of ``shapes``."""
+    return sum(prod(kept) for shape in shapes for kept in spec.state_shapes(shape).values())  # type: ignore[arg-type]
+
+
+def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:
+    """Return why a strategy cannot step with an optimizer, and the way out; None where it can.
+
+    Args:
+        strategy: its name for people.
+        kind: ``single``, ``ddp``, ``deepspeed`` or ``fsdp``.
+        offload: where the optimizer's state lies: ``none``, ``cpu`` or ``nvme``.
+        said: what ``--optimizer`` says.
+
+    Raises:
+        ConfigError: there is no such optimizer.
+    """
+    spec = optimizer_spec(said)
+    if kind in ("deepspeed", "fsdp") and not spec.elementwise:
+        how = "flattens weights and cuts them anywhere" if kind == "deepspeed" else "gives each process some rows of a weight"
+        own = (
+            "" if said in OPTIMIZERS else " If each number is updated from its own gradient and state, set elementwise = True."
+        )
+        return (
+            f"optimizer: {said} needs whole weights, as for means over rows and columns, and {strategy} {how}. Launch with "
+            f"accelerate_configs/ddp.yaml, or pass --optimizer adamw or sgd.{own}"
+        )
+    if offload == "nvme" and said != "adamw":
+        return (
+            f"optimizer: {said} was asked for, and {strategy} keeps the state on a disk, which works with adamw alone. Offload "
+            "it to cpu (accelerate_configs/zero3_offload.yaml), or pass --optimizer adamw."
+        )
+    return None

@@ -1,0 +1,83 @@
+"""Starts a script through ``accelerate launch`` in processes of its own, bounded in time, and leaves none of them behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+TIMED_OUT = 124
+"""The exit status of what was stopped for taking too long, as timeout(1) has it."""
+
+
+def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:
+    """The command line.
+
+    Args:
+        launcher: flags of ``accelerate launch``; a strategy file as ``--config_file FILE``.
+    """
+    start = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(ranks)]
+    start += [] if "--config_file" in launcher else ["--num_machines", "1"]
+    return [*start, "--main_process_port", "0", str(script), *(str(word) for word in words)]
+
+
+def flags(values: Mapping[str, object]) -> list[str]:
+    """``{"seed": 1}`` as ``--seed 1``."""
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def run(
+    line: Sequence[str], limit: float, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> tuple[int, str]:
+    """Wait for it at most ``limit`` seconds. Returns its exit status, `TIMED_OUT` where it was stopped, and what it printed.
+
+    On a CPU one thread a rank, because ranks share the cores. On a GPU a run chooses its threads: an optimizer in host memory
+    needs more.
+    """
+    threads = {} if _on_gpu(os.environ | (environment or {})) else {"OMP_NUM_THREADS": "1"}
+    given = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(line, cwd=cwd, env=given, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = TIMED_OUT
+        finally:
+            kill_family(process)
+        said.seek(0)
+        return code, said.read()
+
+
+def _on_gpu(environment: Mapping[str, str]) -> bool:
+    """Return whether a run with these variables uses a GPU."""
+    from zerobook.launch.resolve import true
+
+    if environment.get("CUDA_VISIBLE_DEVICES") == "" or true(environment.get("ACCELERATE_USE_CPU")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def kill_family(process: subprocess.Popen) -> None:
+    """SIGKILL what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
+    family: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def last_error(text: str) -> str:
+    """The line of a dead run's output that says why; torchrun's own summary says nothing."""
+    lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
+    lines = [line for line in lines if not line.startswith("raise ")] or lines  # a traceback's source line
+    return lines[0][:300] if lines else "it said nothing of an error"
