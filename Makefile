@@ -34,8 +34,9 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo_spike.py
 
-checks: $(STAMP) ## lint and format
+checks: $(STAMP) ## lint, format, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q -m "not launch and not full"

@@ -80,7 +80,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
     def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
-        from zerobook.evaluation.generation import answer_as_measured
+        from zerobook.models.generation_config import answer_as_measured
 
         # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
         model, config = super().model(tokenizer, strategy), self.config

@@ -36,7 +36,7 @@ def main() -> int:
     from zerobook.cli.plan import here
     from zerobook.errors import ConfigError
     from zerobook.launch import ops
-    from zerobook.plan.units import parse_bytes
+    from zerobook.utils.units import parse_bytes
 
     try:
         wanted = set(asked.tables.upper())

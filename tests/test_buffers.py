@@ -16,10 +16,10 @@ from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import BUFFERS, Saver
 from zerobook.errors import CheckpointError
-from zerobook.launch.resolve import LaunchPlan
 from zerobook.models import export
 from zerobook.models.save import save_model
 from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.weights import persistent_buffers
 
 BIAS = torch.tensor([1.0001, -2.0003, 3.0005])

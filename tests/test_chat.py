@@ -17,8 +17,8 @@ from zerobook.cli.chat import Conversation
 from zerobook.cli.main import main
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.evaluation.generation import stop_tokens
 from zerobook.models import result as load
+from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import load_result
 from zerobook.utils.terminal import plain
 

@@ -24,12 +24,12 @@ from tests.harness import reseal, staged
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.cli.checkpoint import checkpoint as command
-from zerobook.cli.checkpoint import size_words
 from zerobook.errors import CheckpointError
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Piece
 from zerobook.utils import locks
+from zerobook.utils.units import size
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHAPES = {"a.weight": [7, 5], "b.bias": [3], "c": [1]}
@@ -409,7 +409,7 @@ def test_commands_show_what_there_is(tmp_path, capsys):
     assert "7 x 5" in shown and "adamw has taken 4 steps" in shown and "eval_loss" in shown
     with pytest.raises(CheckpointError, match="there are no checkpoints"):
         command(["list", str(tmp_path / "nothing")])
-    assert [size_words(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.5 kB"]
+    assert [size(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.50 kB"]
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):

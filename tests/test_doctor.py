@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness import ROOT
-from zerobook.cli.doctor import inspect_launch, worker_environment
+from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch import ops
-from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid
-from zerobook.launch.resolve import Hardware, LaunchPlan
+from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid, worker_environment
+from zerobook.launch.resolve import Hardware
+from zerobook.strategy.launch_plan import LaunchPlan
 
 ZERO3 = """
 compute_environment: LOCAL_MACHINE

@@ -21,12 +21,13 @@ from zerobook.data import collate as collate_module
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator
 from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
-from zerobook.evaluation.generation import GenerationScorer, decoding
+from zerobook.evaluation.generation import GenerationScorer
 from zerobook.evaluation.text_metrics import text_metrics
-from zerobook.launch.resolve import LaunchPlan
+from zerobook.models.generation_config import decoding
 from zerobook.models.load import check_positions, load_model
 from zerobook.objective import TargetTokens, seq2seq_loss
 from zerobook.strategy import ReplicatedStrategy, Strategy
+from zerobook.strategy.launch_plan import LaunchPlan
 
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
 ALONE = SimpleNamespace(

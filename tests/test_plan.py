@@ -33,9 +33,9 @@ from zerobook.plan.rows import Row, Traced, checkpoints, judge, launch_plan, ran
 from zerobook.plan.spread import Spread
 from zerobook.plan.trace import Follow, Saved, Trace, _autocast, _kernels, evaluated, trace
 from zerobook.plan.traffic import Flow, between_nodes, flows
-from zerobook.plan.units import size
 from zerobook.training.recipe import BatchShape
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.units import size
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "benchmarks" / "models"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas as f
-from zerobook.plan import units
+from zerobook.utils import units
 
 GIB = 2**30
 T5_3B, T5_LAYER = 2_851_598_336, 32_128 * 1024  # printed as 2851M and 32M; the layer is the embedding

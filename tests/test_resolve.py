@@ -13,7 +13,8 @@ from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
-from zerobook.launch.resolve import Hardware, LaunchPlan, resolve
+from zerobook.launch.resolve import Hardware, resolve
+from zerobook.strategy.launch_plan import LaunchPlan
 
 CPU = Hardware()
 A100 = Hardware(gpus=8, gpu_name="A100", flash_attention=True)

@@ -24,16 +24,16 @@ from zerobook.checkpoint.resume import earlier_result
 from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.evaluation.generation import answer_as_measured
-from zerobook.launch.resolve import LaunchPlan
 from zerobook.models.adapters import add_lora
 from zerobook.models.export import export
+from zerobook.models.generation_config import answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result
 from zerobook.models.save import save_model
 from zerobook.runlog.report import write as write_report
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import ReplicatedStrategy
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.terminal import plain
 
 END_OF_TEXT, END_OF_TURN = 0, 2

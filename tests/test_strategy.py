@@ -16,9 +16,10 @@ from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
-from zerobook.launch.resolve import Hardware, LaunchPlan
+from zerobook.launch.resolve import Hardware
 from zerobook.optimizer import AdamW
 from zerobook.strategy import ReplicatedStrategy, Strategy
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.zero import ZeroStrategy

@@ -26,8 +26,8 @@ from zerobook.config import DatasetSpec, Resolved
 from zerobook.errors import ConfigError
 from zerobook.evaluation import tasks
 from zerobook.launch import process
-from zerobook.launch.resolve import LaunchPlan
 from zerobook.plan import table as plan_table
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training import run
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
@@ -191,7 +191,8 @@ def test_text_from_files_in_tracebacks_and_library_logs_is_plain(tmp_path):
     title = "\x1b]0;PWNED\x07"
     program = (
         "import sys\n"
-        "from transformers.utils import logging as library\nfrom zerobook.utils.terminal import keep_logs_plain, say_traceback\n"
+        "from transformers.utils import logging as library\n"
+        "from zerobook.utils.terminal import keep_logs_plain, say_traceback\n"
         "sys.excepthook = say_traceback\nkeep_logs_plain('transformers')\nkeep_logs_plain('transformers')\n"
         f"library.get_logger('transformers.x').warning('unexpected tensor ' + {title!r} + 'w')\n"
         f"raise RuntimeError('no dtype ' + {title!r} + 'f32')\n"

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
-from zerobook.training.schedule import POLYNOMIAL_END
 from zerobook.utils import user_code
 from zerobook.utils.terminal import plain
 

@@ -7,7 +7,7 @@ import itertools
 from benchmarks.published.bench import ROOT, Bench
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, Search, fingerprint, largest
-from zerobook.plan.units import size
+from zerobook.utils.units import size
 
 SOURCE = (
     "https://huggingface.co/blog/accelerate-deepspeed (June 2022), table 2: BlenderBot-400M, two 24 GB Titan RTX, fp16, 10,000 "

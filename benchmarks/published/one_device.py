@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.published.bench import ROOT, Bench
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, Search, fingerprint, largest
-from zerobook.plan.units import size
+from zerobook.utils.units import size
 
 SOURCE = (
     "https://huggingface.co/blog/accelerate-deepspeed (June 2022), table 3: GPT-2 XL (1.5B) from a random initialisation, one "

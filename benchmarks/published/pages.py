@@ -13,7 +13,7 @@ import orjson
 from benchmarks.published import pictures
 from benchmarks.published.table import Table
 from zerobook.plan.hardware import Cluster, processor
-from zerobook.plan.units import duration
+from zerobook.utils.units import duration
 
 HEADER = """# Published tables, run again
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver, bytes_of_state
-from zerobook.cli.checkpoint import size_words
 from zerobook.config import RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.runlog.attempt import unfinished_rollback
@@ -19,6 +18,7 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import size
 
 TORCHRUN_S = 30
 """Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""
@@ -82,8 +82,8 @@ class Keeper:
         if most * one <= free + there:
             return
         problem = (
-            f"output_dir: {most} checkpoint(s) of {size_words(one)} each need {size_words(most * one)}, and "
-            f"{Path(config.output_dir).absolute()} has {size_words(free)} free. Lower --save_total_limit (one more is on disk "
+            f"output_dir: {most} checkpoint(s) of {size(one)} each need {size(most * one)}, and "
+            f"{Path(config.output_dir).absolute()} has {size(free)} free. Lower --save_total_limit (one more is on disk "
             "while it is written), save less often, give another --output_dir, or pass --on_low_disk warn."
         )
         if config.on_low_disk == "error":

@@ -13,7 +13,7 @@ from transformers import TextStreamer
 
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError
-from zerobook.evaluation.generation import stop_tokens
+from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import plain, say
 

@@ -20,6 +20,7 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
 from zerobook.errors import CheckpointError
 from zerobook.utils.terminal import console, plain, say
+from zerobook.utils.units import size
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -106,7 +107,7 @@ def _list(checkpoints: Path) -> None:
         written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         table.add_row(
             _step(one), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
-            size_words(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
+            size(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
         )  # fmt: skip
     console().print(table)
 
@@ -147,7 +148,7 @@ def _inspect(one: Path) -> None:
         names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
         pieces = [piece for name in names for piece in index["pieces"][name]]
         numbers = sum(of_state.get(name, sizes[name.partition("/")[2]]) for name in names)
-        table.add_row(kind, str(len(names)), f"{numbers:,}", size_words(4 * numbers), str(len(pieces)))
+        table.add_row(kind, str(len(names)), f"{numbers:,}", size(4 * numbers), str(len(pieces)))
     console().print(table)
     table = _table("largest weights", "name", "shape")
     for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
@@ -156,11 +157,3 @@ def _inspect(one: Path) -> None:
     optimizer = store.read_json(one / "config.json").get("config", {}).get("optimizer", "adamw")
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
     console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {steps} steps")
-
-
-def size_words(count: int) -> str:
-    """1.62 GB for people; powers of 1000, as disks are sold."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if count >= 1000**power:
-            return f"{count / 1000**power:.3g} {unit}"
-    return f"{count} B"

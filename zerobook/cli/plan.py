@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.plan.hardware import DEVICES, Cluster, cluster, known, nearest
-from zerobook.plan.units import parse_count, size
 from zerobook.training.recipe_file import RUNS
 from zerobook.utils.terminal import console, say
+from zerobook.utils.units import parse_count, size
 
 if TYPE_CHECKING:
     from zerobook.config import Resolved

@@ -22,14 +22,13 @@ import argparse
 import csv
 import getpass
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from zerobook.errors import RunLogError
-from zerobook.runlog.history import History, folder_of, is_being_written, last_of
-from zerobook.runlog.words import QUIET, duration, far_above_best, figure, sentence
-from zerobook.runlog.writer import EVENTS, LAST_WORDS
+from zerobook.runlog.history import History, folder_of, is_being_written
+from zerobook.runlog.summary import summary
+from zerobook.runlog.words import QUIET, duration, sentence
 from zerobook.utils.terminal import console, plain, say
 
 
@@ -76,49 +75,7 @@ def _step(text: str) -> int:
 
 # --- status
 def status(known: argparse.Namespace) -> None:
-    say(in_words(folder_of(known.run)))
-
-
-def in_words(folder: Path) -> str:
-    """How a run is, in a sentence or two. Reads a handful of lines, however long the log is."""
-    kinds = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *LAST_WORDS)
-    found = last_of(folder / EVENTS, kinds)
-    start = found.get("run_start")
-    if start is None:
-        return "It has not begun to train."
-    attempt = start["attempt"]
-    own = {kind: event for kind, event in found.items() if event["attempt"] == attempt}
-    metrics = own.get("metrics")
-    step = metrics["steps"][1] if metrics else start["step"]
-    total = start["total_steps"]
-    ended = max((own[kind] for kind in LAST_WORDS if kind in own), key=lambda event: event["seq"], default=None)
-    if ended is not None and ended.get("of_attempt"):
-        ended = None
-    if ended is not None:
-        state = {"run_end": "Finished", "crash": "CRASHED", "preempted": "Preempted", "stop": "STOPPED, and handed over"}[
-            ended["type"]
-        ]
-    elif is_being_written(folder):
-        age = (datetime.now(UTC) - datetime.fromisoformat(max(own.values(), key=lambda e: e["seq"])["utc"])).total_seconds()
-        state = f"Training (last word {duration(max(0.0, age))} ago)"
-    else:
-        state = "ENDED WITHOUT A WORD (killed, out of memory, or the power went)"
-    words = f"{state}: step {step} of {total} ({step / max(total, 1):.0%}), attempt {attempt}, branch {start['branch']}"
-    branch = max((event["branch"] for event in own.values()), default=start["branch"])
-    words = words.replace(f"branch {start['branch']}", f"branch {branch}")
-    if metrics:
-        words += f", loss {figure(metrics['loss'], '.4f')}"
-        words += f", {metrics['tokens_per_second']:,.0f} tokens/s"
-    words += "."
-    if ended is not None and ended["type"] != "run_end":
-        words += f" {sentence(ended)}"
-    elif ended is not None and ended.get("far_above_best"):
-        words += f" {far_above_best(ended['far_above_best'])}"
-    if "eval" in found and "loss" in found["eval"]:
-        words += f" Held-out loss {figure(found['eval']['loss'], '.4f')} at step {found['eval']['step']}."
-    if "decision" in found:
-        words += f" Last decision: {found['decision']['measure']} ({found['decision']['rule']})."
-    return plain(words, lines=False)
+    say(summary(folder_of(known.run)))
 
 
 # --- what happened

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:

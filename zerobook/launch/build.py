@@ -1,6 +1,6 @@
 """Builds what ``accelerate launch`` asked for: the only place that knows DeepSpeed, FSDP and a CPU apart.
 
-What was asked for is worked out in `zerobook.launch.resolve`; what each strategy does differently stands in `zerobook.strategy`.
+`zerobook.launch.resolve` works out what was asked for; `zerobook.strategy` holds what each strategy does differently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
-from zerobook.launch.resolve import Hardware, LaunchPlan, resolve, true
+from zerobook.launch.resolve import Hardware, resolve
+from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils.environment import true
 from zerobook.utils.terminal import keep_logs_plain
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)

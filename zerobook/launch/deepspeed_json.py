@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.config import RecipeConfig, Resolved
 
 if TYPE_CHECKING:
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 HPZ = "zero_hpz_partition_size"
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import RecipeConfig, Resolved
@@ -17,7 +16,9 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json as deepspeed_file
 from zerobook.launch import ops
 from zerobook.optimizer import refused_by
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
+from zerobook.utils.environment import true
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability that flash attention 2 needs: Ampere or later."""
@@ -87,60 +88,6 @@ def _no_flash_attention() -> str:
     if not is_flash_attn_2_available():
         return "transformers does not take the installed package flash_attn for flash-attn 2.3.3 or later"
     return ""
-
-
-@dataclass(kw_only=True)
-class LaunchPlan:
-    """Where a strategy file leads on this machine. Everything here is known before any process group."""
-
-    kind: str  # "single", "ddp", "deepspeed" or "fsdp"
-    world_size: int
-    device: str
-    backend: str | None
-    precision: str
-    precision_source: str
-    zero_stage: int | None = None
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
-    replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
-    shard: int = 1  # FSDP: processes that share one copy
-    optimizer: str = "adamw"  # as --optimizer says
-    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
-    config_file: str | None = None
-    deepspeed_config: dict[str, Any] | None = None
-    asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
-        if self.kind == "deepspeed":
-            parts = [f"{what}: {where}" for what, where in
-                     (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
-                     if where != "none"]  # fmt: skip
-            groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
-            return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
-        if self.kind == "fsdp":
-            offload = " (cpu offload)" if self.offload_param != "none" else ""
-            return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
-        return {"single": "one process", "ddp": "DDP"}[self.kind]
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
-        return self.world_size
-
-    @property
-    def line(self) -> str:
-        """The one line a run prints about itself."""
-        where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
-        return f"strategy {self.name} | {where} | precision {self.precision} ({self.precision_source})"
-
-    def record(self) -> dict[str, Any]:
-        """JSON-ready facts for the runlog and doctor; ``deepspeed_config`` is as resolved in memory."""
-        return {"name": self.name, **asdict(self)}
 
 
 def resolve(
@@ -216,10 +163,6 @@ def resolve(
         deepspeed_file.check_ops(plan, hardware.missing_ops)
     _check_model_choices(plan, config, hardware, on_cpu)
     return plan
-
-
-def true(value: Any) -> bool:
-    return str(value).lower() in ("1", "true", "yes")
 
 
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:

@@ -207,7 +207,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
-    from zerobook.evaluation.generation import answer_as_measured, save_generation_config
+    from zerobook.models.generation_config import answer_as_measured, save_generation_config
 
     model.config.use_cache = True
     if "num_beams" in config:

@@ -24,7 +24,7 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig) -> Path
     """
     from transformers import PreTrainedModel
 
-    from zerobook.evaluation.generation import save_generation_config
+    from zerobook.models.generation_config import save_generation_config
     from zerobook.models.load import DTYPES
 
     model = strategy.unwrapped

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerobook.errors import ConfigError
-from zerobook.plan.units import parse_bytes, parse_rate
+from zerobook.utils.units import parse_bytes, parse_rate
 
 CONTEXT = 800_000_000
 """Bytes of a GPU that are gone before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An assumption,

@@ -13,7 +13,7 @@ from typing import Any
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import Row, Traced
-from zerobook.plan.units import size
+from zerobook.utils.units import size
 
 SLOW_NETWORK = 100e9 / 8
 """Bytes a second between nodes, below which sharding should stay inside them: small clusters are built with 100 to 400 Gbps,

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from zerobook.cli.doctor import worker_environment
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.resolve import Hardware, LaunchPlan, resolve
+from zerobook.launch.resolve import Hardware, resolve
+from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.job import Job, NoClass
@@ -24,8 +24,9 @@ from zerobook.plan.roofline import Time, time
 from zerobook.plan.spread import Spread, spread
 from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
-from zerobook.plan.units import size
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import BatchShape, Recipe
+from zerobook.utils.units import size
 
 TIGHT = 0.92
 """Of a GPU's memory; above it a plan fits on paper, and fragmentation may end the run."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.optimizer import OptimizerSpec, optimizer_spec
 
 if TYPE_CHECKING:
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True, kw_only=True)

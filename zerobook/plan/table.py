@@ -15,8 +15,8 @@ from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.paper import Paper, paper
 from zerobook.plan.spread import Spread
-from zerobook.plan.units import count, duration, gb, size
 from zerobook.utils.terminal import console, say
+from zerobook.utils.units import count, duration, gb, size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -98,9 +98,9 @@ def _name(history: History) -> str:
 
 
 def _state(history: History) -> str:
-    from zerobook.cli.runlog import in_words
+    from zerobook.runlog.summary import summary
 
-    return in_words(history.folder)
+    return summary(history.folder)
 
 
 def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:

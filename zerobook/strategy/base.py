@@ -29,7 +29,7 @@ from zerobook.strategy.weights import local, unwrapped_name
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 T = TypeVar("T")
 

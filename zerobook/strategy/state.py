@@ -18,7 +18,7 @@ from zerobook.strategy.weights import persistent_buffers, storage_bytes, unwrapp
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 _SPLIT = 1 << 18
 """Numbers; smaller tensors are not worth writing in parts."""

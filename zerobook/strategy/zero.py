@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from zerobook.config import RecipeConfig
-    from zerobook.launch.resolve import LaunchPlan
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 
 class ZeroStrategy(ZeroState, Strategy):

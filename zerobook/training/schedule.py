@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-POLYNOMIAL_END = 1e-7
-"""The rate at which ``polynomial`` ends: transformers' default. transformers refuses a peak that is not above it."""
+from zerobook.constants import POLYNOMIAL_END
 
 
 def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:

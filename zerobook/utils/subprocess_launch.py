@@ -56,7 +56,7 @@ def run(
 
 def _on_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether a run with these variables uses a GPU."""
-    from zerobook.launch.resolve import true
+    from zerobook.utils.environment import true
 
     if environment.get("CUDA_VISIBLE_DEVICES") == "" or true(environment.get("ACCELERATE_USE_CPU")):
         return False

@@ -5,15 +5,15 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from zerobook import __version__
-
 
 def versions() -> dict[str, str]:
     """Of zerobook, Python and the libraries that decide what a run does."""
-    found = {"zerobook": __version__, "python": platform.python_version()}
-    for package in ("torch", "accelerate", "deepspeed", "transformers", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    found = {"zerobook": _version("zerobook"), "python": platform.python_version()}
+    return found | {name: _version(name) for name in ("torch", "accelerate", "deepspeed", "transformers", "peft")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,71 @@
+"""How a trained model generates: the config that is saved with it, and the tokens at which it stops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.data.templates import end_tokens
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0) -> GenerationConfig:
+    """Beam search (greedy with one beam), always the same for the same weights; set it as ``model.generation_config``.
+
+    Args:
+        own: what the model came with. Its special tokens and repetition rules stay; lengths, beams and sampling do not,
+            so nothing of its own wins over the arguments or conflicts with them.
+        max_tokens: tokens a text may have, its end token included and the decoder's start token not, as labels count.
+        min_tokens: tokens it must have before its end token.
+    """
+    config = copy.deepcopy(own)
+    config.update(
+        num_beams=num_beams, max_new_tokens=max_tokens, min_new_tokens=min_tokens or None, max_length=None, min_length=None,
+        do_sample=False, temperature=None, top_k=None, top_p=None, typical_p=None, use_cache=True,
+    )  # fmt: skip
+    config._from_model_config = False  # or the file says that it was derived from config.json
+    if num_beams == 1:
+        config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
+    return config
+
+
+def stop_tokens(own: GenerationConfig, tokenizer: Any, *, encoder_decoder: bool) -> list[int]:
+    """Return every token that ends an answer: those of the model's own generation config, and those that training ends with.
+
+    A base model's config often names the end of a document only, while its chat template ends turns with another token.
+    """
+    ends = own.eos_token_id
+    named = set(ends if isinstance(ends, list) else [ends]) - {None}
+    return sorted(named | end_tokens(tokenizer, chats=not encoder_decoder))
+
+
+def _one_or_all(tokens: list[int]) -> int | list[int] | None:
+    """Return stop tokens as a config holds them: a single one as a number, since some readers accept no list."""
+    return tokens[0] if len(tokens) == 1 else tokens or None
+
+
+def save_generation_config(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write ``generation_config.json`` into ``folder``, with every token at which the model stops.
+
+    ``save_pretrained`` does not write it, because its checks refuse many published configs once they are changed.
+    """
+    config = copy.deepcopy(model.generation_config)
+    config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
+    config._from_model_config = False  # otherwise the file says that it was derived from config.json, which names fewer tokens
+    config.to_json_file(folder / "generation_config.json", use_diff=True)
+
+
+def answer_as_measured(
+    model: Any, tokenizer: Any, *, source_prefix: str, num_beams: int, max_tokens: int, min_tokens: int
+) -> None:
+    """Write to an encoder-decoder's configs how it generates, and its prefix. Both are saved with the model, so that it
+    answers later as it did when it was measured.
+    """
+    own = model.generation_config
+    model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens)
+    model.generation_config.eos_token_id = _one_or_all(stop_tokens(own, tokenizer, encoder_decoder=True))
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}

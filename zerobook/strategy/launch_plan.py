@@ -1,0 +1,60 @@
+"""The strategy of a launch as plain facts, known before any process group exists."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class LaunchPlan:
+    """Where a strategy file leads on this machine. Everything here is known before any process group."""
+
+    kind: str  # "single", "ddp", "deepspeed" or "fsdp"
+    world_size: int
+    device: str
+    backend: str | None
+    precision: str
+    precision_source: str
+    zero_stage: int | None = None
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
+    replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
+    shard: int = 1  # FSDP: processes that share one copy
+    optimizer: str = "adamw"  # as --optimizer says
+    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
+    config_file: str | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
+        if self.kind == "deepspeed":
+            parts = [f"{what}: {where}" for what, where in
+                     (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
+                     if where != "none"]  # fmt: skip
+            groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
+            return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
+        if self.kind == "fsdp":
+            offload = " (cpu offload)" if self.offload_param != "none" else ""
+            return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
+        return {"single": "one process", "ddp": "DDP"}[self.kind]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
+        return self.world_size
+
+    @property
+    def line(self) -> str:
+        """The one line a run prints about itself."""
+        where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
+        return f"strategy {self.name} | {where} | precision {self.precision} ({self.precision_source})"
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready facts for the runlog and doctor; ``deepspeed_config`` is as resolved in memory."""
+        return {"name": self.name, **asdict(self)}
