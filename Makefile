@@ -36,7 +36,7 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 
 checks: $(STAMP) ## lint, format, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q -m "not launch and not full"

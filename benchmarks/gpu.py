@@ -40,10 +40,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zerobook.cli.main.plan import here
+
 from benchmarks.published.bench import Bench
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import Arm, attempt
-from zerobook.cli.plan import here
 from zerobook.plan.hardware import known
 from zerobook.runlog.writer import EVENTS, read
 from zerobook.runlog.writer import STEPS as STEPS_FILE

@@ -14,6 +14,7 @@ from tests.harness import ROOT
 from zerobook.config import parse
 from zerobook.errors import ConfigError
 from zerobook.monitor.policy import Measure
+from zerobook.runlog.check import problems
 from zerobook.runlog.lines import read
 from zerobook.training.hooks import Hook, load_hooks
 from zerobook.utils import user_code
@@ -139,6 +140,7 @@ def test_a_hook_adds_to_the_record_of_a_step(tiny, tmp_path):
     assert [line["metrics"]["step twice"] for line in run.steps] == [2, 4, 6, 8]
     assert all(0 < line["metrics"]["largest"] < line["grad_norm"] for line in run.steps)
     assert tracked(run, "train/largest") == pytest.approx({n: run.steps[n - 1]["metrics"]["largest"] for n in (2, 4)})
+    assert problems(run.output / "runlog")[0] == []
     plain = train(tmp_path / "plain", **{key: value for key, value in flags(tiny, "Adds").items() if key != "hooks"})
     assert "metrics" not in plain.steps[0] and plain.losses == run.losses
 

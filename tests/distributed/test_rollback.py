@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from zerobook.cli.main.runlog import in_words
 
 from tests.harness import ROOT, launch
-from zerobook.cli.runlog import in_words
 from zerobook.monitor.policy import rate_share
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
@@ -167,7 +167,7 @@ def test_the_same_fault_without_a_rollback_does_harm(trained, fault):
 
 def test_a_run_that_a_high_rate_has_spoilt_says_so_at_its_end(trained, capsys):
     """The rate is 60 times too high in the last steps, and nothing is done about it."""
-    from zerobook.cli.main import main
+    from zerobook.cli.main.main import main
 
     run = trained("single", "rate", on_spike="log", processes=1, at=40, max_train_steps=50, per_device_train_batch_size=8)
     value, best = run.event("run_end")["far_above_best"]["loss"]

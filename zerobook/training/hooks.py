@@ -124,7 +124,8 @@ class Hook:
         """Run after every save.
 
         Args:
-            folder: the complete checkpoint. With ``--async_save`` it may still be in the making.
+            folder: the complete checkpoint. With ``--async_save`` it may not be there yet; after a failed save with
+                ``--on_save_error continue`` it is missing.
         """
 
     def on_rollback(self, trainer: TrainerView, action: Measure) -> None:
