@@ -137,6 +137,17 @@ def test_a_checkpoint_goes_on_bit_for_bit(make, said, tmp_path):  # noqa: F811
     assert same(held(strategy), held(resumed)) and resumed.optimizer_steps() == 3
 
 
+def test_a_checkpoint_without_the_state_of_a_changed_optimizer_is_refused(make, own, tmp_path):  # noqa: F811
+    strategy = make(optimizer=own)
+    step(strategy)
+    checkpoint = save(strategy, tmp_path / "run", own)
+    for name, new in (("other", '{"other": shape}'), ("smaller", '{"last": shape[:1]}')):
+        file = tmp_path / f"{name}.py"
+        file.write_text(OWN.replace('{"last": shape}', new))
+        with pytest.raises(CheckpointError, match=f"the optimizer state {'other' if name == 'other' else 'last'}/0.weight is"):
+            state.load(make(optimizer=f"{file}:Own"), checkpoint)
+
+
 def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, tmp_path):  # noqa: F811
     """A checkpoint that an earlier version wrote is read, and the same training gives the same tensors and index."""
     old = FIXTURES / "format4" / "step-000003"

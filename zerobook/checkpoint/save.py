@@ -213,7 +213,7 @@ class Saver:
         digests = {name: digest for index in indices for name, digest in index["digests"].items()}
         slices = any(is_slice(entry) for entries in texts[INDEX]["pieces"].values() for entry in entries)
         as_before = ADAM_STEPS in texts[INDEX] and not slices
-        store.publish(staging, step, digests, version=4 if as_before else store.FORMAT_VERSION)
+        store.publish(staging, step, digests, 4 if as_before else store.FORMAT_VERSION)
         store.prune(self.checkpoints, self.keep, self.protected)
         return None
 

@@ -78,9 +78,10 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check(strategy, checkpoint, parameters, index["shapes"])
+    reader = Reader(checkpoint, index)
+    _check_state(strategy, checkpoint, parameters, reader)
     buffers = read_buffers(checkpoint, dict(persistent_buffers(strategy.unwrapped)))
     strategy.materialise_optimizer()
-    reader = Reader(checkpoint, index)
     for name, parameter in parameters:
         for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
@@ -246,3 +247,16 @@ def _check(strategy: Strategy, checkpoint: Path, parameters: list, shapes: dict[
         raise CheckpointError(
             f"{checkpoint}: made by another model: {problem}. Resume with the model and LoRA settings in its config.json."
         )
+
+
+def _check_state(strategy: Strategy, checkpoint: Path, parameters: list, reader: Reader) -> None:
+    """Refuse a checkpoint without the state that this run's optimizer keeps, as where a user has changed its class."""
+    for name, parameter in parameters:
+        for key, shape in strategy.state_shapes(parameter).items():
+            full = f"{key}/{name}"
+            there = list(reader.shape(full)) if full in reader.index["pieces"] else "missing"
+            if there != list(shape):
+                raise CheckpointError(
+                    f"{checkpoint}: the optimizer state {full} is {there} in it, and this run's optimizer keeps {list(shape)}. "
+                    "Bring back the optimizer that it was written with, or start a new run from the exported model."
+                )

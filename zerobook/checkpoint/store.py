@@ -119,7 +119,7 @@ def make_staging(staging: Path) -> None:
     staging.mkdir(parents=True)
 
 
-def publish(staging: Path, step: int, digests: dict[str, str] | None = None, *, version: int = FORMAT_VERSION) -> None:
+def publish(staging: Path, step: int, digests: dict[str, str] | None = None, version: int = FORMAT_VERSION) -> None:
     """Make a complete checkpoint of the files in ``staging``.
 
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
