@@ -48,12 +48,12 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     flags += ["--output_dir", str(folder / "run")]
     sys.argv = [sys.argv[0], *flags, *(["--resume_from_checkpoint", "auto"] if phase == "load" else [])]
     import torch
-    from zerobook.launch.build.build import build, plan_for_this_process
 
     from zerobook.checkpoint import state, store
     from zerobook.checkpoint.progress import Progress
     from zerobook.checkpoint.save import Saver
     from zerobook.config import RecipeConfig, parse
+    from zerobook.launch.build import build, plan_for_this_process
     from zerobook.models.load import load_model
 
     config, sources, _ = parse(RecipeConfig)
@@ -129,7 +129,7 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         strategy.barrier()
     if strategy.is_main:
         out.write_text(json.dumps(found))
-    from zerobook.launch.build.process import leave
+    from zerobook.launch.process import leave
 
     strategy.barrier()
     leave()

@@ -40,15 +40,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zerobook.cli.main.plan import here
-
 from benchmarks.published.bench import Bench
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import Arm, attempt
+from zerobook.cli.plan import here
 from zerobook.plan.hardware import known
 from zerobook.runlog.writer import EVENTS, read
 from zerobook.runlog.writer import STEPS as STEPS_FILE
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 from zerobook.utils.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,7 +120,7 @@ def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
         }  # fmt: skip
         if shutil.which("nvidia-smi"):
             line = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-            found["driver"] = fresh.run(line, left)[1].strip()
+            found["driver"] = subprocess_launch.run(line, left)[1].strip()
     return found
 
 
@@ -129,7 +128,7 @@ def _ops(left: float, rows: dict[str, Row]) -> Row:
     """Compile the DeepSpeed ops that cases need, before the time of a case is counted: Adam in host memory and its buffers."""
     wanted = ("cpu_adam", "pin_memory")
     line = [sys.executable, "-c", f"import json; from zerobook import ops; print(json.dumps(ops.compile_ops({wanted})))"]
-    code, text = fresh.run(line, left, cwd=ROOT)
+    code, text = subprocess_launch.run(line, left, cwd=ROOT)
     return _died(code, text, left) or {"ops": dict(json.loads(text.strip().splitlines()[-1]))}
 
 
@@ -137,7 +136,7 @@ def _measured_rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
     """`rates`, in a process of its own: its CUDA context would stay on the device behind it."""
     size, device = 256 if setting.tiny else 8192, "cpu" if setting.cpu else "cuda"
     line = [sys.executable, "-c", f"import json; from benchmarks import gpu; print(json.dumps(gpu.rates({size}, {device!r})))"]
-    code, text = fresh.run(line, left, cwd=ROOT)
+    code, text = subprocess_launch.run(line, left, cwd=ROOT)
     return _died(code, text, left) or json.loads(text.strip().splitlines()[-1])
 
 
@@ -171,7 +170,11 @@ def _died(code: int, text: str, limit: float) -> Row:
     """``died`` of a run that did not end well, else nothing."""
     if code == 0:
         return {}
-    how = f"stopped after {limit:.0f} s" if code == fresh.TIMED_OUT else f"exit status {code}: {fresh.last_error(text)}"
+    how = (
+        f"stopped after {limit:.0f} s"
+        if code == subprocess_launch.TIMED_OUT
+        else f"exit status {code}: {subprocess_launch.last_error(text)}"
+    )
     return {"died": how, "output": text[-3000:]}
 
 
@@ -191,7 +194,7 @@ def _marked(setting: Setting, file: Path, left: float, rows: dict[str, Row]) -> 
     if missing:
         return {"not run": f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed"}
     line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file)]
-    code, text = fresh.run(line, left, {"DS_ACCELERATOR": "cpu" if setting.cpu else "cuda"}, cwd=ROOT)
+    code, text = subprocess_launch.run(line, left, {"DS_ACCELERATOR": "cpu" if setting.cpu else "cuda"}, cwd=ROOT)
     return _died(code, text, left) or {"said": text.strip().splitlines()[-1], "output": text[-3000:]}
 
 
@@ -241,15 +244,15 @@ def _trained(setting: Setting, kind: str, strategy: str, reference: str | None, 
     launcher = ["--config_file", str(ROOT / "accelerate_configs" / f"{strategy}.yaml")]
     with tempfile.TemporaryDirectory(dir=setting.folder) as name:
         output = Path(name)
-        words = [str(recipe), *fresh.flags(flags | {"output_dir": output})]
-        line = fresh.command(launcher, 1, BETWEEN, *words)
-        code, said = fresh.run(line, until - time.monotonic(), environment, cwd=ROOT)
+        words = [str(recipe), *subprocess_launch.flags(flags | {"output_dir": output})]
+        line = subprocess_launch.command(launcher, 1, BETWEEN, *words)
+        code, said = subprocess_launch.run(line, until - time.monotonic(), environment, cwd=ROOT)
         if code:
             return _died(code, said, left)
         steps, events = read(output / "runlog" / STEPS_FILE), read(output / "runlog" / EVENTS)
         saved = output / "checkpoints" / f"step-{SAVED_AT:06d}"
-        line = fresh.command(launcher, 1, Path(words[0]), *words[1:], "--resume_from_checkpoint", str(saved))
-        code, said = fresh.run(line, max(1.0, until - time.monotonic()), environment, cwd=ROOT)
+        line = subprocess_launch.command(launcher, 1, Path(words[0]), *words[1:], "--resume_from_checkpoint", str(saved))
+        code, said = subprocess_launch.run(line, max(1.0, until - time.monotonic()), environment, cwd=ROOT)
         resumed = [step for step in read(output / "runlog" / STEPS_FILE) if step["attempt"] == 2]
     row: Row = {
         "losses": [step["loss"] for step in steps], "norms": [step["grad_norm"] for step in steps],
@@ -356,7 +359,7 @@ def _planned(
     else:
         given |= {"block_size": 64 if tiny else 512}
     recipe = ROOT / "recipes" / f"{'seq2seq_chatbot' if model == 'bart' else 'causal_lm'}.py"
-    line, file = fresh.flags(given), ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    line, file = subprocess_launch.flags(given), ROOT / "accelerate_configs" / f"{strategy}.yaml"
     kind = recipe_class(str(recipe))
     config, sources, _ = parse(kind.config_class, line)
     made = job(kind(config))

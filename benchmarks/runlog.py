@@ -47,12 +47,12 @@ def main() -> int:
         found = {"step": per_step(Path(folder) / "steps"), "durable_event_s": durable(Path(folder) / "durable")}
         many, long = Path(folder) / "events", Path(folder) / "steps-of-a-long-run"
         make_long_log(many, every=1, steps=1)
-        found["status_of_a_million_events_s"] = timed("-m", "zerobook.cli.main.main", "runlog", "status", str(many))
+        found["status_of_a_million_events_s"] = timed("-m", "zerobook.cli.main", "runlog", "status", str(many))
         found["python_and_torch_alone_s"] = timed("-c", "import torch")
         make_long_log(long, every=10, steps=MILLION)
         start = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-m", "zerobook.cli.main.main", "runlog", "report", str(long)],
+            [sys.executable, "-m", "zerobook.cli.main", "runlog", "report", str(long)],
             check=True,
             stdout=subprocess.DEVNULL,
         )

@@ -31,12 +31,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/ and benchmarks/results/")
     asked = parser.parse_args()
 
-    from zerobook.cli.main.plan import here
-
     from benchmarks.published import pages, suite
     from benchmarks.published.bench import Bench
+    from zerobook.cli.plan import here
     from zerobook.errors import ConfigError
-    from zerobook.launch.build import ops
+    from zerobook.launch import ops
     from zerobook.utils.units import parse_bytes
 
     try:

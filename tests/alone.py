@@ -17,10 +17,9 @@ from zerobook.runlog.writer import RunLog
 
 def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run."""
-    from zerobook.launch.build.build import plan_for_this_process
-
     from recipes.causal_lm import CausalLM
     from zerobook.config import parse
+    from zerobook.launch.build import plan_for_this_process
     from zerobook.training import run, trainer
 
     gc.collect()  # the locks on a folder are released with the trainer that held them

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zerobook.launch.build.resolve import Hardware
 
 from zerobook.checkpoint import store
+from zerobook.launch.resolve import Hardware
 from zerobook.runlog.writer import read
 from zerobook.utils.subprocess_launch import kill_family
 

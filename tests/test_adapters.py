@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from zerobook.launch.build.resolve import Hardware, resolve
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from tests.harness import ROOT
 from zerobook.config import Resolved, parse
+from zerobook.launch.resolve import Hardware, resolve
 from zerobook.plan.hardware import cluster
 from zerobook.plan.holdings import hold
 from zerobook.plan.job import job

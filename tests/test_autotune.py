@@ -8,8 +8,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from zerobook.cli.main.main import main
 
+from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.plan import autotune
 from zerobook.plan.autotune import Candidate, Tuned, cuts

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from zerobook.cli.main.chat import Conversation
-from zerobook.cli.main.main import main
 
 from tests.harness import ROOT
+from zerobook.cli.chat import Conversation
+from zerobook.cli.main import main
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models import result as load
@@ -172,7 +172,7 @@ def talk(monkeypatch, capsys):
 
 def test_through_a_real_pipe(tiny):
     """Bytes that are no UTF-8 are no reason to die; the end of the input is the end."""
-    line = [sys.executable, "-m", "zerobook.cli.main.main", "chat", str(tiny / "llama"), "--max_new_tokens", "8"]
+    line = [sys.executable, "-m", "zerobook.cli.main", "chat", str(tiny / "llama"), "--max_new_tokens", "8"]
     done = subprocess.run(line, input=b"What is AI?\n\xff\n", capture_output=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr == b""
     assert len(done.stdout.decode().splitlines()) >= 2 and b"<|im_" not in done.stdout
@@ -316,7 +316,7 @@ def test_refusals(tiny, talk, tmp_path, capsys):
 def test_nothing_heavy_is_imported_for_the_help():
     script = """
 import sys
-from zerobook.cli.main.main import main
+from zerobook.cli.main import main
 try:
     main(["--help"])
 except SystemExit:

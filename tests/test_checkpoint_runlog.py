@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerobook.cli.main.checkpoint import checkpoint as command
 
 from tests.harness import staged
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_run
+from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch.build import ops
+from zerobook.launch import ops
 
 
 def make(folder, step, content=b"abc"):

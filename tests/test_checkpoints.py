@@ -19,11 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zerobook.cli.main.checkpoint import checkpoint as command
 
 from tests.harness import reseal, staged
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog

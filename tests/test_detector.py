@@ -320,7 +320,7 @@ def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path,
 
 
 def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
-    from zerobook.cli.main.main import main
+    from zerobook.cli.main import main
 
     losses = lifted(noise(0.02), 200, [2.5 - 1.4 * i / 16 for i in range(16)])
     file = curve(tmp_path, "run.csv", "step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(losses)))
@@ -339,5 +339,5 @@ def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
 def test_nothing_here_needs_torch():
     import subprocess
 
-    modules = "zerobook.cli.main.runlog, zerobook.cli.main.try_detector, zerobook.runlog.report, zerobook.monitor.policy"
+    modules = "zerobook.cli.runlog, zerobook.cli.try_detector, zerobook.runlog.report, zerobook.monitor.policy"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -7,15 +7,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from zerobook.cli.main.doctor import inspect_launch
-from zerobook.launch.build.accelerate_cli import chose_threads, launcher_flags, left_unsaid, worker_environment
-from zerobook.launch.build.resolve import Hardware
 
 from tests.harness import ROOT
+from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.build import build as launch
-from zerobook.launch.build import ops
+from zerobook.launch import build as launch
+from zerobook.launch import ops
+from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid, worker_environment
+from zerobook.launch.resolve import Hardware
 from zerobook.strategy.launch_plan import LaunchPlan
 
 ZERO3 = """

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu
 from scripts import gpu_status
 from tests.harness import ROOT
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 STAMP = {"date": "2026-11-22", "versions": {"torch": "2.13.0"}}
 
@@ -106,7 +106,7 @@ def test_a_table_that_came_through_has_not_died(tmp_path):
 
 def test_the_error_of_a_dead_run_is_its_message():
     said = "Traceback:\n    raise NotImplementedError(\nNotImplementedError: no such kernel\nChildFailedError: of rank 0"
-    assert fresh.last_error(said) == "NotImplementedError: no such kernel"
+    assert subprocess_launch.last_error(said) == "NotImplementedError: no such kernel"
 
 
 # --- README

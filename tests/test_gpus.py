@@ -7,14 +7,14 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from zerobook.cli.main.doctor import doctor, inspect_launch
-from zerobook.launch.build.resolve import Hardware
 
 from tests.harness import ROOT
 from tests.test_resolve import WORKER, plan_for
+from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.build import build as launch
+from zerobook.launch import build as launch
+from zerobook.launch.resolve import Hardware
 from zerobook.utils import gpus
 
 VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: gcc 12\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zerobook.cli.main.plan import here
-from zerobook.launch.build.resolve import Hardware
 
+from zerobook.cli.plan import here
+from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster, known
 
 # name, GB, dense half precision and fp32 outside of tensor cores (10^12 operations a second), GB/s of memory, GB/s to each

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from zerobook.launch.build.resolve import Hardware
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
@@ -21,6 +20,7 @@ from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, Part
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.launch.resolve import Hardware
 from zerobook.models.load import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
 from zerobook.models.save import save_model
 from zerobook.strategy import Strategy

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from zerobook.cli.main.main import main
-from zerobook.cli.main.plan import here
-from zerobook.launch.build.resolve import Hardware
 
+from zerobook.cli.main import main
+from zerobook.cli.plan import here
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
+from zerobook.launch.resolve import Hardware
 from zerobook.models.load import DTYPES
 from zerobook.plan import formulas
 from zerobook.plan.fallback import Decoder
@@ -1203,7 +1203,7 @@ def test_formulas_alone_in_json(capsys):
 
 def test_formulas_alone_need_nothing_heavy():
     code = (
-        "import sys; from zerobook.cli.main.main import main; main(['plan', '--formulas', '--parameters', '7B']);"
+        "import sys; from zerobook.cli.main import main; main(['plan', '--formulas', '--parameters', '7B']);"
         "assert not {'torch', 'transformers', 'numpy', 'rich', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from zerobook.cli.main.main import main
 
+from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.fallback import Decoder

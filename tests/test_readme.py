@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from zerobook.cli.main.doctor import inspect_launch
-from zerobook.cli.main.main import COMMANDS
-from zerobook.launch.build.resolve import Hardware
 
 from tests.distributed.test_parity import STRATEGIES
 from tests.harness import ROOT
+from zerobook.cli.doctor import inspect_launch
+from zerobook.cli.main import COMMANDS
 from zerobook.config import RecipeConfig
 from zerobook.data import formats
+from zerobook.launch.resolve import Hardware
 from zerobook.training import run as recipe_run
 from zerobook.training.recipe_file import recipe_class
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from zerobook.cli.main.main import main
 
 from tests.harness import ROOT
+from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.training.recipe_file import check_recipe
 

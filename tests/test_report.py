@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from zerobook.cli.main.main import main
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
+from zerobook.cli.main import main
 from zerobook.runlog import report
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import RunLog

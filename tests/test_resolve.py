@@ -7,13 +7,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from zerobook.cli.main.doctor import inspect_launch
-from zerobook.launch.build.resolve import Hardware, resolve
 
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
+from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 
 CPU = Hardware()

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zerobook.cli.main.main import main
 
+from zerobook.cli.main import main
 from zerobook.errors import RunLogError
 from zerobook.runlog import writer
 from zerobook.runlog.attempt import begin, decided, last_words

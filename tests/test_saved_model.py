@@ -11,8 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from zerobook.cli.main.chat import Conversation
-from zerobook.cli.main.doctor import doctor
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
@@ -23,6 +21,8 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.keeper import Keeper
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_result
+from zerobook.cli.chat import Conversation
+from zerobook.cli.doctor import doctor
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import add_lora
 from zerobook.models.export import export

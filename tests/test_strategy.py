@@ -10,13 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from zerobook.launch.build.resolve import Hardware
 
 from recipes.causal_lm import CausalLMConfig
 from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
+from zerobook.launch.resolve import Hardware
 from zerobook.optimizer import AdamW
 from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan

@@ -23,7 +23,7 @@ from benchmarks.published.capped import is_refusal
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 from zerobook.plan.hardware import Cluster, Device
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)
@@ -198,8 +198,8 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     mark = tmp_path / "pid"
     child = "subprocess.Popen(['sleep', '300'], start_new_session=True)"
     child = f"import subprocess, time; open({str(mark)!r}, 'w').write(str({child}.pid))"
-    code, said = fresh.run([sys.executable, "-c", f"print('begun', flush=True); {child}; time.sleep(300)"], 5)
-    assert code == fresh.TIMED_OUT and "begun" in said
+    code, said = subprocess_launch.run([sys.executable, "-c", f"print('begun', flush=True); {child}; time.sleep(300)"], 5)
+    assert code == subprocess_launch.TIMED_OUT and "begun" in said
     deadline = time.monotonic() + 10
     while psutil.pid_exists(int(mark.read_text())) and time.monotonic() < deadline:
         if psutil.Process(int(mark.read_text())).status() == psutil.STATUS_ZOMBIE:
@@ -253,14 +253,14 @@ def test_a_run_on_a_gpu_chooses_its_threads(monkeypatch, gpu, given, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
-    _, said = fresh.run([sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"], 60, given)
+    _, said = subprocess_launch.run([sys.executable, "-c", "import os; print(os.environ.get('OMP_NUM_THREADS'))"], 60, given)
     assert said.strip() == expected
 
 
 def test_a_dead_runs_reason_is_its_own_and_not_the_launchers():
     said = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\nDataError: no rows\nmore"
-    assert fresh.last_error(said) == "DataError: no rows"
-    assert fresh.last_error("nothing") == "it said nothing of an error"
+    assert subprocess_launch.last_error(said) == "DataError: no rows"
+    assert subprocess_launch.last_error("nothing") == "it said nothing of an error"
 
 
 def test_a_compiler_that_was_refused_memory_is_no_refusal_of_the_runs():

@@ -383,9 +383,8 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
 
 def score_in_a_launch() -> None:
     """What the launched processes of the test above run."""
-    from zerobook.launch.build.build import build, plan_for_this_process
-
     from zerobook.config import RecipeConfig, parse
+    from zerobook.launch.build import build, plan_for_this_process
     from zerobook.models.load import load_model, load_tokenizer
 
     config, sources, _ = parse(RecipeConfig)
@@ -407,7 +406,7 @@ def score_in_a_launch() -> None:
 
 # --- the command
 def test_the_command_prints_a_table_or_one_object(tiny, capsys):
-    from zerobook.cli.main.main import main
+    from zerobook.cli.main import main
 
     line = ["eval", str(tiny / "llama"), "--task", str(FIXTURES[0]), "--task", str(FIXTURES[1])]
     assert main([*line, "--json", "--batch_size", "5"]) == 0
@@ -427,7 +426,7 @@ def test_the_command_prints_a_table_or_one_object(tiny, capsys):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from zerobook.launch.build.process import exit_on_error, leave
+    from zerobook.launch.process import exit_on_error, leave
 
     with exit_on_error():
         score_in_a_launch()

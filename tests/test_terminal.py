@@ -14,18 +14,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerobook.cli.main.main import main
 
 import zerobook
 from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
-from zerobook.cli.main import chat, doctor
-from zerobook.cli.main import data as data_command
+from zerobook.cli import chat, doctor
+from zerobook.cli import data as data_command
+from zerobook.cli.main import main
 from zerobook.config import DatasetSpec, Resolved
 from zerobook.errors import ConfigError
 from zerobook.evaluation import tasks
-from zerobook.launch.build import process
+from zerobook.launch import process
 from zerobook.plan import table as plan_table
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training import run

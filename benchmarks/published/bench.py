@@ -20,7 +20,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import job
 from zerobook.plan.measure import Measured, measure
 from zerobook.training.recipe_file import recipe_class
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 CONFIGS = ROOT / "benchmarks" / "models"
 
@@ -148,7 +148,7 @@ class Bench:
         if key not in self._measured:
             limit = self._seconds(f"{file}, {ranks} processes")
             self.say(f"{file}, {ranks} processes" + "".join(f", {name} {value}" for name, value in flags.items()))
-            recipe, line = ROOT / "recipes" / "causal_lm.py", fresh.flags(given)
+            recipe, line = ROOT / "recipes" / "causal_lm.py", subprocess_launch.flags(given)
             kind = recipe_class(str(recipe))
             config, sources, _ = parse(kind.config_class, line)
             where = replace(self.where, gpus=ranks)

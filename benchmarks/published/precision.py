@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.published.bench import ROOT, Bench
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import LIMIT_S, Arm, TrialError, fingerprint
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 SOURCE = (
     "Accelerate's guide, Moving between FSDP and DeepSpeed "
@@ -92,9 +92,11 @@ def run(bench: Bench) -> Table:
 def _read(arm: Arm, mode: Mode, flags: dict[str, object]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        words = fresh.flags(flags | {"output_dir": Path(folder) / "run"})
-        line = fresh.command(arm.launcher, arm.ranks, SCRIPT, result, mode.how, ROOT / "recipes" / "causal_lm.py", *words)
-        code, text = fresh.run(line, LIMIT_S, cwd=ROOT)
+        words = subprocess_launch.flags(flags | {"output_dir": Path(folder) / "run"})
+        line = subprocess_launch.command(
+            arm.launcher, arm.ranks, SCRIPT, result, mode.how, ROOT / "recipes" / "causal_lm.py", *words
+        )
+        code, text = subprocess_launch.run(line, LIMIT_S, cwd=ROOT)
         if not result.exists():
-            raise TrialError(f"{mode.name}: exit status {code}: {fresh.last_error(text)}")
+            raise TrialError(f"{mode.name}: exit status {code}: {subprocess_launch.last_error(text)}")
         return json.loads(result.read_text())

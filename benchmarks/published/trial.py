@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.published.capped import is_refusal
 from zerobook.errors import ZerobookError
 from zerobook.runlog.writer import STEPS, read
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPPED = Path(__file__).with_name("capped.py")
@@ -79,11 +79,11 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
     with tempfile.TemporaryDirectory() as folder:
         result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
         # nothing is saved, so a full disk is no problem
-        words = fresh.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
-        line = fresh.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
+        words = subprocess_launch.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
+        line = subprocess_launch.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
         if budget:  # a thread's stack counts as well, 8 MiB by default
             line = ["prlimit", "--stack=1048576", *line]
-        code, text = fresh.run(line, limit, ALLOCATOR if budget else None, cwd=ROOT)
+        code, text = subprocess_launch.run(line, limit, ALLOCATOR if budget else None, cwd=ROOT)
         paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
         ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
         losses = [step["loss"] for step in read(Path(folder) / "run" / "runlog" / STEPS)]
@@ -95,8 +95,8 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
     if code or len(ranks) < arm.ranks:
         why = (
             f"it was stopped after {limit:.0f} s"
-            if code == fresh.TIMED_OUT
-            else f"exit status {code}: {fresh.last_error(text)}"
+            if code == subprocess_launch.TIMED_OUT
+            else f"exit status {code}: {subprocess_launch.last_error(text)}"
         )
         raise TrialError(f"{arm.name}, {recipe}: {why}. The line was: {' '.join(line)}")
     steps = [[after - before for before, after in zip(found["times"], found["times"][1:], strict=False)] for found in ranks]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from zerobook.launch.build.build import COLLECTIVE_TIMEOUT
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import calls, kinds, threads, timeouts
+from zerobook.launch.build import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from zerobook.cli.main.main import main
 
 from tests.harness import ROOT, launch
+from zerobook.cli.main import main
 
 FOLDER = ROOT / "docs" / "how-to"
 PAIRS = [

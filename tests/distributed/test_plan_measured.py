@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from zerobook.cli.main.main import main
 
 from tests.distributed.test_parity import record
 from tests.harness import skip_without_op
+from zerobook.cli.main import main
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.plan.job import job

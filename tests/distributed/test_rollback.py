@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from zerobook.cli.main.runlog import in_words
 
 from tests.harness import ROOT, launch
 from zerobook.monitor.policy import rate_share
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
+from zerobook.runlog.summary import summary
 
 AT, STEPS = 71, 100
 WINDOW = {"labels": 8, "burst": 2, "rate": 6, "sharp": 5, "nan": 1, "bit": 1, "drift": 1, "again": 20}
@@ -138,7 +138,7 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
     assert again["steps"] == [back + 1, back + 1] and again["largest_relative_difference"] <= 1e-6
     # the log, the status and the page name the rung
     assert problems(run.output / "runlog")[0] == []
-    assert "Last decision: lower_rate" in in_words(run.output / "runlog")
+    assert "Last decision: lower_rate" in summary(run.output / "runlog")
     page = (run.output / "runlog" / "report.md").read_text()
     assert f"to the checkpoint of step {back} (lower_rate)" in page
     assert f"From step {back} on, the learning rate is 0.75 of its schedule" in page
@@ -167,7 +167,7 @@ def test_the_same_fault_without_a_rollback_does_harm(trained, fault):
 
 def test_a_run_that_a_high_rate_has_spoilt_says_so_at_its_end(trained, capsys):
     """The rate is 60 times too high in the last steps, and nothing is done about it."""
-    from zerobook.cli.main.main import main
+    from zerobook.cli.main import main
 
     run = trained("single", "rate", on_spike="log", processes=1, at=40, max_train_steps=50, per_device_train_batch_size=8)
     value, best = run.event("run_end")["far_above_best"]["loss"]

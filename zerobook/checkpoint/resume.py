@@ -43,7 +43,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
     try:
         checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
     except CheckpointError:
-        return None  # a problem of its own, which `zerobook.launch.build.resolve` tells
+        return None  # a problem of its own, which `zerobook.launch.resolve` tells
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (

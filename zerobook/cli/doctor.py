@@ -1,7 +1,7 @@
 """``zerobook doctor``: where a strategy file leads on this machine, before anything is started.
 
 Takes what would follow ``accelerate launch``: its flags, and optionally a recipe with its own flags.
-Accelerate's own code reads the file; `zerobook.launch.build.resolve` does the rest, as in a real run.
+Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, as in a real run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
-from zerobook.launch.build import ops
-from zerobook.launch.build.accelerate_cli import loopback_note
-from zerobook.launch.build.resolve import Hardware, resolve
-from zerobook.launch.build.worker_environment import worker_environment
+from zerobook.launch import ops
+from zerobook.launch.accelerate_cli import loopback_note
+from zerobook.launch.resolve import Hardware, resolve
+from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils.terminal import console

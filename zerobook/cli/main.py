@@ -24,13 +24,13 @@ Recipes are started with accelerate:
 """
 
 COMMANDS = {
-    "doctor": ("zerobook.cli.main.doctor", "doctor"),
-    "plan": ("zerobook.cli.main.plan", "plan"),
-    "data": ("zerobook.cli.main.data", "data"),
-    "checkpoint": ("zerobook.cli.main.checkpoint", "checkpoint"),
-    "runlog": ("zerobook.cli.main.runlog", "runlog"),
+    "doctor": ("zerobook.cli.doctor", "doctor"),
+    "plan": ("zerobook.cli.plan", "plan"),
+    "data": ("zerobook.cli.data", "data"),
+    "checkpoint": ("zerobook.cli.checkpoint", "checkpoint"),
+    "runlog": ("zerobook.cli.runlog", "runlog"),
     "export": ("zerobook.models.export", "export"),
-    "chat": ("zerobook.cli.main.chat", "chat"),
+    "chat": ("zerobook.cli.chat", "chat"),
     "eval": ("zerobook.evaluation.tasks", "evaluate"),
 }
 """command -> (module, its function of the remaining arguments, which returns the exit code)"""

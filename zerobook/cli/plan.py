@@ -164,7 +164,7 @@ def here(processes: str | None) -> Cluster:
 
     import psutil
 
-    from zerobook.launch.build.resolve import Hardware
+    from zerobook.launch.resolve import Hardware
     from zerobook.plan.hardware import Device
 
     found, host = Hardware.detect(), psutil.virtual_memory()

@@ -35,7 +35,7 @@ from zerobook.utils.terminal import console, plain, say
 def runlog(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
     if arguments[:1] == ["test-detector"]:
-        from zerobook.cli.main.try_detector import test_detector
+        from zerobook.cli.try_detector import test_detector
 
         return test_detector(arguments[1:])
     if arguments[:1] == ["report"]:

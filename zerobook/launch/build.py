@@ -1,6 +1,6 @@
 """Builds what ``accelerate launch`` asked for: the only place that knows DeepSpeed, FSDP and a CPU apart.
 
-`zerobook.launch.build.resolve` works out what was asked for; `zerobook.strategy` holds what each strategy does differently.
+`zerobook.launch.resolve` works out what was asked for; `zerobook.strategy` holds what each strategy does differently.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.build.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
-from zerobook.launch.build.resolve import Hardware, resolve
+from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
+from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
 from zerobook.utils.terminal import keep_logs_plain
@@ -89,7 +89,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
     }
     if plan.kind == "deepspeed":
-        from zerobook.launch.build import ops
+        from zerobook.launch import ops
 
         ops.own_tools()
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch.build import deepspeed_json as deepspeed_file
-from zerobook.launch.build import ops
+from zerobook.launch import deepspeed_json, ops
 from zerobook.optimizer import refused_by
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
@@ -126,7 +125,7 @@ def resolve(
     )
     if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         plan.kind = "deepspeed"
-        deepspeed_file.read(plan, environ)
+        deepspeed_json.read(plan, environ)
     elif true(environ.get("ACCELERATE_USE_FSDP")):
         plan.kind = "fsdp"
         _read_fsdp(plan, environ)
@@ -134,14 +133,14 @@ def resolve(
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
         plan.problems.append(hardware.unused)
-    deepspeed_file.check_device(plan, environ)
+    deepspeed_json.check_device(plan, environ)
     if launched and not on_cpu:
         _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
     _take_accumulation(plan, environ, config, sources)
-    deepspeed_file.check_micro_batch(plan, config, sources)
+    deepspeed_json.check_micro_batch(plan, config, sources)
     _check_optimizer(plan, config)
     plan.asked = config.model_dump()
     try:
@@ -159,8 +158,8 @@ def resolve(
         )
         config.dtype, sources["dtype"] = dtype, plan.precision_source
     if plan.deepspeed_config is not None:
-        deepspeed_file.fill(plan, config, sources)
-        deepspeed_file.check_ops(plan, hardware.missing_ops)
+        deepspeed_json.fill(plan, config, sources)
+        deepspeed_json.check_ops(plan, hardware.missing_ops)
     _check_model_choices(plan, config, hardware, on_cpu)
     return plan
 

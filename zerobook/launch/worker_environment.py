@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from zerobook.errors import ConfigError
-from zerobook.launch.build.accelerate_cli import left_unsaid
+from zerobook.launch.accelerate_cli import left_unsaid
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:

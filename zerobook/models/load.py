@@ -16,7 +16,7 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch.build.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask

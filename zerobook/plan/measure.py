@@ -21,7 +21,7 @@ from zerobook.plan.spread import spread
 from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 from zerobook.training.recipe import BatchShape
-from zerobook.utils import subprocess_launch as fresh
+from zerobook.utils import subprocess_launch
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0
@@ -83,8 +83,8 @@ def measure(
         result = Path(folder) / "result.json"
         # nothing is saved, so a full disk is no problem
         ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run", "--on_low_disk", "warn"]
-        line = fresh.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending)
-        code, text = fresh.run(line, limit)
+        line = subprocess_launch.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending)
+        code, text = subprocess_launch.run(line, limit)
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
         if not all(path.exists() for path in found):
             return Measured(file.stem, plan.world_size, died=_why(code, text, limit))
@@ -93,9 +93,9 @@ def measure(
 
 
 def _why(code: int, text: str, limit: float) -> str:
-    if code == fresh.TIMED_OUT:
+    if code == subprocess_launch.TIMED_OUT:
         return f"it was stopped after {limit:.0f} s"
-    return f"exit status {code}: {fresh.last_error(text)}" if code else "it ended before the step that is measured"
+    return f"exit status {code}: {subprocess_launch.last_error(text)}" if code else "it ended before the step that is measured"
 
 
 def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], where: Cluster) -> Measured:

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.build.resolve import Hardware, resolve
-from zerobook.launch.build.worker_environment import worker_environment
+from zerobook.launch.resolve import Hardware, resolve
+from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.holdings import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.job import Job, NoClass

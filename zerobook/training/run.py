@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig, Resolved, from_python, parse
 from zerobook.data.feed import Layout
-from zerobook.launch.build.build import build, plan_for_this_process
-from zerobook.launch.build.process import exit_on_error, leave
+from zerobook.launch.build import build, plan_for_this_process
+from zerobook.launch.process import exit_on_error, leave
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
 from zerobook.utils.terminal import console, say

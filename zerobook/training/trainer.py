@@ -16,7 +16,7 @@ from zerobook.data.collate import to_device
 from zerobook.data.feed import StepPlan
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import DivergenceError
-from zerobook.launch.build.process import leave
+from zerobook.launch.process import leave
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
 from zerobook.monitor import policy
