@@ -14,8 +14,9 @@ from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch import ops
-from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid, worker_environment
+from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid
 from zerobook.launch.resolve import Hardware
+from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 
 ZERO3 = """

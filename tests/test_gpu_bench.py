@@ -69,7 +69,7 @@ def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
 )
 def test_tests_whose_packages_are_missing_are_not_run(tmp_path, monkeypatch, lacking, said):
     monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in lacking else name)
-    monkeypatch.setattr(fresh, "run", lambda *given, **named: (1, "ModuleNotFoundError: No module"))
+    monkeypatch.setattr(subprocess_launch, "run", lambda *given, **named: (1, "ModuleNotFoundError: No module"))
     setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
     found = [case(1.0, {}) for case in gpu.tests(setting).values()]
     assert found and all(row == {"not run": f"{said} not installed"} for row in found)
@@ -85,7 +85,10 @@ def test_no_speed_of_one_gpu_is_called_ddps(tmp_path):
 
 def test_ops_that_no_case_needs_are_not_compiled(monkeypatch):
     lines = []
-    monkeypatch.setattr(fresh, "run", lambda line, *given, **named: (lines.append(line), (0, '[["cpu_adam", "ready"]]'))[1])
+    ready = (0, '[["cpu_adam", "ready"]]')
+    monkeypatch.setattr(subprocess_launch, "run", lambda line, *given, **named: (lines.append(line), ready)[1])
+        subprocess_launch, "run", lambda line, *given, **named: (lines.append(line), (0, '[["cpu_adam", "ready"]]'))[1]
+    )
     assert gpu._ops(1.0, {}) == {"ops": {"cpu_adam": "ready"}}
     assert "ops.compile_ops(('cpu_adam', 'pin_memory'))" in lines[0][-1]
 

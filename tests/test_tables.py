@@ -230,7 +230,7 @@ def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
     from zerobook.plan.measure import measure
 
     lines = []
-    monkeypatch.setattr(fresh, "run", lambda line, *given, **named: (lines.append(line), (1, "Error: no"))[1])
+    monkeypatch.setattr(subprocess_launch, "run", lambda line, *given, **named: (lines.append(line), (1, "Error: no"))[1])
     with pytest.raises(TrialError, match="Error: no"):
         attempt(Arm.of("single", 1), "causal_lm", {}, 0)
     config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
