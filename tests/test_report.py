@@ -14,11 +14,14 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
+from zerobook.cli import report as served
 from zerobook.cli.main import main
 from zerobook.runlog import report
 from zerobook.runlog.history import History
@@ -213,8 +216,8 @@ def test_thinning_loses_no_spike():
 def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeypatch):  # noqa: F811
     made = []
     inner = report.render
-    monkeypatch.setattr(report, "render", lambda history, refresh=None: made.append(1) or inner(history, refresh))
-    server = report.ThreadingHTTPServer(("127.0.0.1", 0), report.partial(report._Handler, run / "runlog"))
+    monkeypatch.setattr(served, "render", lambda history, refresh=None: made.append(1) or inner(history, refresh))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(served.PageHandler, run / "runlog"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def ask(host):

@@ -23,9 +23,9 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_result
 from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
+from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import add_lora
-from zerobook.models.export import export
 from zerobook.models.generation_config import answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result

@@ -9,8 +9,8 @@ import torch
 
 from tests.harness import launch
 from zerobook.checkpoint import store
+from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.export import export
 
 IDS = torch.arange(3, 27)[None]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from zerobook.cli.arguments import positive
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import stop_tokens
@@ -25,7 +26,7 @@ def chat(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("zerobook chat", description="Talk to a trained model: /reset forgets, /quit leaves.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
-        "--max_new_tokens", type=_positive, help="tokens in an answer at most (default: the model's own, or 256)"
+        "--max_new_tokens", type=positive, help="tokens in an answer at most (default: the model's own, or 256)"
     )
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 always takes the likeliest token (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
@@ -36,13 +37,6 @@ def chat(argv: list[str]) -> int:
     prefix = loaded.source_prefix if asked.source_prefix is None else asked.source_prefix
     _talk(Conversation(loaded, asked.system, prefix, asked.max_new_tokens, asked.temperature))
     return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def _temperature(text: str) -> float:

@@ -29,9 +29,9 @@ COMMANDS = {
     "data": ("zerobook.cli.data", "data"),
     "checkpoint": ("zerobook.cli.checkpoint", "checkpoint"),
     "runlog": ("zerobook.cli.runlog", "runlog"),
-    "export": ("zerobook.models.export", "export"),
+    "export": ("zerobook.cli.export", "export"),
     "chat": ("zerobook.cli.chat", "chat"),
-    "eval": ("zerobook.evaluation.tasks", "evaluate"),
+    "eval": ("zerobook.cli.eval", "evaluate"),
 }
 """command -> (module, its function of the remaining arguments, which returns the exit code)"""
 

@@ -14,10 +14,8 @@ turn, and the choice starts the assistant's. Of equal choices the first one coun
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,6 @@ from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
 from zerobook.utils.bars import tqdm
-from zerobook.utils.terminal import console
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
@@ -403,71 +400,3 @@ def task_scorers(config: RecipeConfig, tokenizer: Any, model: nn.Module, kind: K
     tasks = [read_task(file) for file in config.eval_tasks]
     length = context_of(model.config)
     return [TaskScorer(tasks, tokenizer, config.per_device_eval_batch_size, kind, max_length=length, prefix=prefix)]
-
-
-def evaluate(argv: list[str]) -> int:
-    """``zerobook eval``: print the accuracy of a model on task files. Returns 0."""
-    parser = argparse.ArgumentParser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
-    parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
-    parser.add_argument("--task", action="append", required=True, metavar="FILE.jsonl", help="may be given several times")
-    parser.add_argument("--batch_size", type=_positive, default=8, help="choices in a forward (default: 8)")
-    parser.add_argument("--apply_chat_template", action="store_true", help="ask in a user's turn of the chat template")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run modelling code that comes with the model")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    asked = parser.parse_args(argv)
-    tasks = [read_task(file) for file in asked.task]  # before the model, which takes longer
-
-    from zerobook.models.result import load_result
-
-    loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
-    scorer = TaskScorer(
-        tasks, loaded.tokenizer, asked.batch_size, loaded.kind,
-        apply_chat_template=asked.apply_chat_template, max_length=loaded.context, prefix=loaded.source_prefix,
-    )  # fmt: skip
-    _, table = scorer(None, loaded.model, progress=True)
-    if scorer.cut:
-        print(
-            f"{scorer.cut} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
-            file=sys.stderr,
-        )
-    if asked.json:
-        print(json.dumps(_as_json(asked, scorer.cut, table)))
-    else:
-        _print(asked.path, table)
-    return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _as_json(asked: argparse.Namespace, cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
-    tasks: dict[str, Any] = {}
-    for row in table:
-        values = {key: value for key, value in row.items() if key not in ("step", "task", "subject")}
-        if row["subject"] is None:
-            tasks[row["task"]] = values | {"subjects": {}}
-        else:
-            tasks[row["task"]]["subjects"][row["subject"]] = values
-    return {"path": asked.path, "apply_chat_template": asked.apply_chat_template, "cut_prompts": cut, "tasks": tasks}
-
-
-def _print(path: str, table: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
-    shown.add_column("task", overflow="fold")
-    shown.add_column("subject", overflow="fold")
-    for name in ("questions", "acc", "acc_norm", "chance"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in table:
-        total = row["subject"] is None
-        cells = [f"{row[name]:.3f} ± {row[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm")]
-        shown.add_row(
-            row["task"] if total else "", "all" if total else row["subject"], str(row["questions"]),
-            *cells, f"{row['chance']:.3f}", style="bold" if total else "",
-        )  # fmt: skip
-    console().print(shown)

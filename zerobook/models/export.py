@@ -1,13 +1,7 @@
-"""``zerobook export``: a checkpoint as a plain transformers folder, reloaded and compared before it is called done.
-
-zerobook export outputs/run --output exported
-zerobook export outputs/run/checkpoints/step-000200 --output exported --dtype bfloat16
-zerobook export outputs/run --checkpoint best --output adapter --keep_adapter
-"""
+"""A checkpoint as a plain transformers folder, reloaded and compared before it is called done."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,51 +18,10 @@ from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
-from zerobook.utils.terminal import say
 
 _TOKENS = 24
 _ALLOWED = 1e-5
 """Difference of logits, as a share of the largest, between the model that was written and what reloads."""
-
-
-def export(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
-    parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
-    parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
-    parser.add_argument("--keep_adapter", action="store_true", help="LoRA: write the adapter alone, do not merge it")
-    parser.add_argument(
-        "--trust_remote_code", action="store_true",
-        help="run the code that comes with the checkpoint's model; the run's own setting does not count",
-    )  # fmt: skip
-    known = parser.parse_args(arguments)
-    facts = export_checkpoint(
-        _find(Path(known.path).expanduser().absolute(), known.checkpoint), Path(known.output).expanduser(),
-        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter, trust_remote_code=known.trust_remote_code,
-    )  # fmt: skip
-    for line in facts["notes"]:
-        say(f"  note: {line}")
-    say(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
-    return 0
-
-
-def _find(path: Path, which: str) -> Path:
-    if (path / store.MANIFEST).exists():
-        reason = store.damage(path, thorough=True)
-        if reason is not None:
-            raise CheckpointError(reason)
-        return path
-    passed_over: dict[Path, str] = {}
-    found = store.find(path, which, passed_over=passed_over)
-    for reason in passed_over.values():
-        say(f"  passed over: {reason}")
-    if found is None:
-        raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
-    return found
 
 
 def export_checkpoint(

@@ -1,29 +1,23 @@
-"""``zerobook runlog report RUN``: the logbook as one HTML page that needs nothing else, and as Markdown."""
+"""The logbook of a run as one HTML page that needs no other file, and as Markdown."""
 
 from __future__ import annotations
 
-import argparse
 import html
 import math
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
 from zerobook.runlog.words import QUIET, duration, figure, sentence
-from zerobook.runlog.writer import EVENTS
-from zerobook.utils.terminal import say
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
 POINTS = 4_000
 """Points that a curve is thinned to; of each stretch its lowest and highest stay, so no spike is lost."""
-SECONDS = 15
 
 MARKS = {
     "spike": ("#d55e00", "triangle-up"),
@@ -38,22 +32,6 @@ MARKS = {
 SERIES = ("step", "loss", "grad_norm", "learning_rate")
 _MOODS = {"spike": "warn", "rollback": "bad", "crash": "bad", "stop": "bad", "save_failed": "bad", "memory_warning": "bad",
           "preempted": "warn", "verify": "good", "run_end": "good", "note": "note"}  # fmt: skip
-
-
-def report(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser("zerobook runlog report", description=__doc__)
-    parser.add_argument("run", help="a run's output_dir")
-    parser.add_argument(
-        "--watch", action="store_true", help=f"serve it on localhost, made anew every {SECONDS} s as the run goes on"
-    )
-    parser.add_argument("--port", type=int, default=8765, help="of --watch")
-    known = parser.parse_args(arguments)
-    if known.watch:
-        return _serve(known.run, known.port)
-    page, markdown = write(known.run)
-    say(f"written: {page} and {markdown}")
-    return 0
 
 
 def write(run: str | Path) -> tuple[Path, Path]:
@@ -345,52 +323,3 @@ def _plain(text: str) -> str:
     """One line that Markdown and HTML leave as it is."""
     line = html.escape(" ".join("".join(c for c in text if c.isprintable() or c.isspace()).split()), quote=False)
     return re.sub(r"([\\`*\[])", r"\\\1", line)  # no link, picture or code
-
-
-# --- while it runs
-def _serve(run: str, port: int) -> int:
-    folder = folder_of(run)
-    server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, folder))
-    print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        server.server_close()
-    return 0
-
-
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
-"""Host names that are answered. Another site can give its own name this address (DNS rebinding) and then read the logbook."""
-
-
-def _host(header: str) -> str:
-    """Return the name in a Host header without the port, which a tunnel may change."""
-    return header.rpartition(":")[0].lower() if re.search(r":\d*$", header) else header.lower()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    _made: dict[Path, tuple[int, bytes]] = {}
-
-    def __init__(self, folder: Path, *args: Any, **kwargs: Any):
-        self.folder = folder
-        super().__init__(*args, **kwargs)
-
-    def do_GET(self) -> None:
-        if _host(self.headers.get("Host", "")) not in _LOCAL:
-            self.send_error(421, "Open it as http://localhost")
-            return
-        if self.path not in ("/", "/index.html"):
-            self.send_error(404)
-            return
-        size = (self.folder / EVENTS).stat().st_size
-        if self._made.get(self.folder, (-1,))[0] != size:
-            self._made[self.folder] = (size, render(History.read(self.folder), refresh=SECONDS).encode())
-        page = self._made[self.folder][1]
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
-
-    def log_message(self, *args: Any) -> None:
-        """Nobody wants to read each request."""
