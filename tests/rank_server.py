@@ -184,6 +184,7 @@ def become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     write_over("env", [*pairs, filler(f"{FILLER}=", size_of("env") - sum(len(os.fsencode(pair)) + 1 for pair in pairs))])
     random.seed()
     sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
 
 
 def words_of_size(option: str, line: Sequence[str]) -> list[str]:

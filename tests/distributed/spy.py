@@ -51,10 +51,22 @@ def counted(name, inner):
     return wrapped
 
 
-for _name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
-    setattr(dist, _name, counted(_name, getattr(dist, _name)))
+_plain = {
+    name: getattr(dist, name)
+    for name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast")
+}
+for _name, _inner in _plain.items():
+    setattr(dist, _name, counted(_name, _inner))
 if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
+    _plain["reduce_scatter_single"] = dist.reduce_scatter_single
     dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
+_wrapped = {id(inner): getattr(dist, name) for name, inner in _plain.items()}
+for _name, _module in list(sys.modules.items()):
+    # a forked rank has modules that took them by name; torch's own calls of its own functions are no collectives of a run
+    if _name not in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        for _key, _value in list(getattr(_module, "__dict__", {}).items()):
+            if id(_value) in _wrapped:
+                setattr(_module, _key, _wrapped[id(_value)])
 
 
 def reduced(group, bucket):
