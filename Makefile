@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Tests without launches run in two processes, a file in one of them; launches take both cores themselves.
+BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -39,12 +41,15 @@ checks: $(STAMP) ## lint, format, and the direction of imports
 	@$(BIN)/lint-imports --no-logo
 
 test-fast: setup ## a few minutes: everything but long launches
-	@$(BIN)/python -m pytest -q -m "not launch and not full"
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"
 
-test: setup checks ## under an hour on two cores: a fixed sample of everything; what CI runs
-	@$(BIN)/python -m pytest -q -m "not full" --durations=10
+test: setup checks ## at most 15 minutes on two cores: a fixed sample of everything; what CI runs
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full" --durations=10
+	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10
 
-test-full: setup checks ## the whole matrices, and the tables in docs/parity.md, resume.md, plan_errors.md
+# ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
+test-full: setup checks ## at most an hour: the whole matrices, and the tables in docs/parity.md, resume.md, plan_errors.md
 	@rm -f .cache/parity.jsonl
-	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q --durations=20
+	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
 	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs

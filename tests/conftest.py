@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,34 @@ import pytest
 hypothesis.settings.register_profile("zerobook", deadline=None)
 hypothesis.settings.load_profile("zerobook")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REAL = {
+    "test_bad_input.py::test_mistake_is_named[no such flag]": "exit status 2, and nothing but the error in the output",
+    "test_bad_input.py::test_mistake_is_named[an empty dataset]": "exit status 2 with the data read",
+    "test_bad_input.py::test_a_run_that_diverges_stops_and_saves_nothing_over": "exit status 76 in the launcher's summary",
+    "test_checkpoint_runs.py::test_a_warning_to_one_rank_saves_on_all_and_a_restart_goes_on": "signals, --max_restarts",
+    "test_checkpoint_runs.py::test_a_launcher_that_ignores_a_warning_leaves_its_ranks_the_time_to_save": "inherited signals",
+    "test_checkpoint_runs.py::test_one_process_alone_leaves_too": "a signal to a process without ranks",
+    "test_collectives.py::test_an_optimizer_in_host_memory_shares_the_cores": "OMP_NUM_THREADS",
+    "test_hub.py": "variables that libraries read at their import",
+    "test_models.py::test_a_file_that_accelerate_config_writes_works": "accelerate's own file",
+    "test_parity.py::test_same_training_as_one_process[ddp-causal_lm]": "a strategy of each kind",
+    "test_parity.py::test_same_training_as_one_process[zero2_offload-causal_lm]": "a strategy of each kind",
+    "test_parity.py::test_same_training_as_one_process[zero3-causal_lm]": "a strategy of each kind",
+    "test_parity.py::test_same_training_as_one_process[zero3_hpz-causal_lm]": "two launchers",
+    "test_parity.py::test_same_training_as_one_process[zero3_nvme-lora_finetune]": "a strategy of each kind",
+    "test_parity.py::test_same_training_as_one_process[fsdp-causal_lm]": "a strategy of each kind",
+    "test_parity.py::test_same_training_as_one_process[fsdp_hybrid-lora_finetune]": "a strategy of each kind",
+    "test_precision.py::test_published_file_trains_on_a_cpu_with_only_the_precision_flag": "flags and no strategy file",
+    "test_resume.py::test_killed_run_goes_on[zero2-then-ddp-on-4]": "killed on two ranks, continued on four",
+    "test_rollback.py::test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load": "resident memory",
+    "test_rollback.py::test_what_was_decided_outlives_a_kill": "ranks that kill themselves",
+}
+"""Tests whose launches are ``accelerate launch`` itself, where others are forked (tests/rank_server.py), and what for.
+
+A name without brackets stands for all its cases. Runs that a test kills, and those of other programs (the demo, the planner's
+and the tables' measurements) are never forked. ``ZEROBOOK_REAL_LAUNCH=1`` forks nothing at all.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,9 +71,10 @@ class Launches:
 
         ``between``: with evaluation, generation, saves and a rollback between the steps, see tests/distributed/between.py.
         """
+        from tests import harness
         from tests.harness import ROOT, launch
 
-        key = (str(strategy), processes, micro, accumulation, recipe, model, between, str(sorted(flags.items())))
+        key = (harness.real, str(strategy), processes, micro, accumulation, recipe, model, between, str(sorted(flags.items())))
         if key not in self._done:
             defaults = dict(
                 model_name_or_path=self.tiny / model,
@@ -78,3 +108,32 @@ class Launches:
 @pytest.fixture(scope="session")
 def launches(tmp_path_factory, tiny) -> Launches:
     return Launches(tmp_path_factory.mktemp("launches"), tiny)
+
+
+def is_real(nodeid: str) -> bool:
+    """Return whether `REAL` names that test."""
+    name = nodeid.rpartition("/")[2]
+    return bool({name, name.partition("[")[0], name.partition("::")[0]} & set(REAL))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tell the harness, before fixtures launch anything, whether this test may fork."""
+    from tests import harness
+
+    harness.real = is_real(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        harness.real = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test of `REAL` that launched nothing itself: another test's forked run was at hand."""
+    from tests import harness
+
+    result = yield
+    if is_real(item.nodeid) and not harness.real_launches:
+        pytest.fail("this test is one of tests/conftest.py's REAL, and every run that it looked at was forked")
+    return result

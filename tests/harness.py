@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rank_client import Launch, Server
 from zerobook.checkpoint import store
 from zerobook.launch.resolve import Hardware
 from zerobook.runlog.writer import read
@@ -27,6 +29,7 @@ SPY = ROOT / "tests" / "distributed" / "spy.py"
 LIMIT_S = 240
 """A launch that hangs is killed; none comes near this."""
 ALONE = ["--main_process_port", "0"]
+SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TWO_MACHINES = ["zero3_hpz"]
 """Strategy files that are launched as on two machines, by a launcher each: on one they do nothing of their own."""
 
@@ -46,6 +49,12 @@ def staged(output: Path, step: int) -> Iterator[Path]:
     staging = make_staging(store.folder_of(output), step)
     yield staging
     store.publish(staging, step)
+
+
+real = False
+"""Whether the test that runs is one whose launches are ``accelerate launch`` itself."""
+real_launches = 0
+"""Launches that were not forked."""
 
 
 @dataclass
@@ -136,6 +145,8 @@ def launch(
         through: another script that wraps it.
         environment: variables besides; None takes one away.
         expect: the exit status to insist on; None takes any.
+
+    It is forked from tests/rank_server.py, unless it is to be killed or the test that runs is in tests/conftest.py's `REAL`.
     """
     skip_without_op(strategy)
     through = SPY if spy is not None else through
@@ -146,11 +157,11 @@ def launch(
     if others:  # the shell is then the launcher: it fails where one of the two does
         script = f"{shlex.join(others[0])} & other=$!; {shlex.join(line)}; code=$?; [ $code = 0 ] || kill $other; "
         line = ["bash", "-c", script + "wait $other && exit $code"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    environment = os.environ | SETTINGS | (environment or {})
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": v for k, v in (spy or {}).items()}
     environment = {key: str(value) for key, value in environment.items() if value is not None}
     hang = output / "hanging"
-    process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(line, environment, may=not others and "hang_at_step" not in (spy or {}))
     if spy and "hang_at_step" in spy:
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -169,6 +180,39 @@ def launch(
     if expect is not None:
         assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-9000:]}"
     return Run(output, process.returncode, text).read()
+
+
+@cache
+def server(*variables: tuple[str, str]) -> Server:
+    """Return the session's server of processes with these variables besides."""
+    return Server(os.environ | SETTINGS | dict(variables))
+
+
+def may_fork() -> bool:
+    """Return whether launches may be forked at all, now. GPUs are for processes that start by themselves."""
+    return not real and "ZEROBOOK_REAL_LAUNCH" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
+def start(line: list[str], environment: dict[str, str], may: bool = True) -> subprocess.Popen | Launch:
+    """Start ``accelerate launch``; forked where it ``may`` be and that makes no difference."""
+    if may and may_fork() and server().fits(line, environment):
+        return server().launch(line, ROOT, environment)
+    global real_launches
+    real_launches += 1
+    return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def alone(recipe: str, flags: dict[str, Any], variables: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run ``python recipes/RECIPE.py`` without a launcher."""
+    line = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py")]
+    for key, value in flags.items():
+        line += [f"--{key}", str(value)]
+    environment = os.environ | SETTINGS | variables
+    if may_fork() and server(*variables.items()).fits(line, environment):
+        return server(*variables.items()).run(line, ROOT, environment, LIMIT_S)
+    global real_launches
+    real_launches += 1
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def on_two_machines() -> list[list[str]]:

@@ -67,7 +67,7 @@ def test_a_half_precision_base_trains_like_an_fp32_one_and_is_planned(flags, tmp
     assert half.event("run_start")["live"]["master_dtype"] == "float32"
     for dtype, run in runs.items():
         config = LoraConfig(**flags | ({"dtype": dtype} if dtype else {}))
-        planned = job(config)
+        planned = job(LoraFinetune(config))
         weights, groups = planned.weights()
         sources = Resolved(dict.fromkeys(LoraConfig.model_fields, "default"))
         where = cluster(gpus="1", gpu="a100-80gb")
@@ -93,7 +93,7 @@ def test_a_half_precision_base_is_spread(launches, strategy):
     if strategy == "zero3":  # its first step, which is recorded, keeps more: it is only learning the order of modules
         return
     config = LoraConfig(**run.event("run_start")["config"])
-    planned, where = job(config), cluster(gpus="2", gpu="a100-80gb")
+    planned, where = job(LoraFinetune(config)), cluster(gpus="2", gpu="a100-80gb")
     sources = Resolved(dict.fromkeys(LoraConfig.model_fields, "default"))
     spreads = spread(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
     held = [hold(*planned.weights(), spreads, rank).states for rank in range(2)]

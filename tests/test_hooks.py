@@ -201,7 +201,7 @@ def test_what_is_no_hook_is_refused(tmp_path):
     file.write_text(FILE)
     for spec in (f"{file}:NoHook", f"{file}:file", f"{__name__}:flags"):
         assert user_code.problem("hooks", spec) is None
-        with pytest.raises(ConfigError, match="is no hook"):
+        with pytest.raises(ConfigError, match="does not derive from"):
             load_hooks([spec])
     with pytest.raises(ConfigError, match=f"{__name__} has no Dairy. Did you mean Diary?"):
         load_hooks([f"{__name__}:Dairy"])

@@ -55,10 +55,20 @@ def counted(name, inner):
 
 
 def count_collectives():
-    for name in ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast"):
-        setattr(dist, name, counted(name, getattr(dist, name)))
+    names = ("all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_reduce", "broadcast")
+    plain = {name: getattr(dist, name) for name in names}
+    for name, inner in plain.items():
+        setattr(dist, name, counted(name, inner))
     if hasattr(dist, "reduce_scatter_single"):  # what FSDP2 calls from torch 2.13 on
+        plain["reduce_scatter_single"] = dist.reduce_scatter_single
         dist.reduce_scatter_single = counted("reduce_scatter_tensor", dist.reduce_scatter_single)
+    wrapped = {id(inner): getattr(dist, name) for name, inner in plain.items()}
+    for name, module in list(sys.modules.items()):
+        # a forked rank has modules that took them by name; torch's own calls of its own functions are no collectives of a run
+        if name not in ("torch.distributed", "torch.distributed.distributed_c10d"):
+            for key, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in wrapped:
+                    setattr(module, key, wrapped[id(value)])
 
 
 def reduced(group, bucket):
@@ -153,7 +163,7 @@ class Spy(Hook):
 
 
 def main():
-    from zerobook.launch import build as launch
+    from zerobook.launch.build import build as launch
 
     count_collectives()
     if "cores" in asked:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 
 import pytest
 
-from tests.harness import ROOT, launch
+from tests.harness import alone, launch
 
 
 def run(recipe: str, output, **flags) -> subprocess.CompletedProcess:
-    line = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--output_dir", str(output)]
-    for key, value in flags.items():
-        line += [f"--{key}", str(value)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return alone(recipe, {"output_dir": output, **flags}, {"HF_HUB_OFFLINE": "1"})
 
 
 @pytest.fixture(scope="module")
