@@ -35,7 +35,7 @@ def main() -> int:
     from benchmarks.published.bench import Bench
     from zerobook.cli.plan import here
     from zerobook.errors import ConfigError
-    from zerobook.launch.build import ops
+    from zerobook.launch import ops
     from zerobook.utils.units import parse_bytes
 
     try:

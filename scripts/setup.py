@@ -6,7 +6,7 @@ usage: setup.py [OP ...]    only those ops; all that this machine can use where 
 import sys
 
 from zerobook.data import embedded
-from zerobook.launch.build import ops
+from zerobook.launch import ops
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_run
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch.build import ops
+from zerobook.launch import ops
 
 
 def make(folder, step, content=b"abc"):

@@ -12,9 +12,9 @@ from tests.harness import ROOT
 from zerobook.cli.doctor import inspect_launch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
+from zerobook.launch import build as launch
+from zerobook.launch import ops
 from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid
-from zerobook.launch.build import build as launch
-from zerobook.launch.build import ops
 from zerobook.launch.resolve import Hardware
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan

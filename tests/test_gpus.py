@@ -13,7 +13,7 @@ from tests.test_resolve import WORKER, plan_for
 from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
-from zerobook.launch.build import build as launch
+from zerobook.launch import build as launch
 from zerobook.launch.resolve import Hardware
 from zerobook.utils import gpus
 

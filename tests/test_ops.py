@@ -35,7 +35,7 @@ from deepspeed.ops.op_builder import builder
 
 set_accelerator(CUDA_Accelerator())
 builder.OpBuilder.has_function = lambda *args, **kwargs: True  # libaio-dev is there
-from zerobook.launch.build import ops
+from zerobook.launch import ops
 """
 COMPILE = """
 print(json.dumps(dict(ops.compile_ops())))
@@ -73,6 +73,6 @@ def test_set_up_leaves_out_what_needs_a_toolkit(tmp_path, home):
 
 
 def test_those_ops_are_the_ones_that_fail(tmp_path):
-    from zerobook.launch.build import ops
+    from zerobook.launch import ops
 
     assert sorted(on_gpus(FAIL, tmp_path, None)) == sorted(ops.NEED_NVCC)

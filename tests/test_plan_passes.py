@@ -180,12 +180,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_trace_says_where_the_passes_are(checkpointing):
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    found = trace(
-        Tied(checkpointing),
-        {"input_ids": ids, "labels": ids},
-        lambda model, batch: model(batch["input_ids"]).logits.sum(),
-        "no",
-    )
+    batch = {"input_ids": ids, "labels": ids}
+    found = trace(Tied(checkpointing), batch, lambda model, batch: model(batch["input_ids"]).logits.sum(), "no")
     said = [f"{'-' * visit.back}{visit.module or 'model'}{')' * visit.end}" for visit in found.visits]
     names = {visit.module: visit.names for visit in found.visits}
     assert names["embed"] == names["head"] == ("embed.weight",) and names["layer.0"] == ("layer.0.weight", "layer.0.bias")

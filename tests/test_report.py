@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
+from zerobook.cli import report as served
 from zerobook.cli.main import main
-from zerobook.cli.main import report as served
 from zerobook.runlog import report
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import RunLog

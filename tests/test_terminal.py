@@ -19,12 +19,13 @@ import zerobook
 from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
-from zerobook.cli.main import chat, doctor, main
-from zerobook.cli.main import data as data_command
+from zerobook.cli import chat, doctor
+from zerobook.cli import data as data_command
+from zerobook.cli.main import main
 from zerobook.config import DatasetSpec, Resolved
 from zerobook.errors import ConfigError
 from zerobook.evaluation import tasks
-from zerobook.launch.build import process
+from zerobook.launch import process
 from zerobook.plan import table as plan_table
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training import run

@@ -163,7 +163,7 @@ class Spy(Hook):
 
 
 def main():
-    from zerobook.launch.build import build as launch
+    from zerobook.launch import build as launch
 
     count_collectives()
     if "cores" in asked:

@@ -13,8 +13,8 @@ from typing import Any
 from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import RecipeConfig, Resolved, parse
 from zerobook.errors import ConfigError
+from zerobook.launch import ops
 from zerobook.launch.accelerate_cli import loopback_note
-from zerobook.launch.build import ops
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan

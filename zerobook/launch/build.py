@@ -89,7 +89,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
     }
     if plan.kind == "deepspeed":
-        from zerobook.launch.build import ops
+        from zerobook.launch import ops
 
         ops.own_tools()
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch.build import deepspeed_json, ops
+from zerobook.launch import deepspeed_json, ops
 from zerobook.optimizer import refused_by
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
