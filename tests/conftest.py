@@ -112,8 +112,9 @@ def launches(tmp_path_factory, tiny) -> Launches:
 
 def is_real(nodeid: str) -> bool:
     """Return whether `REAL` names that test."""
-    name = nodeid.rpartition("/")[2]
-    return bool({name, name.partition("[")[0], name.partition("::")[0]} & set(REAL))
+    path, _, test = nodeid.partition("::")
+    file = Path(path).name
+    return bool({f"{file}::{test}", f"{file}::{test.partition('[')[0]}", file} & set(REAL))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -121,7 +122,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Tell the harness, before fixtures launch anything, whether this test may fork."""
     from tests import harness
 
-    harness.real = is_real(item.nodeid)
+    harness.real, harness.real_launches = is_real(item.nodeid), 0
     try:
         return (yield)
     finally:

@@ -54,7 +54,7 @@ def staged(output: Path, step: int) -> Iterator[Path]:
 real = False
 """Whether the test that runs is one whose launches are ``accelerate launch`` itself."""
 real_launches = 0
-"""Launches that were not forked."""
+"""Launches of the test that runs, so far, that were not forked."""
 
 
 @dataclass
