@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from zerobook.cli.main.export import export
+from zerobook.cli.export import export
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from zerobook.cli.main.export import export
+from zerobook.cli.export import export
 
 from tests.harness import launch
 from zerobook.checkpoint import store

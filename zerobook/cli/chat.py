@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from zerobook.cli.main.arguments import positive
+from zerobook.cli.arguments import positive
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import stop_tokens

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from zerobook.cli.main.arguments import positive
+from zerobook.cli.arguments import positive
 from zerobook.evaluation.tasks import TaskScorer, read_task
 from zerobook.utils.terminal import console
 

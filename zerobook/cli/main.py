@@ -29,7 +29,7 @@ COMMANDS = {
     "data": ("zerobook.cli.data", "data"),
     "checkpoint": ("zerobook.cli.checkpoint", "checkpoint"),
     "runlog": ("zerobook.cli.runlog", "runlog"),
-    "export": ("zerobook.cli.main.export", "export"),
+    "export": ("zerobook.cli.export", "export"),
     "chat": ("zerobook.cli.chat", "chat"),
     "eval": ("zerobook.cli.eval", "evaluate"),
 }

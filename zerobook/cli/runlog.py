@@ -39,7 +39,7 @@ def runlog(arguments: list[str]) -> int:
 
         return test_detector(arguments[1:])
     if arguments[:1] == ["report"]:
-        from zerobook.cli.main.report import report
+        from zerobook.cli.report import report
 
         return report(arguments[1:])
     parser = argparse.ArgumentParser(
