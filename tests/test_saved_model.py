@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from zerobook.cli.export import export
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
@@ -24,6 +23,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_result
 from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
+from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import add_lora
 from zerobook.models.generation_config import answer_as_measured

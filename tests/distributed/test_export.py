@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from zerobook.cli.export import export
 
 from tests.harness import launch
 from zerobook.checkpoint import store
+from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
 
 IDS = torch.arange(3, 27)[None]

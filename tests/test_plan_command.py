@@ -1,0 +1,399 @@
+"""``zerobook plan``: its table, JSON, advice and refusals, and the probe of ``--measure``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from time import sleep
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.planning import FILES, HALF, MODELS, ROOT, made, planned_rows, rows_of
+from zerobook.cli.main import main
+from zerobook.config import Resolved
+from zerobook.errors import ConfigError
+from zerobook.plan import formulas
+from zerobook.plan.hardware import DEVICES, cluster
+from zerobook.plan.job import read_config
+from zerobook.plan.memory import PARTS, Memory
+from zerobook.plan.recommend import recommend
+from zerobook.plan.rows import Row, checkpoints, judge, launch_plan, rank
+from zerobook.plan.spread import Spread
+from zerobook.plan.trace import Saved
+from zerobook.utils.units import size
+
+
+def test_the_command_prints_every_strategy(tiny, tmp_path, capsys):
+    target, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    line = ["plan", "--gpus", "2", "--gpu_memory", "24GB", "--json", str(target), "--png", str(picture), "--recommend"]
+    assert main([*line, str(tiny / "llama"), "--mixed_precision", "bf16", "--block_size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert all(file.stem in said for file in FILES) and "best: " in said and "recommended: accelerate_configs/" in said
+    found = json.loads(target.read_text())
+    assert len(found["rows"]) == len(FILES) and found["parameters"] == 106_816
+    zero2 = next(made for made in found["rows"] if made["file"] == "zero2")
+    assert zero2["fits"] and sum(zero2["memory"]["device"].values()) < 24e9
+    assert zero2["memory"]["device"]["parameters"] == 2 * 106_816
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_strategy_that_the_model_cannot_take_has_a_row_that_says_so(tiny, tmp_path, capsys):
+    target = tmp_path / "plan.json"
+    line = [
+        "plan",
+        "--gpus",
+        "2",
+        "--json",
+        str(target),
+        "recipes/lora_finetune.py",
+        "--model_name_or_path",
+        str(tiny / "llama"),
+    ]
+    assert main([*line, "--load_in_4bit", "--max_seq_length", "64", "--mixed_precision", "bf16"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    rows = {made["file"]: made for made in json.loads(target.read_text())["rows"]}
+    for name in ("zero3_offload", "zero3_nvme", "fsdp_offload"):
+        (problem,) = rows[name]["problems"]
+        assert problem.startswith("load_in_4bit: ") and "quantisation state" in problem and "or drop load_in_4bit" in problem
+        assert not rows[name]["fits"] and rows[name]["memory"] is None
+        assert f"{name} cannot run: {problem}" in said
+    assert rows["zero2"]["fits"] and not rows["zero2"]["problems"]
+
+
+def test_one_process_has_ddps_buckets_on_a_cpu_alone():
+    """accelerate wraps the model of one process there, and not on a GPU."""
+    from zerobook.plan.spread import spread
+
+    made_job = made("causal_lm", MODELS / "gpt2_xl.json")
+    ddp = next(file for file in FILES if file.stem == "ddp")
+    sources = Resolved(dict.fromkeys(type(made_job.config).model_fields, "default"))
+    gpu = cluster(gpus="1", gpu="a100-80gb")
+    for where, kind in ((gpu, "single"), (replace(gpu, gpus=2), "ddp"), (replace(gpu, cpu=True), "ddp")):
+        assert spread(launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
+
+
+def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):
+    line = ["plan", "--gpus", "2", "--nodes", "2", "--interconnect", "100Gbps"]
+    flags = [str(tiny / "llama"), "--mixed_precision", "bf16", "--block_size", "64"]
+    assert main([*line, "--json", "-", *flags]) == 0
+    parameters = 106_816
+    rows = {made["file"]: made for made in json.loads(capsys.readouterr().out)["rows"]}
+    for name, stage, counted in [("ddp", 0, 4), ("zero1", 1, 3), ("zero2", 2, 3)]:
+        paper = rows[name]["paper"]
+        assert paper["sent"] == paper["between"] == pytest.approx(formulas.ring(formulas.traffic(stage), 4) * 2 * parameters)
+        assert rows[name]["sent"] == pytest.approx(counted * 2 * parameters * 3 / 4, rel=1e-3)
+        assert paper["rule"] is None
+    paper = rows["zero3"]["paper"]
+    assert paper["sent"] == pytest.approx(4.5 * parameters) and paper["rule"] == formulas.between_nodes_rule(parameters, 2)
+    assert paper["formula"] == {"states": "2 P/4 + 2 P/4 + 12 P/4 bytes", "sent": "3 x 2 P x 3/4 bytes",
+                                "between": "3 x 2 P x 3/4 bytes", "rule": "48 P/2 bits"}  # fmt: skip
+    hybrid = rows["fsdp_hybrid"]["paper"]
+    assert hybrid["between"] == pytest.approx(2 * parameters), "both halves' rings leave the node"
+    assert "4 x 2 P/2 x 1/2" in hybrid["formula"]["between"] and "2 x 2 P/2 x 1/2" in hybrid["formula"]["sent"]
+    assert hybrid["rule"] is None, "it counts whole weights gathered over the nodes"
+    assert rows["zero2_offload"]["paper"]["formula"]["states"] == "2 P + 2 P/4 (host) + 12 P/4 (host) bytes"
+    assert main([*line, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "by paper" in " ".join(said.split()) and "48 P/N" in said
+    assert all(len(text) <= 150 for text in said.splitlines())
+    ddp = [text.split() for text in said.splitlines() if text.strip().startswith("ddp ")]
+    assert ddp[1][2:10] == ["641", "kB", "320", "kB", "641", "kB", "320", "kB"]
+
+
+def test_alone_nothing_is_sent_and_its_time_is_told(tiny, capsys):
+    assert main(["plan", "--strategies", "single", str(tiny / "llama"), "--block_size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing is sent" in said and "tokens/s" in said and "by 48 P/N" not in said
+
+
+@pytest.mark.parametrize("files, told", [("zero3,zero3_nvme", True), ("zero3,zero3_offload", False)])
+def test_the_disk_is_told_where_one_is_used(tiny, capsys, files, told):
+    assert main(["plan", "--gpus", "2", "--strategies", files, str(tiny / "wide"), "--block_size", "64"]) == 0
+    said = capsys.readouterr().out
+    assert ("disk in" in said) is told
+    assert all(len(text) <= 150 for text in said.splitlines())
+
+
+def test_frozen_weights_are_gathered_in_the_papers_figures_too(tiny, capsys):
+    line = ["plan", "--json", "-", "--gpus", "4", "--strategies", "zero3", "recipes/lora_finetune.py"]
+    assert main([*line, "--model_name_or_path", str(tiny / "llama"), "--mixed_precision", "bf16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (zero3,) = found["rows"]
+    assert zero3["paper"]["formula"]["states"] == "2 P/4 + 2 T/4 + 12 T/4 bytes"
+    assert zero3["paper"]["formula"]["sent"] == "2 x 2 P x 3/4 + 1 x 2 T x 3/4 bytes"
+    assert zero3["paper"]["sent"] == pytest.approx((4 * found["parameters"] + 2 * found["trained"]) * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (["--gpus", "2"], ["no model is named"]),
+        (["--nodes", "-1", "{tiny}/llama"], ["--nodes", "'-1'"]),
+        (["--gpu_memory", "80", "--interconnect", "400", "--nodes", "2", "{tiny}/llama"], ["2 problems", "'80'", "'400'"]),
+        (["--formulas", "--parameters", "1e999"], ["--parameters", "'1e999'"]),
+        (["nowhere/at-all.json"], ["nowhere/at-all.json", "no model config"]),
+        (["--formulas"], ["--parameters"]),
+        (["--here", "--gpus", "0", "{tiny}/llama"], ["--gpus", "'0'", "1 or more"]),
+        (["--formulas", "--parameters", "7.5GB"], ["--parameters", "'7.5GB'"]),
+        (["{tiny}/llama", "--learning_rat", "1"], ["--learning_rat", "--learning_rate"]),
+        (["{tiny}/llama", "--packing", "--group_by_length"], ["group_by_length"]),
+        (["--here", "--nodes", "3", "--gpu_memory", "3", "{tiny}/llama"], ["--here and --nodes", "--here and --gpu_memory"]),
+        (
+            ["--formulas", "--parameters", "7B", "--recommend", "{tiny}/llama"],
+            ["--formulas and --recommend", "llama: formulas"],
+        ),
+        (["--parameters", "7B", "--global_batch", "8", "{tiny}/llama"], ["--parameters", "--formulas", "--autotune"]),
+        (["--here", "--measure", "--png", "x.png", "{tiny}/llama"], ["--measure and --png"]),
+        (["{tiny}/llama", "--gpus", "8", "--json=x"], ["--gpus: it is zerobook plan's own", "--json: it is", "in front of"]),
+        (["--json", "{tiny}/nowhere/x.json", "{tiny}/llama"], ["--json", "no folder", "nowhere"]),
+        (["--png", "x.foo", "{tiny}/llama"], ["--png", "x.foo"]),
+        (
+            ["recipes/causal_lm.py", "--model_name_or_path", "{tiny}/bart"],
+            ["bart: it is an encoder-decoder", "seq2seq_chatbot"],
+        ),
+        (["recipes/seq2seq_chatbot.py", "--model_name_or_path", "{tiny}/llama"], ["no encoder-decoder", "causal_lm"]),
+        (["--png", "x.png", "--gpu", "v100-32gb", "{tiny}/llama", "--mixed_precision", "bf16"], ["--png", "nothing to draw"]),
+    ],
+)
+def test_bad_input_is_refused(tiny, capsys, line, said):
+    assert main(["plan", *(word.format(tiny=tiny) for word in line)]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in said), text
+
+
+def test_help_is_no_model(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "-h"])
+    assert left.value.code == 0 and "--gpu_memory" in capsys.readouterr().out
+
+
+def test_json_on_the_terminal_is_alone_and_has_the_advice(tiny, tmp_path, capsys):
+    line = ["plan", "--json", "-", "--recommend", "--png", str(tmp_path / "x.png"), "--gpu_memory", "24GB", str(tiny / "llama")]
+    assert main([*line, "--block_size", "64"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    advice = found["advice"]
+    assert advice["strategy"] == "single" and advice["flags"] == {"mixed_precision": "bf16"} and advice["recipe"] is None
+    assert "recommended: " in printed.err and "wrote " in printed.err
+    assert found["hardware"]["device"]["like"] == "titan-rtx" or found["hardware"]["device"]["like"] in DEVICES
+
+
+def test_a_gpu_that_is_not_named_has_bf16_and_a_known_ones_speed(tiny, capsys):
+    for amount in ("16GB", "32GB", "80GB"):
+        device = cluster(gpu_memory=amount).device
+        assert device.bf16 and device.fused and DEVICES[device.like].flops == device.flops
+    assert cluster(gpu_memory="80GB").device.like == "a100-80gb" and not cluster(gpu="t4", gpu_memory="15GB").device.like
+    assert (
+        main(["plan", "--gpu_memory", "32GB", "--strategies", "single", str(tiny / "llama"), "--mixed_precision", "bf16"]) == 0
+    )
+    assert f"of {cluster(gpu_memory='32GB').device.like}'s listed speed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_checkpoints_are_counted_as_the_run_keeps_them():
+    def kept(**flags):
+        config = made("causal_lm", MODELS / "gpt2_xl.json", on_spike="log", **flags).config
+        found = checkpoints(300, config)
+        assert found["checkpoint"] == 1200 * (found["checkpoints"] or 1)
+        return found["checkpoints"]
+
+    assert kept(max_train_steps=1000, save_steps=300) == 4, "three on the way, and the end"
+    assert kept(max_train_steps=900, save_steps=300) == 3
+    assert kept(max_train_steps=10, save_total_limit=5) == 1
+    assert kept(max_train_steps=1000, save_steps=10, save_total_limit=2) == 3, "one more while it is written"
+    assert kept(save_steps=10) is None, "epochs have no length here"
+    assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 1
+
+
+def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem():
+    one, eight = (cluster(gpus=gpus, gpu="a100-80gb") for gpus in ("1", "8"))
+    (alone,) = rows_of("causal_lm", "llama2_70b", one, ("zero3_nvme",), **HALF).values()
+    assert not alone.fits and alone.problems[0].startswith("offload_param.buffer_size: ") and "100,000,000" in alone.problems[0]
+    assert f"{32000 * 8192:,} elements on each of 1" in alone.problems[0]
+    (spread_out,) = rows_of("causal_lm", "llama2_70b", eight, ("zero3_nvme",), **HALF).values()
+    assert not spread_out.problems and spread_out.memory.disk
+
+
+def test_what_is_tight_goes_behind_what_is_not_and_as_fast():
+    roomy, tight = (Row(file=file, name=file, tokens_per_step=100, time=SimpleNamespace(step=step), memory=object(), tight=t)
+                    for file, step, t in (("zero3", 1.01, False), ("zero1", 1.0, True)))  # fmt: skip
+    assert rank([tight, roomy]) == [roomy, tight]
+    roomy.time.step = 1.2
+    assert rank([roomy, tight]) == [tight, roomy], "a fifth slower is too much to pay for room"
+
+
+def test_remedies_name_what_is_in_the_way():
+    where = cluster(gpus="8", gpu="a100-80gb", host_memory="45GB", disk="1GB")
+    rows = rows_of("causal_lm", "gpt2_xl", where, ("zero2", "zero3"), **HALF, block_size=1000)
+    assert rows["zero2"].over[0].startswith("host RAM while loading") and "fsdp or zero3" in rows["zero2"].remedies[0]
+    assert rows["zero3"].over == [f"disk: {size(rows['zero3'].checkpoint)} of 1.00 GB"]
+    assert rows["zero3"].remedies == ["a larger --disk"]
+    (large,) = rows_of("seq2seq_chatbot", "blenderbot_400m", cluster(gpu_memory="2GB"), ("zero2",), max_source_length=128,
+                       max_target_length=64, **HALF).values()  # fmt: skip
+    assert large.remedies == ["more sharding or offload"], "there is no recipe that trains its adapters"
+
+    def for_the_gpu(activations: int, **flags) -> list[str]:
+        held = dict.fromkeys(PARTS, 0) | {"activations": activations, "parameters": 10}
+        made_of = Row(file="zero3", name="ZeRO-3", spread=Spread(kind="deepspeed", name="ZeRO-3", ranks=1, node=1, stage=3),
+                      memory=Memory(device=held, when="", host_at_load=0, host=0, disk=0))  # fmt: skip
+        judge(made_of, made("causal_lm", MODELS / "gpt2_xl.json", **flags).recipe, cluster(gpu_memory="100B"))
+        return made_of.remedies
+
+    assert for_the_gpu(150, per_device_train_batch_size=8, activation_checkpointing=True)[0].startswith(
+        "a smaller --per_device"
+    )
+    assert for_the_gpu(150, per_device_train_batch_size=1, activation_checkpointing=True) == ["a smaller --block_size"]
+    assert for_the_gpu(9000, per_device_train_batch_size=8) == ["--activation_checkpointing", "a smaller --block_size"]
+
+
+V100 = {"gpus": "8", "gpu": "v100-32gb"}
+
+
+@pytest.mark.parametrize(
+    "where, recipe, flags, strategy, more",
+    [
+        # half precision comes first, so nothing is recomputed that need not be
+        ({"gpus": "8"}, "causal_lm", ["--block_size=1024", "--per_device_train_batch_size", "2"], "zero1",
+         {"mixed_precision": "bf16"}),
+        pytest.param(*(V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero3",
+         {"mixed_precision": "fp16"}), marks=pytest.mark.full),
+        pytest.param(*({"gpu_memory": "16GB"}, "causal_lm", ["--block_size=512", "--per_device_train_batch_size=1"], "single",
+         {"mixed_precision": "bf16", "activation_checkpointing": True, "dtype": "bfloat16", "max_seq_length": 512}),
+         marks=pytest.mark.full),
+        pytest.param(*({"gpu": "v100-16gb"}, "causal_lm", ["--config", "{yaml}"], "single",
+         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}),
+         marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy, more):
+    (tmp_path / "run.yaml").write_text("block_size: 512\nper_device_train_batch_size: 1\n")
+    flags = [word.format(yaml=tmp_path / "run.yaml") for word in flags]
+    hardware = [word for key, value in where.items() for word in (f"--{key}", value)]
+    chosen = ["--strategies", "single,zero1,zero3"]
+    model = ["--model_name_or_path", str(MODELS / "gpt2_xl.json")]
+    line = ["plan", *hardware, *chosen, "--json", "-"]
+    main([*line, "--recommend", str(ROOT / "recipes" / f"{recipe}.py"), *model, *flags])
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert (advice["strategy"], advice["flags"]) == (strategy, more), advice
+    followed = [f"--{key}={value}" for key, value in advice["flags"].items()]
+    if advice["recipe"]:
+        assert advice["recipe"] == "lora_finetune" and any("--max_seq_length" in why for _, why in advice["reasons"])
+        followed = [*followed, "--per_device_train_batch_size=1"]  # --block_size has another name there
+    else:
+        followed = [*flags, *followed]
+    assert main([*line, str(ROOT / "recipes" / f"{advice['recipe'] or recipe}.py"), *model, *followed]) == 0
+    rows = {made["file"]: made for made in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows[strategy]["fits"]
+
+
+def test_where_the_host_alone_is_short_the_advice_says_that(capsys):
+    line = ["plan", "--gpus", "8", "--host_memory", "20GB", "--strategies", "zero1,zero2", "--recommend"]
+    assert main([*line, str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1", "--mixed_precision", "bf16"]) == 1
+    said = capsys.readouterr().out
+    assert "nothing fits: zero" in said and "host RAM while loading" in said and "LoRA" not in said
+    line = ["plan", "--gpu", "v100-32gb", "--strategies", "zero2", "--recommend", str(MODELS / "gpt2_xl.json")]
+    assert main([*line, "--mixed_precision", "bf16"]) == 1
+    assert "no strategy file can run it; zero2: " in capsys.readouterr().out
+
+
+def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
+    where = cluster(gpu_memory="8GB")
+    traced, rows = planned_rows("causal_lm", "gpt2_xl", where, ("single",), mixed_precision="bf16")
+    tried = []
+
+    def replan(changes, recipe):
+        tried.append((dict(changes), recipe))
+        raise ConfigError("no such thing here")
+
+    advice = recommend(traced, list(rows.values()), where, replan)
+    assert advice.row is None and advice.flags == {} and advice.recipe is None
+    assert [recipe for _, recipe in tried] == [None, None, "lora_finetune", "lora_finetune"], (
+        "no base is quantised without adapters"
+    )
+    said = [why for _, why in advice.reasons if why.startswith("could not be tried: ")]
+    assert said == ["could not be tried: no such thing here"] * 4
+    traced.job.config.mixed_precision, tried[:] = None, []
+    assert recommend(traced, list(rows.values()), where, replan).row is None
+    assert tried[0] == ({"mixed_precision": "bf16"}, None) and len(tried) == 5
+
+
+def test_adapters_are_not_advised_for_weights_that_were_never_trained(capsys):
+    line = ["plan", "--gpu_memory", "8GB", "--strategies", "single", "--recommend", str(ROOT / "recipes" / "causal_lm.py")]
+    assert main([*line, "--config_name", str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1"]) == 1
+    assert "LoRA" not in capsys.readouterr().out.partition("nothing fits:")[2]
+
+
+def test_an_unknown_class_is_named(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "of-tomorrow"}')
+    with pytest.raises(ConfigError, match="of-tomorrow"):
+        read_config(str(file))
+
+
+def test_formulas_alone_print_the_papers_table(capsys):
+    assert main(["plan", "--formulas", "--parameters", "7.5B", "--gpus", "64"]) == 0
+    states, traffic = capsys.readouterr().out.split("sent in a step")
+    for name, total, formula in [
+        ("DDP", "120 GB", "2 P + 2 P + 12 P bytes"), ("ZeRO-1", "31.4 GB", "2 P + 2 P + 12 P/64 bytes"),
+        ("ZeRO-2", "16.6 GB", "2 P + 2 P/64 + 12 P/64 bytes"), ("ZeRO-3", "1.88 GB", "2 P/64 + 2 P/64 + 12 P/64 bytes"),
+    ]:  # fmt: skip
+        line = next(line for line in states.splitlines() if line.startswith(name))
+        assert f"{total} = {formula}" in line, "every row has its unit and formula"
+    assert "29.5 GB = 2 x 2 P x 63/64 bytes" in traffic and "44.3 GB = 3 x 2 P x 63/64 bytes" in traffic
+    assert "GiB, GPU" in traffic and "105 GB = 14 P bytes" in traffic
+
+
+def test_formulas_alone_in_json(capsys):
+    line = ["plan", "--formulas", "--parameters", "10B", "--gpus", "8", "--nodes", "2", "--interconnect", "400Gbps"]
+    assert main([*line, "--precision", "fp32", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ddp, *_, zero3 = found["rows"]
+    assert found["unit"] == "bytes" and ddp["total"] == 160e9 and ddp["formula"]["states"] == "4 P + 4 P + 8 P bytes"
+    assert zero3["sent"] == zero3["between"] == 3 * 4 * 10e9 * 15 / 16 and zero3["rule"] is None, "the rule counts 16 bits"
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert "56.2 GB as a ring, 30.0 GB by the rule 48 P/2 bits" in said
+
+
+def test_formulas_alone_need_nothing_heavy():
+    code = (
+        "import sys; from zerobook.cli.main import main; main(['plan', '--formulas', '--parameters', '7B']);"
+        "assert not {'torch', 'transformers', 'numpy', 'rich', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_step_that_is_timed_is_not_the_one_whose_saved_tensors_are_watched(tmp_path, monkeypatch):
+    from zerobook.plan import measure, probe
+
+    file, weight = tmp_path / "result.json", torch.ones(4, requires_grad=True)
+
+    class Slow(Saved):
+        def _pack(self, tensor):
+            sleep(0.3)
+            return super()._pack(tensor)
+
+    monkeypatch.setattr("zerobook.plan.trace.Saved", Slow)
+    monkeypatch.setenv(probe.RESULT, str(file))
+    strategy = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), device=torch.device("cpu"), rank=0, memory=lambda: {"parameters": 1}
+    )  # fmt: skip
+    trainer = SimpleNamespace(progress=SimpleNamespace(step=0), strategy=strategy, save_results=True)
+    hook, batch = probe.Probe(), {"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 4)}
+    hook.on_start(trainer)
+    assert not trainer.save_results, "what a few steps trained is not saved"
+    for step in range(1, measure.STEPS + 1):
+        assert not file.with_suffix(".0.json").exists()
+        hook.before_step(trainer, step)
+        with hook.around_loss(trainer, batch):
+            loss = (weight * weight).sum()
+        loss.backward()
+        hook.on_gradients_ready(trainer)
+        trainer.progress.step += 1
+        hook.after_step(trainer, SimpleNamespace(step=step))
+    found = json.loads(file.with_suffix(".0.json").read_text())
+    assert found["saved"] == 16 and found["held"] == {"parameters": 1} and found["batch"]["labels"] == [1, 4]
+    assert 0 < found["seconds"] < 0.2

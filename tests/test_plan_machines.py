@@ -1,0 +1,257 @@
+"""Machines: what is described, what is found, and what host memory and links allow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.planning import FILES, ROOT, made
+from zerobook.cli.main import main
+from zerobook.cli.plan import here
+from zerobook.config import Resolved
+from zerobook.errors import ConfigError
+from zerobook.launch.resolve import Hardware
+from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
+from zerobook.plan.holdings import Weight, hold
+from zerobook.plan.memory import memory
+from zerobook.plan.roofline import time
+from zerobook.plan.rows import Traced, row
+from zerobook.plan.spread import Spread
+from zerobook.plan.trace import Trace
+from zerobook.plan.traffic import Flow, flows
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"gpus": "0"}, ["--gpus", "'0'", "1 or more"]),
+        ({"gpus": "many"}, ["--gpus", "'many'"]),
+        ({"gpus": "²"}, ["--gpus", "'²'"]),
+        ({"gpus": "1.5"}, ["--gpus", "'1.5'"]),
+        ({"nodes": "-1"}, ["--nodes", "'-1'", "1 or more"]),
+        ({"nodes": "0"}, ["--nodes", "'0'"]),
+        ({"gpu_memory": "0GB"}, ["--gpu_memory", "'0GB'", "is nothing"]),
+        ({"gpu_memory": "-80GB"}, ["--gpu_memory", "'-80GB'", "80GB"]),
+        ({"host_memory": "0B"}, ["--host_memory", "'0B'", "is nothing"]),
+        ({"disk": "4"}, ["--disk", "'4'", "GB", "GiB"]),
+        ({"gpu": "a1000"}, ["--gpu", "a1000", "a100-80gb"]),
+        ({"gpu_memory": "80"}, ["--gpu_memory", "'80'", "80GB", "GiB for 2^30"]),
+        ({"gpu": "t4", "gpu_memory": "80GB"}, ["--gpu_memory", "80 GB", "16"]),
+        ({"nodes": "2"}, ["--interconnect", "400Gbps"]),
+        ({"nodes": "2", "interconnect": "fast"}, ["--interconnect", "'fast'"]),
+        ({"nodes": "2", "interconnect": "400"}, ["--interconnect", "'400'", "400Gbps", "300GB/s"]),
+        ({"nodes": "2", "interconnect": "0Gbps"}, ["--interconnect", "'0Gbps'"]),
+        ({"nodes": "2", "interconnect": "400GB"}, ["--interconnect", "'400GB'", "a second"]),
+        ({"intra_node": "600"}, ["--intra_node", "'600'", "300GB/s"]),
+        ({"gpu": "l4", "intra_node": "nvlink"}, ["--intra_node", "no NVLink", "pcie"]),
+        ({"gpus": "0", "host_memory": "lots"}, ["--gpus", "--host_memory"]),
+    ],
+)
+def test_impossible_machines_are_refused(flags, said):
+    with pytest.raises(ConfigError) as caught:
+        cluster(**flags)
+    assert all(word in str(caught.value) for word in said), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA A10", "a10"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s"),
+     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA RTX A6000", "a6000"), ("Tesla V100-SXM2-32GB", "v100-32gb"),
+     ("Radeon", None)],
+)  # fmt: skip
+def test_a_drivers_name_is_known(name, key):
+    assert known(name) == (DEVICES[key] if key else None)
+
+
+def test_machines():
+    two = cluster(gpus="8", nodes="2", gpu_memory="80GB", interconnect="400Gbps", intra_node="pcie")
+    assert two.ranks == 16 and two.network == 50e9 and two.link == 32e9 and two.device.flops == DEVICES["a100-80gb"].flops
+    assert cluster(gpu="h200").device.memory == 141e9
+
+
+def on_gpus(monkeypatch, *free: float, name: str = "NVIDIA A100-SXM4-80GB") -> None:
+    """A machine with one GPU of 80 GB for each number of free bytes."""
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda _: Hardware(gpus=len(free), gpu_name=name)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(free[index]), 80 * 10**9))
+
+
+def test_here_is_planned_with_what_others_leave(monkeypatch, capsys):
+    on_gpus(monkeypatch, 79e9, 30e9)
+    found = here(None)
+    said = capsys.readouterr().err
+    assert "50.0 GB of GPU 1's 80.0 GB are taken" in said
+    assert found.gpus == 2 and found.device.memory == 30e9 and found.device.flops == DEVICES["a100-80gb"].flops
+    assert here("1").device.memory == 79e9 and not capsys.readouterr().err, "the first alone is free"
+    with pytest.raises(ConfigError, match="--gpus: 3, and there are 2 here"):
+        here("3")
+    on_gpus(monkeypatch, 80e9, name="Radeon")
+    assert here(None).device.flops == DEVICES["a100-80gb"].flops and here(None).device.like == "a100-80gb"
+
+
+def test_the_optimizer_waits_for_memory():
+    """It moves 28 bytes for each parameter that a rank steps, at the rate of the GPU's memory."""
+    import dataclasses
+
+    groups = [[Weight("all", (10**9,), 4, trained=True)]]
+    common = {"name": "", "ranks": 8, "node": 8, "precision": "bf16"}
+    eight = cluster(gpus="8", gpu="a100-80gb")
+
+    def seconds(where=eight, **spread):
+        return time(0, [], groups, Spread(**common, **spread), where, accumulation=1)
+
+    alone = seconds(kind="ddp")
+    assert alone.optimizer == pytest.approx(28e9 / 2039e9) == alone.step and alone.bound == "optimizer"
+    for parted in ({"kind": "deepspeed", "stage": 1}, {"kind": "deepspeed", "stage": 3, "shard": 8}):
+        assert seconds(**parted).optimizer == pytest.approx(alone.optimizer / 8)
+    assert seconds(kind="fsdp", stage=3, shard=4).optimizer == pytest.approx(alone.optimizer / 4), "two copies"
+    twice = dataclasses.replace(eight, device=dataclasses.replace(eight.device, bandwidth=2 * eight.device.bandwidth))
+    assert seconds(twice, kind="ddp").optimizer == pytest.approx(alone.optimizer / 2)
+    on_host = seconds(kind="fsdp", stage=3, shard=8, offload_optimizer="cpu", offload_param="cpu")
+    assert on_host.optimizer == 0 and on_host.offload >= 28e9 / 8 / 20e9
+
+
+M = 1 << 20
+
+TRAINED = [Weight(name, (4 * M,), 4, True) for name in "abc"]
+
+FROZEN = [Weight("frozen", (8 * M,), 4, False), Weight("small", (M - 2,), 4, False)]
+
+
+@pytest.mark.parametrize(
+    "in_cpu, staying, set_aside",
+    [
+        (10**9, "abc", 0),
+        (5 * M, "ab", M + 2 * M),  # what b leaves of the room, and where c is rounded to before it is written
+        (4 * M, "ab", 0 + 2 * M),
+        (2 * M, "a", 0 + 2 * M),
+        (2 * M - 1, "", 2 * M - 1 + 2 * M),  # room for a rank's part of a, less one
+        (0, "", 2 * M),
+    ],
+)
+def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
+    """Of trained weights the first ``max_in_cpu`` elements stay, whole sub-groups of them; of frozen ones parts under 1 MiB."""
+    common = {
+        "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
+        "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100,
+        "offload_optimizer": "nvme",
+    }  # fmt: skip
+    weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
+    on_host, on_disk = (Spread(**common, offload_param=where) for where in ("cpu", "nvme"))
+    before, after = hold(weights, groups, on_host), hold(weights, groups, on_disk)
+    away = 2 * (4 * M + 2 * M * (3 - len(staying)))
+    assert after.parameters == before.parameters - away + 2 and after.disk == before.disk + away, "a number in their place"
+    assert after.host == before.host | {"parameters": before.host["parameters"] - away + 2}
+    assert after.on_device == before.on_device
+    micro, options = Trace(0, 0, 0, [(0, 0)]), {"accumulation": 1, "gpus_per_node": 2}
+    planned = memory(weights, groups, on_disk, micro, **options)
+    assert planned.disk == 2 * after.disk
+    assert planned.host == 2 * (sum(after.host.values()) + 2 * (100 + set_aside))
+    # read twice a micro-batch, written once a step where they are trained; the node's two ranks have one disk
+    two, seconds = cluster(gpus="2", gpu="a100-80gb"), {}
+    for spread in (on_host, on_disk):
+        seconds[spread.offload_param] = time(0, [], groups, spread, two, accumulation=3, weights=weights).offload
+    moved = 3 * 2 * away + (away - 2 * 4 * M)
+    assert seconds["nvme"] - seconds["cpu"] == pytest.approx(2 * moved / 3e9)
+
+
+def test_a_strategy_file_says_what_stays_in_host_ram(tmp_path, tiny):
+    text = (ROOT / "ds_configs" / "zero3_nvme.json").read_text()
+    (tmp_path / "ds.json").write_text(text.replace('"max_in_cpu": 1000000000.0', '"max_in_cpu": 1e6'))
+    file = tmp_path / "little.yaml"
+    file.write_text(
+        (FILES[0].parent / "zero3_nvme.yaml").read_text().replace("ds_configs/zero3_nvme.json", str(tmp_path / "ds.json"))
+    )
+    planned = made("causal_lm", tiny / "wide", block_size=64)
+    traced = Traced.of(planned, "cuda")
+    sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
+    two = cluster(gpus="2", gpu="a100-80gb")
+    shipped, little = (row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
+    both = [(planned.spread.buffers, planned.spread.buffer) for planned in (little, shipped)]
+    assert little.spread.in_cpu == 10**6 and both == [(5, 10**8)] * 2
+    assert little.memory.disk > shipped.memory.disk > 0
+    assert little.time.offload > shipped.time.offload
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("kind, element", [("deepspeed", 2), ("fsdp", 4)])
+def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
+    """A rank's shard for every gathering, whether or not there is anybody to gather from. FSDP2 casts behind the bus."""
+    layer, head = Weight("layer", (8000, 1000), 4, False, "layer"), Weight("head", (8000, 100), 4, False)
+    trained = Weight("adapter", (8,), 4, True, "layer")
+    common = {"kind": kind, "name": "", "ranks": ranks, "node": ranks, "stage": 3, "shard": ranks, "precision": "bf16",
+              "persistent": 10, "reuse": 10**6, "prefetch_bucket": 0, "offload_optimizer": "cpu"}  # fmt: skip
+    where, weights = cluster(gpus=str(ranks), gpu="a100-80gb"), [layer, trained, head]
+
+    def seconds(offload_param: str) -> float:
+        spread = Spread(**common, offload_param=offload_param)
+        found = flows(weights, [[trained]], spread, 3)
+        return time(0, found, [[trained]], spread, where, accumulation=3, weights=weights).offload
+
+    elements = 2 * layer.numel + head.numel + (2 * trained.numel if kind == "fsdp" else 0)
+    assert seconds("cpu") - seconds("none") == pytest.approx(3 * elements * element / ranks / 32e9)
+
+
+def links(folder: Path, rate: float) -> str:
+    """A file as scripts/allreduce_bench.py writes it, of which the planner reads one figure."""
+    file = folder / "links.json"
+    file.write_text(json.dumps({"rows": [{"operation": "all_reduce", "bytes": 64e6, "bus_bytes_per_s": rate}]}))
+    return str(file)
+
+
+@pytest.mark.parametrize("key", ["interconnect", "intra_node"])
+def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
+    """A listed one they get a part of."""
+    moved = [Flow("gradients", "all-reduce", 16e9, 16, worth=2)]
+    spread = Spread(kind="ddp", name="", ranks=16, node=8)
+
+    def seconds(rate: str, part: str) -> float:
+        where = cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: rate})
+        return getattr(time(0, moved, [], spread, where, accumulation=1), part)
+
+    part, listed = {"interconnect": ("network", 0.8), "intra_node": ("links", 0.7)}[key]
+    assert seconds(links(tmp_path, 25e9), part) == pytest.approx(30 / 25)
+    assert seconds("25GB/s", part) == pytest.approx(30 / 25 / listed)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["interconnect", "intra_node"])
+def test_a_benchmark_of_one_rank_is_refused(tmp_path, key, rate):
+    with pytest.raises(ConfigError) as caught:
+        cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: links(tmp_path, rate)})
+    for word in (f"--{key}", "links.json", f"bus_bytes_per_s: {rate:g}", "2 processes or more", "400Gbps"):
+        assert word in str(caught.value)
+
+
+def test_a_cpu_has_no_context_of_cuda(tiny, monkeypatch, capsys):
+    def other(*flags: str) -> int:
+        line = ["plan", *flags, "--strategies", "single", "--json", "-", str(tiny / "llama"), "--block_size", "64"]
+        assert main(line) == 0
+        (single,) = json.loads(capsys.readouterr().out)["rows"]
+        return single["memory"]["device"]["other"]
+
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda _: Hardware()))
+    assert other("--here", "--gpus", "1") == 0
+    assert other("--gpu", "t4") == CONTEXT
+
+
+@pytest.mark.launch
+def test_measured_links_are_planned_with(tmp_path):
+    file = tmp_path / "links.json"
+    line = [sys.executable, "scripts/allreduce_bench.py", "--megabytes", "0.25", "1", "--rounds", "3", "--out", str(file)]
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(file.read_text())
+    assert found["ranks"] == 2 and found["backend"] == "gloo" and len(found["rows"]) == 6
+    for measured in found["rows"]:
+        worth = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}[measured["operation"]]
+        assert measured["bus_bytes_per_s"] == pytest.approx(worth * measured["bytes"] / measured["seconds"])
+    (largest,) = [r for r in found["rows"] if r["operation"] == "all_reduce" and r["bytes"] == 1_000_000]
+    assert cluster(gpus="8", nodes="2", interconnect=str(file)).network == largest["bus_bytes_per_s"]
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="allreduce_bench"):
+        cluster(gpus="8", nodes="2", interconnect=str(file))

@@ -1,0 +1,283 @@
+"""Known models on known machines, of one node and of several."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.planning import FILES, HALF, MODELS, made, planned_rows, rows_of
+from zerobook.cli.main import main
+from zerobook.config import Resolved
+from zerobook.errors import ConfigError
+from zerobook.plan import formulas
+from zerobook.plan.fallback import Decoder
+from zerobook.plan.hardware import CONTEXT, cluster
+from zerobook.plan.holdings import Weight
+from zerobook.plan.memory import Memory
+from zerobook.plan.paper import paper
+from zerobook.plan.recommend import recommend
+from zerobook.plan.roofline import Time
+from zerobook.plan.rows import Row, Traced, rank, row
+from zerobook.plan.spread import Spread
+from zerobook.plan.traffic import between_nodes, flows
+
+
+@pytest.mark.parametrize(
+    "name, billions, tolerance",
+    [("gpt2_xl", 1.5576, 1e-4), ("blenderbot_400m", 0.365, 0.01), ("falcon_40b", 41.3, 0.001), ("llama2_70b", 68.98, 1e-3),
+     ("falcon_180b", 179, 0.005), ("llama_65b", 65.3, 0.002)],
+)  # fmt: skip
+def test_parameters_of_known_models(name, billions, tolerance):
+    recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if "blender" in name else ("causal_lm", {})
+    weights, groups = made(recipe, MODELS / f"{name}.json", **lengths).weights()
+    total = sum(w.numel for w in weights)
+    assert total / 1e9 == pytest.approx(billions, rel=tolerance)
+    assert sum(w.numel for group in groups for w in group) == total
+    facts = json.loads((MODELS / f"{name}.json").read_text())
+    if "blender" in name:
+        with pytest.raises(ConfigError, match="num_hidden_layers"):
+            Decoder.of(name, facts)
+    else:  # positions, norms and biases are left out of it
+        assert Decoder.of(name, facts).parameters == pytest.approx(total, rel=0.003)
+
+
+BLENDERBOT = {"max_source_length": 128, "max_target_length": 64}
+
+
+def test_gpt2_xl():
+    on_large = rows_of("causal_lm", "gpt2_xl", cluster(gpus="8", gpu="a100-80gb"), mixed_precision="bf16",
+                       per_device_train_batch_size=1)  # fmt: skip
+    assert all(made.fits for made in on_large.values())
+    assert next(iter(on_large)) == "zero1", "as fast as any, and the simplest of those"
+    alone = rows_of("causal_lm", "gpt2_xl", cluster(gpus="1", gpu="titan-rtx"), mixed_precision="fp16",
+                    per_device_train_batch_size=1, block_size=128)  # fmt: skip
+    # as published: out of memory at batch 1 without ZeRO, and trained by ZeRO-3 with offload
+    assert not alone["single"].fits and not alone["ddp"].fits and alone["zero3_offload"].fits
+    assert next(iter(alone)).endswith("_offload"), "nothing else fits"
+    assert alone["single"].memory.total > 16 * 1.5576e9
+    # where the states alone are too much, nobody waits for a trace
+    assert alone["single"].bare and alone["single"].time is None and not alone["zero3_offload"].bare
+    assert alone["zero3_offload"].memory.device["activations"] > 0 and alone["zero3_offload"].tokens_per_second > 0
+    v100 = cluster(gpus="8", gpu="v100-32gb")
+    flags = {"mixed_precision": "fp16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+    on_v100 = rows_of("causal_lm", "gpt2_xl", v100, files=("ddp", "zero1"), **flags)
+    assert not on_v100["ddp"].fits and on_v100["zero1"].fits, "1.5 billion: ZeRO-1 on 8 V100"
+
+
+@pytest.mark.parametrize("layers, billions, fits", [(47, 1.41, True), (54, 1.61, False)])
+def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
+    """As published: 1.4 billion, in mixed precision with checkpointing. The V100 has 32 GiB."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 1536, "n_layer": layers, "n_head": 16}))
+    flags = {"mixed_precision": "fp16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+    planned = made("causal_lm", file, **flags)
+    sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
+    traced = Traced.of(planned, "cuda")
+    v100 = cluster(gpus="8", gpu="v100-32gb", gpu_memory="32GiB")
+    (ddp,) = [row(file, traced, v100, sources) for file in FILES if file.stem == "ddp"]
+    assert traced.parameters / 1e9 == pytest.approx(billions, abs=0.005)
+    assert ddp.fits is fits, ddp.over
+    # by the formulas, even of 32 x 10^9 bytes: 16 a parameter, and 4 of buckets that gradients are reduced in
+    held = formulas.model_states(traced.parameters, 0, 8, mixed=True).total + 4 * traced.parameters
+    held += formulas.activations(layers, 1, 1024, 1536, 16, fused=False, checkpointing=True)
+    held += formulas.logits(1, 1024, 50257)
+    assert (held + CONTEXT < 32e9) is fits
+
+
+def test_blenderbot_as_published():
+    """Two Titan RTX with 24 GB: DDP took 100 dialogues at a time, ZeRO-2 200."""
+    two = cluster(gpus="2", gpu="titan-rtx", host_memory="60GB")
+    flags = {"mixed_precision": "fp16", "max_source_length": 128, "max_target_length": 64}
+    at_100, at_200 = (
+        rows_of("seq2seq_chatbot", "blenderbot_400m", two, per_device_train_batch_size=rows, **flags) for rows in (100, 200)
+    )
+    assert at_100["ddp"].fits and at_100["zero2"].fits
+    assert not at_200["ddp"].fits and at_200["zero2"].fits
+    assert next(iter(at_100)) == next(iter(at_200)) == "zero1", "of those as fast, zero2 too, the simplest"
+    assert at_200["ddp"].remedies, "and it says what would help"
+
+
+def test_falcon_40b():
+    eight = cluster(gpus="8", gpu="a100-80gb", host_memory="1TB")
+    flags = {"mixed_precision": "bf16", "dtype": "bfloat16", "per_device_train_batch_size": 1}
+    lora = rows_of("lora_finetune", "falcon_40b", eight, **flags)
+    assert next(iter(lora)) == "fsdp" and lora["zero3"].tokens_per_second > 0.95 * lora["fsdp"].tokens_per_second
+    assert not lora["ddp"].fits and not lora["zero2"].fits and lora["zero3"].fits and lora["fsdp"].fits
+    on_disk, on_host = lora["zero3_nvme"].memory, lora["zero3_offload"].memory
+    assert on_disk.disk > 82e9 and on_disk.host < 10e9 < 82e9 < on_host.host, "the adapters alone would stay"
+    # 10.4 GB of each rank's, read of one disk forward and backward
+    assert lora["zero3_nvme"].time.offload - lora["zero3_offload"].time.offload > 2 * 82e9 / 3e9
+    weights = sum(w.numel for w in made("causal_lm", MODELS / "falcon_40b.json").weights()[0])
+    assert 2 * weights / 2**30 == pytest.approx(74, rel=0.05)  # printed for 40 x 10^9
+    # every rank its own copy: DeepSpeed's estimator, and fp32 copies counted
+    assert formulas.deepspeed_zero2(weights, 8, 1, offload=True).host > 1.5e12
+    whole = rows_of("causal_lm", "falcon_40b", eight, files=("zero2",), mixed_precision="bf16", per_device_train_batch_size=1)
+    assert whole["zero2"].memory.host_at_load == 4 * weights * 8 > 1.3e12
+    assert any("host RAM while loading" in reason for reason in whole["zero2"].over)
+
+
+@pytest.mark.full  # ten seconds a trace
+def test_falcon_180b_and_llama_70b_and_65b():
+    eight = cluster(gpus="8", gpu="a100-80gb", host_memory="1TB")
+    flags = {"mixed_precision": "bf16", "dtype": "bfloat16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+    falcon = rows_of("lora_finetune", "falcon_180b", eight, **flags)
+    assert falcon["zero3"].fits and next(iter(falcon)) == "fsdp"
+    assert falcon["zero3"].tokens_per_second > 0.95 * falcon["fsdp"].tokens_per_second, "where either is as good"
+    assert not falcon["zero2"].fits and not falcon["fsdp_hybrid"].fits
+    nodes = cluster(gpus="8", nodes="4", gpu="a100-80gb", interconnect="400Gbps", host_memory="1TB")
+    del flags["dtype"]
+    files = ("ddp", "zero1", "zero2", "zero3", "zero3_hpz", "fsdp", "fsdp_hybrid")
+    llama = rows_of("causal_lm", "llama2_70b", nodes, files=files, **flags)
+    assert llama["zero3"].fits and llama["zero3_hpz"].fits and llama["fsdp"].fits
+    assert next(iter(llama)) == "zero3_hpz", "the network is what it waits for"
+    assert not llama["fsdp_hybrid"].fits, "a copy a node leaves no room"
+    assert not any(llama[name].fits for name in ("ddp", "zero1", "zero2"))
+    # two replicas on four nodes: weights cross between nodes all the same, and gradients once more
+    assert llama["zero3_hpz"].between < llama["fsdp"].between < llama["fsdp_hybrid"].between
+    assert llama["zero3_hpz"].between == pytest.approx(2 / 3 * llama["zero3"].between, rel=0.01), "as in ZeRO++"
+    one = cluster(gpus="1", gpu="a6000")
+    quantised = rows_of("lora_finetune", "llama_65b", one, files=("single", "zero3_offload"), load_in_4bit=True,
+                        max_seq_length=512, **flags)  # fmt: skip
+    assert quantised["single"].fits and next(iter(quantised)) == "single", "65 billion with QLoRA on 48 GB"
+    assert any("load_in_4bit" in problem for problem in quantised["zero3_offload"].problems)
+
+
+def test_packed_weights_are_parameters_by_their_own_number():
+    """QLoRA's layers hold 65 billion weights in a third of as many elements; the bytes are those elements'."""
+    traced = Traced.of(made("lora_finetune", MODELS / "llama_65b.json", load_in_4bit=True, mixed_precision="bf16"), "cuda")
+    frozen = traced.parameters - traced.trained
+    assert frozen == sum(w.numel for w in made("causal_lm", MODELS / "llama_65b.json").weights()[0])
+    assert traced.subject.parameters == traced.parameters
+    spread = Spread(kind="single", name="", ranks=1, node=1, precision="bf16")
+    said = paper(traced.parameters, traced.trained, spread, 1, density=traced.density)
+    stored = 2 * sum(w.numel for w in traced.weights)
+    assert said.states.parameters == pytest.approx(stored) and 0.5 * frozen < stored < 0.6 * frozen
+    each, letter = said.formula["states"].split()[:2]
+    assert letter == "P" and float(each) * traced.parameters == pytest.approx(stored, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "recipe, model, flags, said",
+    [
+        ("causal_lm", "gpt2_xl", {"block_size": 4096}, "GPT2LMHeadModel has 1024 positions"),
+        ("seq2seq_chatbot", "blenderbot_400m", {"max_source_length": 256}, "blenderbot_400m.* has 128 positions"),
+    ],
+)
+def test_lengths_that_the_recipe_refuses_are_not_planned(recipe, model, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        Traced.of(made(recipe, MODELS / f"{model}.json", **flags), "cuda")
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])  # one class of which can be told to be a decoder, and one without
+def test_encoders_are_refused_in_words(tmp_path, capsys, kind):
+    file = tmp_path / "encoder.json"
+    file.write_text(json.dumps({"model_type": kind}))
+    assert main(["plan", "--strategies", "ddp", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert f"{kind} is an encoder" in text and "no language-modelling head" in text
+
+
+def test_what_the_paper_fits():
+    """ZeRO's own claims, by its own formulas, on V100 with 32 GB."""
+    assert formulas.model_states(10e9, 2, 32, mixed=True).total < 32e9
+    assert formulas.model_states(1e12, 3, 512, mixed=True).total < 32e9
+    assert formulas.model_states(1e12, 2, 512, mixed=True).total > 32e9
+
+
+def test_what_smaller_activations_would_fit_goes_before_what_nothing_would():
+    def row_of(name: str, total: int, **facts) -> Row:
+        held = Memory(device={"parameters": total}, when="step", host_at_load=0, host=0, disk=0)
+        return Row(file=name, name=name, memory=held, **facts)
+
+    rows = [
+        Row(file="impossible", name="", problems=["it cannot run"]), row_of("states alone", 90, over=["GPU memory"], bare=True),
+        row_of("near", 100, over=["GPU memory"]), row_of("far", 120, over=["GPU memory"]),
+        row_of("fits", 70, time=Time(1, 0, 0, 0, 0), tokens_per_step=10),
+    ]  # fmt: skip
+    assert [made.file for made in rank(rows)] == ["fits", "near", "far", "states alone", "impossible"]
+
+
+def nodes(count: int, interconnect: str = "50Gbps"):
+    return cluster(gpus="8", nodes=str(count), gpu="a100-80gb", interconnect=interconnect)
+
+
+SHARDED = ("ddp", "zero3", "zero3_hpz", "fsdp", "fsdp_hybrid")
+
+
+@pytest.mark.parametrize(
+    "where, model, file, rule",
+    [
+        (nodes(4), "gpt2_xl", "zero3_hpz", "hpZ on slow links"),
+        # a replica is a node there, and replicas meet once for two micro-batches
+        (nodes(2), "gpt2_xl, twice", "fsdp_hybrid", "hybrid on slow links"),
+        (nodes(4, "1600Gbps"), "gpt2_xl", None, None),
+        (nodes(4, "60Gbps"), "blenderbot_400m", "zero3", None),  # so small that it gathers once a step anyway
+    ],
+)
+def test_slow_links_between_nodes(where, model, file, rule):
+    recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if model == "blenderbot_400m" else ("causal_lm", {})
+    if model.endswith(", twice"):
+        model, lengths = model.removesuffix(", twice"), {"gradient_accumulation_steps": 2}
+    traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF, **lengths)
+    advice = recommend(traced, list(rows.values()), where, lambda *_: (traced, list(rows.values())))
+    assert file is None or advice.row.file == file
+    assert [name for name, _ in advice.reasons if "slow links" in name] == ([rule] if rule else [])
+
+
+def test_a_model_that_leaves_out_layers_is_planned_with_all_of_them(tmp_path):
+    """M2M100 draws a number for each layer, of which a trace knows nothing; in runs, too, it is turned off."""
+    from transformers import M2M100Config
+
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder")
+             for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    config = M2M100Config(d_model=32, vocab_size=64, **sizes)
+    assert config.encoder_layerdrop > 0
+    (tmp_path / "m2m.json").write_text(config.to_json_string())
+    lengths = {"max_source_length": 16, "max_target_length": 16}
+    rows = rows_of("seq2seq_chatbot", str(tmp_path / "m2m"), cluster(gpu_memory="8GB"), ("single",), **lengths)
+    assert rows["single"].fits and rows["single"].memory.device["activations"] > 0
+
+
+def test_hpz_between_two_nodes_and_on_one():
+    two = rows_of("causal_lm", "gpt2_xl", nodes(2), ("zero3", "zero3_hpz"), **HALF)
+    assert two["zero3_hpz"].between < two["zero3"].between and two["zero3_hpz"].name == "ZeRO-3 hpZ 2x8"
+    weights = sum(w.numel for w in made("causal_lm", MODELS / "gpt2_xl.json").weights()[0])
+    more = two["zero3_hpz"].memory.device["parameters"] - two["zero3"].memory.device["parameters"]
+    assert more == pytest.approx(2 * weights / 8, rel=0.001)
+    one = rows_of("causal_lm", "gpt2_xl", cluster(gpus="8", gpu="a100-80gb"), ("zero3", "zero3_hpz"), **HALF)
+    assert one["zero3_hpz"].spread == one["zero3"].spread and next(iter(one)) == "zero3"
+
+
+@pytest.mark.parametrize("secondary, near", [(8, True), (4, True), (16, False), (3, False)])
+def test_what_hpz_sends_where(secondary, near):
+    """Trained weights are gathered from all ranks once a step, and frozen ones never."""
+    weights = [Weight("trained", (48, 100), 2, True), Weight("frozen", (48, 200), 2, False), Weight("small", (10,), 2, False)]
+    spread = Spread(
+        kind="deepspeed", name="", ranks=48, node=8, stage=3, shard=48, secondary=secondary, precision="bf16", persistent=10,
+        reuse=0, prefetch_bucket=0,
+    )  # fmt: skip
+    found = {flow.what: (flow.size, flow.ranks, flow.within) for flow in flows(weights, [weights[:1]], spread, 3)}
+    assert found == {
+        "weights, forward": (2 * 4800, 48, False),
+        "weights, forward, second copy": (2 * (2 * 4800 + 3 * 9600), secondary, near),
+        "weights, backward": (2 * 3 * (4800 + 9600), secondary, near),
+        "gradients": (2 * 3 * 4800, 48, False),
+        "small weights": (2 * 48, 48, False),
+    }
+
+
+def test_every_ring_between_two_nodes_counts():
+    """Hybrid sharding reduces each of a node's shards over a ring of its own."""
+    weights = [Weight("w", (64, 100), 4, True, "layer")]
+    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8)
+    assert between_nodes(flows(weights, [weights], spread), 2) == 4 * 6400, "all gradients, from each node once"
+
+
+def test_fsdp_reduces_in_fp32_and_over_replicas_once_a_step():
+    weights = [Weight("w", (64, 100), 4, True, "layer")]
+    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8, precision="bf16")
+    sizes = {flow.what: flow.size for flow in flows(weights, [weights], spread, accumulation=3)}
+    assert sizes["weights, forward"] == sizes["weights, backward"] == 3 * 2 * 6400
+    assert sizes["gradients"] == 3 * 4 * 6400
+    assert sizes["gradients, copies"] == 4 * 6400 / 8
