@@ -319,8 +319,8 @@ def test_a_trace_that_fails_is_the_problem_of_its_rows(tmp_path, capsys, monkeyp
     text, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert found["by_formula"] is None and "ddp cannot be planned" in text and "not traced" in text
     for row in found["rows"]:
-        failed = made["file"] in ("single", "ddp")  # whose weights are fp32
-        assert made["untraced"] is failed and made["fits"] is not failed
+        failed = row["file"] in ("single", "ddp")  # whose weights are fp32
+        assert row["untraced"] is failed and row["fits"] is not failed
         assert failed == any("Expected inputs of BF16 type" in problem for problem in made["problems"])
     monkeypatch.setattr(traces, "_in_groups", lambda *_, **__: 1 / 0)
     assert main([*plan, *model]) == 2
