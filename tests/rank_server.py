@@ -229,7 +229,7 @@ def launcher(line: Sequence[str]) -> NoReturn:
     start = Spawner().start
     accelerate.subprocess = types.SimpleNamespace(Popen=start, CalledProcessError=subprocess.CalledProcessError)
     subprocess_handler.Popen = start
-    buffered_output()
+    like_without_u()
     sys.argv = [accelerate.__file__, *line[3:]]
     sys.path[0] = os.getcwd()
     run(accelerate.main)
@@ -316,7 +316,7 @@ def script(line: Sequence[str]) -> NoReturn:
     """Run ``python [-u] SCRIPT ...``."""
     index = script_of(line)
     if index == 1:
-        buffered_output()
+        like_without_u()
     file = line[index]
     sys.argv = list(line[index:])
     sys.path[0] = str(Path(file).resolve().parent)
@@ -326,9 +326,10 @@ def script(line: Sequence[str]) -> NoReturn:
     run(lambda: exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__))
 
 
-def buffered_output() -> None:
-    """Make standard output what it is in Python without ``-u``."""
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+def like_without_u() -> None:
+    """Make standard output what it is in Python without ``-u``, with which the server runs."""
+    if not os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def run(main: Callable[[], Any]) -> NoReturn:

@@ -34,15 +34,10 @@ told = {
 pathlib.Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(told))
 """
 OWN = (
-    "ZEROBOOK_FILLER",
-    "PYTEST_CURRENT_TEST",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_ERROR_FILE",
-    "LINES",
-    "COLUMNS",
-)
-"""Variables that differ between launches."""
+    "ZEROBOOK_FILLER", "PYTEST_CURRENT_TEST", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    "LINES", "COLUMNS", "PYTORCH_NVML_BASED_CUDA_CHECK",
+)  # fmt: skip
+"""Variables that differ between launches; the last one DeepSpeed sets at its import, which is the server's."""
 
 
 def line(strategy: str, processes: int, *words: object) -> list[str]:
