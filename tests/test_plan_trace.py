@@ -321,7 +321,7 @@ def test_a_trace_that_fails_is_the_problem_of_its_rows(tmp_path, capsys, monkeyp
     for row in found["rows"]:
         failed = row["file"] in ("single", "ddp")  # whose weights are fp32
         assert row["untraced"] is failed and row["fits"] is not failed
-        assert failed == any("Expected inputs of BF16 type" in problem for problem in made["problems"])
+        assert failed == any("Expected inputs of BF16 type" in problem for problem in row["problems"])
     monkeypatch.setattr(traces, "_in_groups", lambda *_, **__: 1 / 0)
     assert main([*plan, *model]) == 2
     text = capsys.readouterr().err
