@@ -43,7 +43,7 @@ test-fast: setup ## a few minutes: everything but long launches
 test: setup checks ## under an hour on two cores: a fixed sample of everything; what CI runs
 	@$(BIN)/python -m pytest -q -m "not full" --durations=10
 
-test-full: setup checks ## the whole matrices, and the tables in docs/parity.md, resume.md, plan_errors.md
+test-full: setup checks ## the whole matrices; writes the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q --durations=20
-	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs
+	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured

@@ -24,8 +24,8 @@ from zerobook.resolve import Hardware
 from zerobook.training import run as recipe_run
 
 README = (ROOT / "README.md").read_text()
-DATA = (ROOT / "docs" / "data.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+DATA = (ROOT / "docs" / "guides" / "data.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")),
          ROOT / "ds_configs" / "published" / "README.md"]  # fmt: skip
 CONFIGS = {
     "causal_lm_gpt2_xl": "causal_lm", "lora_smollm2": "lora_finetune", "mixture_smollm2": "causal_lm",
@@ -115,7 +115,7 @@ def test_header_of_a_strategy_file(file):
     processes = STRATEGIES[file.stem]
     ran = f"{processes} CPU processes over gloo (parity-tested against one process)" if processes > 1 else (
         "1 CPU process (the reference of every parity test)")  # fmt: skip
-    assert said["Run on"] == f"{ran}. GPU: not run yet"
+    assert re.fullmatch(re.escape(ran) + r"\. GPU: .+", said["Run on"])
     assert processes == 1 or f"--num_processes {processes} " in said["A laptop"]
     (row,) = [line for line in README.splitlines() if line.startswith(f"| `{file.name}` |")]
     assert row.split(" | ")[2] == re.sub(r" \(.*", "", said["Memory"])
@@ -145,24 +145,32 @@ def test_dry_run_of_a_recipe_config(name, monkeypatch, capsys):
 # --- launch lines that are not run here
 def launch_lines() -> list:
     """Every ``accelerate launch`` that is shown and not run, as it stands in its file."""
-    found = [("README.md", line) for line, needs in commands(README) if needs and line.startswith("accelerate ")]
+    found = [("README.md", line, {}) for line, needs in commands(README) if needs and line.startswith("accelerate ")]
     for page in PAGES[1:]:
-        found += [(page.name, line) for line, _ in commands(page.read_text()) if line.startswith("accelerate ")]
+        text = page.read_text()
+        found += [(page.name, line, shown_files(text)) for line, _ in commands(text) if line.startswith("accelerate ")]
     for file in sorted((ROOT / "recipes").glob("*.py")):
         source = file.read_text().split('"""')[1]
         shown = re.findall(r"^    (accelerate launch .*(?:(?<=\\)\n.*)*)", source, re.M)
         assert len(shown) == 2, file
-        found += [(file.name, line) for line in shown]
+        found += [(file.name, line, {}) for line in shown]
     for name in CONFIGS:
-        found.append((f"{name}.yaml", header(ROOT / "recipes" / "configs" / f"{name}.yaml")["Launch"]))
-    return [pytest.param(line, id=f"{name}-{i}") for i, (name, line) in enumerate(found)]
+        found.append((f"{name}.yaml", header(ROOT / "recipes" / "configs" / f"{name}.yaml")["Launch"], {}))
+    return [pytest.param(line, files, id=f"{name}-{i}") for i, (name, line, files) in enumerate(found)]
 
 
-@pytest.mark.parametrize("line", launch_lines())
-def test_shown_launch_resolves(line, clone, monkeypatch):
+def shown_files(text: str) -> dict[str, str]:
+    """Return the files that a page asks its reader to save: code blocks whose first line is ``# NAME.py``."""
+    return {re.match(r"# (\w+\.py)\n", block)[1]: block for block in blocks(text, "python") if re.match(r"# \w+\.py\n", block)}
+
+
+@pytest.mark.parametrize("line, files", launch_lines())
+def test_shown_launch_resolves(line, files, clone, monkeypatch):
     """What needs GPUs and a hub to run needs neither to be resolved, and as nothing is started, nothing can be trained."""
     monkeypatch.chdir(clone)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the tests' own, on a machine without GPUs
+    for name, code in files.items():
+        (clone / name).write_text(code)
     line = re.sub(r"\\\n", " ", line).replace("<your GPUs>", "8")
     program, launch, *arguments = shlex.split(line)
     assert (program, launch) == ("accelerate", "launch")
@@ -174,7 +182,7 @@ def test_shown_launch_resolves(line, clone, monkeypatch):
     assert plan.zero_stage == (int(strategy[4]) if strategy.startswith("zero") else None)
 
 
-# --- docs/data.md
+# --- docs/guides/data.md
 def test_examples_of_formats_are_of_their_format():
     section = DATA.partition("## Formats")[2].partition("## Sources")[0]
     found = re.findall(r"^\*\*`(\w+)`\*\*.*?```jsonl\n(.*?)\n```", section, re.S | re.M)
