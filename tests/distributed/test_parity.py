@@ -2,7 +2,7 @@
 
 Every strategy file is launched with full finetuning and with LoRA, and most with QLoRA. Between the steps, every run
 evaluates, generates, saves and rolls back once: a fault that such a pause leaves behind shows in the steps after it.
-``make test`` takes the sample named below; ``make test-full`` takes all, and writes its differences into docs/measured/parity.md.
+``make test`` takes the sample named below; ``make test-full`` takes all, and docs/measured/parity.md has its differences.
 """
 
 from __future__ import annotations
