@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-full checks
+.PHONY: help setup demo demo-spike test-fast test test-full checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -33,6 +33,9 @@ demo: $(STAMP) ## SmolLM2 finetuned under ZeRO-2, killed, continued under ZeRO-3
 demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out, and its logbook tells so
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo_spike.py
+
+docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
+	@$(BIN)/python scripts/reference.py && $(BIN)/python scripts/architecture.py
 
 checks: $(STAMP) ## lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

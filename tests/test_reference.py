@@ -1,14 +1,16 @@
-"""docs/reference/ is what the code says, and the code writes no event and no file that it leaves out."""
+"""docs/reference/ and the picture of the packages are what the code says, and the code writes nothing that they leave out."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from scripts import reference
+from scripts import architecture, reference
 from tests.harness import ROOT
 from tests.test_checkpoints import save_all, spread
 from zerobook.checkpoint.contents import FILES
@@ -90,3 +92,32 @@ def test_a_field_without_a_description_is_refused():
 def test_the_glossary_is_short():
     rows = [line for line in (ROOT / "docs" / "reference" / "glossary.md").read_text().splitlines() if line.startswith("| **")]
     assert 0 < len(rows) <= 30
+
+
+# --- the picture of the packages
+def test_the_picture_has_every_package():
+    graph = architecture.imports(ROOT)
+    drawn = re.findall(r">([\w]+(?:/|\.py))</text>", (ROOT / "docs" / "architecture.svg").read_text())
+    assert {Path(name).stem for name in drawn} == set(graph), "run scripts/architecture.py"
+
+
+def test_imports_of_every_kind_are_seen_and_circles_are_told(tmp_path):
+    package = tmp_path / "zerobook"
+    for name, code in {
+        "low/__init__": "", "low/leaf": "X = 1",
+        "middle/__init__": "", "middle/a": "from zerobook.low.leaf import X", "middle/b": "def f():\n    import zerobook.low",
+        "top": "COMMANDS = {'a': 'zerobook.middle.b'}\nfrom zerobook import low",
+    }.items():  # fmt: skip
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    graph = architecture.imports(tmp_path)
+    assert graph == {"low": set(), "middle": {"low"}, "top": {"low", "middle"}}
+    straight, against = architecture.without_circles(graph)
+    assert not against and architecture.levels(straight) == {"low": 0, "middle": 1, "top": 2}
+    assert architecture.reduced(straight) == {"low": set(), "middle": {"low"}, "top": {"middle"}}
+    (package / "low" / "leaf.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zerobook.top import f"
+    )
+    straight, against = architecture.without_circles(architecture.imports(tmp_path))
+    assert against == {("low", "top")} and architecture.levels(straight) == {"low": 0, "middle": 1, "top": 2}
