@@ -35,7 +35,9 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 	@$(BIN)/python scripts/demo_spike.py
 
 docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
-	@$(BIN)/python scripts/reference.py && $(BIN)/python scripts/architecture.py
+	@$(BIN)/python scripts/reference.py
+	@$(BIN)/python scripts/performance.py
+	@$(BIN)/python scripts/architecture.py
 
 checks: $(STAMP) ## lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

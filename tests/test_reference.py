@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import architecture, reference
+from scripts import architecture, performance, reference
 from tests.harness import ROOT
 from tests.test_checkpoints import save_all, spread
 from zerobook.checkpoint.contents import FILES
@@ -21,6 +21,10 @@ from zerobook.runlog.events import COMMON, KINDS
 @pytest.mark.parametrize("name, text", reference.pages().items(), ids=list(reference.pages()))
 def test_the_pages_are_made_of_the_code(name, text):
     assert (ROOT / "docs" / "reference" / name).read_text() == text, "run scripts/reference.py"
+
+
+def test_the_page_of_speeds_is_made_of_the_results():
+    assert performance.PAGE.read_text() == performance.page(), "run scripts/performance.py"
 
 
 def test_every_flag_stands_under_a_heading():
