@@ -179,7 +179,8 @@ def draw(graph: dict[str, set[str]], said: dict[str, str], picture: Path) -> Non
     note = "An arrow points to what is imported. Arrows that longer ways imply are left out."
     if against:
         note += f" Red: {len(against)} import(s) against the direction."
-    axes.text(min(xs) - WIDTH / 2, -HEIGHT / 2 - 0.35, note, fontsize=9, color="#44546a", va="center")
+    note = textwrap.fill(note, int(13 * size[0]))
+    axes.text(min(xs) - WIDTH / 2, -HEIGHT / 2 - 0.2, note, fontsize=9, color="#44546a", va="top")
     figure.savefig(picture, bbox_inches="tight", metadata={"Date": None} if picture.suffix == ".svg" else None)
     pyplot.close(figure)
 

@@ -274,16 +274,11 @@ def test_every_command_without_a_note_runs(page, clone):
             assert len(result.stdout.split()) > 2
         if line.startswith("zerobook eval"):
             assert "arithmetic" in result.stdout
-
-
-@pytest.mark.launch
-@pytest.mark.full
-def test_the_result_is_loaded_as_shown(clone):
-    (train,) = [line for line in RUN_HERE["recipes.md"] if "--max_train_steps 3 " in line]
-    assert run(train, clone).returncode == 0
-    (code,) = blocks(RECIPES, "python")
-    result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
+    for code in blocks(RECIPES, "python") if page == "recipes.md" else ():  # loads what the commands saved
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.launch
