@@ -104,6 +104,15 @@ def test_links_and_paths_lead_somewhere(page):
     named_paths(text)
 
 
+def test_the_workflow_runs_what_contributors_run():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert "make test" in [step.get("run") for step in job["steps"]]
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*_*.yml"):
+        names = [field["id"] for field in yaml.safe_load(form.read_text())["body"]]
+        assert names and len(set(names)) == len(names)
+
+
 def anchors(page: Path) -> set[str]:
     """As the headings of a Markdown page are called in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
