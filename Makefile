@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-full checks
+.PHONY: help setup demo demo-spike test-fast test test-full checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -36,6 +36,11 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo_spike.py
 
+docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
+	@$(BIN)/python scripts/reference.py
+	@$(BIN)/python scripts/performance.py
+	@$(BIN)/python scripts/architecture.py
+
 checks: $(STAMP) ## lint, format, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
@@ -48,8 +53,8 @@ test: setup checks ## at most 15 minutes on two cores: a fixed sample of everyth
 	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10
 
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
-test-full: setup checks ## at most an hour: the whole matrices, and the tables in docs/parity.md, resume.md, plan_errors.md
+test-full: setup checks ## at most an hour: the whole matrices, and the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
-	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs
+	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured

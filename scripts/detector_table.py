@@ -1,6 +1,6 @@
-"""Our spike detector and the published rules on a folder of labelled loss curves; writes docs/detector.md.
+"""Our spike detector and the published rules on a folder of labelled loss curves; writes docs/guides/detector.md.
 
-    python scripts/detector_table.py FOLDER [--write docs/detector.md]
+    python scripts/detector_table.py FOLDER [--write docs/guides/detector.md]
 
 FOLDER holds `curves/NAME.csv` (step,loss), `grad_norm/NAME.csv` where there is one, and `labels.json`: per curve its
 `label`, `source_repo` and `events` (`onset`, `recovered`, `points`, `kind`).

@@ -1,4 +1,4 @@
-"""Writes what has run on GPUs into README.md, between two marks, from the results of benchmarks/gpu.py.
+"""Writes what has run on GPUs into docs/measured/gpu.md, between two marks, from the results of benchmarks/gpu.py.
 
 usage: gpu_status.py
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+PAGE = ROOT / "docs" / "measured" / "gpu.md"
 BEGIN, END = "<!-- written by scripts/gpu_status.py -->", "<!-- end -->"
 NOTHING = """Nothing yet: all that is measured in these pages was measured on CPUs. On a machine with a GPU,
 `python benchmarks/gpu.py all` runs what one GPU can show, without a network, and writes its results in place of these
-lines: [docs/gpu.md](docs/gpu.md)."""
-MORE = "Several GPUs together were not run. How to run it, and what each part shows: [docs/gpu.md](docs/gpu.md)."
+lines: [how to run it](../guides/gpu.md)."""
+MORE = "Several GPUs together were not run. How to run it, and what each part shows: [GPUs](../guides/gpu.md)."
 
 
 def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -51,7 +52,7 @@ def words(results: Path) -> str:
         lines += ["| part | ran | failed | not run | what came out |", "|---|---|---|---|---|"]
         for part, found in parts.items():
             died, skipped = (sum(key in row for row in found.values()) for key in ("died", "not run"))
-            link = f"[{part}](benchmarks/results/gpu/{folder.name}/{part}.json)"
+            link = f"[{part}](../../benchmarks/results/gpu/{folder.name}/{part}.json)"
             lines.append(f"| {link} | {len(found) - died - skipped} | {died} | {skipped} | {outcome(part, found)} |")
         sections.append("\n".join(lines))
     if not sections:
@@ -74,9 +75,8 @@ def written(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(written(readme.read_text(), RESULTS))
-    print(f"wrote {readme}")
+    PAGE.write_text(written(PAGE.read_text(), RESULTS))
+    print(f"wrote {PAGE}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Turns what the tests of whole matrices measured into docs/parity.md, docs/resume.md and docs/plan_errors.md.
+"""Writes parity.md, resume.md and plan_errors.md from what the tests of whole matrices measured.
 
-usage: parity_table.py MEASURED.jsonl DOCS_FOLDER
+usage: parity_table.py MEASURED.jsonl FOLDER
 """
 
 import json
@@ -53,7 +53,7 @@ host RAM. ZeRO-3 that is *forgetting* keeps nothing for a later use (`stage3_max
 `stage3_prefetch_bucket_size` 0), *narrow* is 60,000 elements of reuse and 70,000 alive: what larger models meet with the
 shipped limits of 10^9. Written by `make test-full`.
 
-On CUDA, where the allocator's peak is compared too, this was **not run yet**.
+The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what has run.
 """
 
 

@@ -28,7 +28,7 @@ def main() -> int:
         "--device_memory", help="bytes of a process at most, such as 24GB; unset: 24GiB, or what tiny tables need"
     )
     parser.add_argument("--processes", type=int, help="at most; unset: 2 on a CPU, all GPUs")
-    parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/ and benchmarks/results/")
+    parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/measured/ and benchmarks/results/")
     asked = parser.parse_args()
 
     from benchmarks.published import pages, suite
@@ -43,7 +43,7 @@ def main() -> int:
         if not wanted or wanted - set("ABCDEFG"):
             raise ConfigError(f"--tables: {asked.tables!r}: there are the tables A to G.")
         if wanted != set("ABCDEFG") and asked.out is None:
-            raise ConfigError(f"--tables {asked.tables}: docs/ holds all of one run. Give --out FOLDER for some of them.")
+            raise ConfigError(f"--tables {asked.tables}: docs/measured/ holds all of one run. Give --out FOLDER for a part.")
         if asked.processes is not None and asked.processes < 1:
             raise ConfigError(f"--processes: {asked.processes} is no number of processes; give 1 or more.")
         where = here(None if asked.processes is None else str(asked.processes))

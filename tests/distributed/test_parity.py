@@ -2,7 +2,7 @@
 
 Every strategy file is launched with full finetuning and with LoRA, and most with QLoRA. Between the steps, every run
 evaluates, generates, saves and rolls back once: a fault that such a pause leaves behind shows in the steps after it.
-``make test`` takes the sample named below; ``make test-full`` takes all, and its measured differences go into docs/parity.md.
+``make test`` takes the sample named below; ``make test-full`` takes all, and docs/measured/parity.md has its differences.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def test_ddp_sends_gradients_once_a_step(launches):
 
 
 def record(table: str, **row: Any) -> None:
-    """Keep what was measured, where the environment asks for it, for the tables in docs/."""
+    """Keep what was measured, where the environment asks for it, for the tables in docs/measured/."""
     file = os.environ.get("ZEROBOOK_PARITY_RECORD")
     if file:
         with Path(file).open("a") as handle:

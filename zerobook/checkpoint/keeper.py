@@ -181,7 +181,7 @@ class Keeper:
         self._warned = True
         tqdm.write(
             f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {TORCHRUN_S} s, before "
-            "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: see docs/checkpoints.md, Warning signals."
+            "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: docs/guides/checkpoints.md says how."
         )
 
     def finish(self, log: RunLog | None) -> None:

@@ -52,6 +52,7 @@ class Progress:
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     best_eval_loss: float | None = None
+    """lowest held-out loss so far, nats per supervised token"""
     following: dict[str, Any] = field(default_factory=dict)
     """what the next step will use (learning rate, sample ids, random numbers), for a run that goes on to compare with"""
     eval_loss: float | None = None

@@ -1,1 +1,1 @@
-"""From a dataset's name to the micro-batches of every optimizer step, the same under any split."""
+"""Data: from a dataset's name to the micro-batches of every step, the same on any number of ranks."""

@@ -1,1 +1,1 @@
-"""What a trained model can do: results loaded back from their folders, and tasks that measure them."""
+"""Evaluation: held-out loss, generation, multiple-choice tasks, and results loaded from their folders."""

@@ -1,1 +1,1 @@
-"""What a run will hold, send and take, before it is started."""
+"""The planner: memory, traffic and time of a run under every strategy file, before it starts."""

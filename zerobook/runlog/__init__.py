@@ -1,1 +1,1 @@
-"""The run's logbook: append-only events, and the series of its steps."""
+"""The record of a run: append-only events and steps, and the commands that read them."""

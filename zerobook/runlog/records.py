@@ -16,11 +16,13 @@ class StepRecord:
     """
 
     step: int
+    """optimizer steps done, from 1"""
     loss: SupportsFloat
     """nats per supervised token"""
     grad_norm: SupportsFloat
     """global 2-norm before clipping"""
     learning_rate: float
+    """of this step"""
     tokens: int
     """supervised tokens, over all ranks"""
     cursor: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What the rest of the project asks instead of branching on how a run is spread."""
+"""How a run is spread: one optimizer step, and the state by parameter name, under every strategy."""
 
 from zerobook.strategy.base import ReplicatedStrategy, Strategy
 from zerobook.strategy.pieces import Piece

@@ -1,0 +1,239 @@
+"""Writes the pages of docs/reference/ that are made of the code.
+
+usage: reference.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from zerobook.checkpoint.contents import FILES
+from zerobook.checkpoint.progress import Progress
+from zerobook.config import ALIASES, DatasetSpec, RecipeConfig
+from zerobook.runlog.events import COMMON, KINDS, STEP_LINE
+from zerobook.runlog.records import StepRecord
+from zerobook.training.recipe_file import recipe_class
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTE = "<!-- written by scripts/reference.py -->"
+STRATEGIES = """\
+Memory is in bytes of each process's device at the peak of a step, in fp32 unless it says bf16, without activations. Traffic is
+in bytes sent, times (N - 1)/N. P is the number of trained parameters, N of processes, G of processes of a node, R of replicas.
+With LoRA, P counts the adapters; the frozen base adds 4 bytes a weight (2 under mixed precision), divided by N where weights
+are sharded (under `zero3_hpz.yaml` as much again, divided by G).
+
+The precision is set by `--mixed_precision` or by the strategy file. Where a DeepSpeed JSON fixes another one, the flag is
+taken, and a note says so. A file of your own from `accelerate config` works too. The header of each file has the source of its
+figures.
+"""
+
+
+def main(folder: Path) -> None:
+    for name, text in pages().items():
+        (folder / name).write_text(text)
+        print(f"wrote {folder / name}")
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page, by file name."""
+    return {"flags.md": flags(), "strategies.md": strategies(), "runlog.md": runlog(), "checkpoint.md": checkpoint()}
+
+
+# --- flags
+def flags() -> str:
+    """Return the page of all flags of all recipes."""
+    parts = ["# Flags\n", NOTE + "\n"]
+    parts.append(
+        "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
+        "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n"
+    )
+    parts.append("## Every recipe\n")
+    for group, names in groups(RecipeConfig).items():
+        parts.append(f"### {group[:1].upper()}{group[1:]}\n\n{fields(RecipeConfig, names)}")
+    for file in sorted((ROOT / "recipes").glob("*.py")):
+        if file.stem == "__init__":
+            continue
+        config = recipe_class(file).config_class
+        own = [name for name in config.model_fields if name not in RecipeConfig.model_fields]
+        parts.append(f"## {file.name}\n\n{config_doc(file)}\n\n{fields(config, own)}")
+    parts.append(
+        "## Entries of `datasets`\n\nA mixture stands in the YAML under `datasets:`, a list of entries with these keys.\n\n"
+        + fields(DatasetSpec, DatasetSpec.model_fields, dashes="")
+    )
+    renamed = [[f"`--{alias}`", f"`--{name}`"] for alias, name in ALIASES.items()]
+    parts.append(f"## Other names\n\n{table(['flag', 'is read as'], renamed)}")
+    return "\n".join(parts)
+
+
+def groups(config: type) -> dict[str, list[str]]:
+    """Return the fields of a config class under the headings (``# --- heading``) of its source."""
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+    for line in inspect.getsource(config).splitlines():
+        if heading := re.match(r"    # --- (.*)", line):
+            names = found[heading[1]] = []
+        elif (field := re.match(r"    (\w+): ", line)) and field[1] in config.model_fields:  # type: ignore[attr-defined]
+            names.append(field[1])
+    return found
+
+
+def config_doc(file: Path) -> str:
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+
+
+def fields(config: Any, names: Iterable[str], dashes: str = "--") -> str:
+    """Return the table of some fields of a pydantic model."""
+    known = {name: config.model_fields[name] for name in names}
+    rows = [
+        [f"`{dashes * (name != 'datasets')}{name}`", kind(field), default(field), sentence(field.description or "")]
+        for name, field in known.items()
+    ]
+    return table(["flag" if dashes else "key", "type", "default", "meaning"], rows)
+
+
+def kind(field: Any) -> str:
+    """Return the type of a field as it is typed: names of classes, choices, and bounds."""
+    bounds = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if hasattr(limit, name)
+    ]
+    return ", ".join([type_words(field.annotation), *bounds])
+
+
+def type_words(annotation: Any) -> str:
+    if annotation is DatasetSpec:
+        return "mappings"
+    inner = [type_words(part) for part in get_args(annotation) if part is not type(None)]
+    name = getattr(annotation, "__name__", str(annotation))
+    if name == "list":
+        return f"list of {inner[0]}"
+    if name == "Literal":
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    return inner[0] if inner else {"str": "text", "bool": "true or false"}.get(name, name)
+
+
+def default(field: Any) -> str:
+    value = field.default
+    if field.is_required():
+        return "required"
+    if value is None or value == [] or value == "":
+        return ""
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{' '.join(value) if isinstance(value, list) else value}`"
+
+
+# --- strategies
+def strategies() -> str:
+    """Return the page of strategy files, made of their headers."""
+    rows = []
+    order = ("single", "ddp", "zero", "fsdp")
+    for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"), key=lambda f: (prefix(f.stem, order), f.stem)):
+        said = header(file)
+        link = f"[`{file.name}`](../../accelerate_configs/{file.name})"
+        rows.append([link, *(sentence(said[key]) for key in ("Purpose", "Memory", "Traffic", "Choose", "Run on"))])
+    heads = ["file in `accelerate_configs/`", "what is spread", "memory", "traffic", "choose it when", "ran on"]
+    return "\n".join(
+        [
+            "# Strategy files\n",
+            NOTE + "\n",
+            STRATEGIES,
+            table(heads, rows),
+        ]
+    )
+
+
+def prefix(name: str, order: Sequence[str]) -> int:
+    """Return the place in ``order`` of what ``name`` begins with; the end where it is not there."""
+    return next((place for place, start in enumerate(order) if name.startswith(start)), len(order))
+
+
+def header(file: Path) -> dict[str, str]:
+    """Return the ``# Key:  value`` lines at the top of a YAML file; a line without a key continues the value before."""
+    found: dict[str, str] = {}
+    key = ""
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        match = re.match(r"# (\w[\w ]*): +(.*)", line)
+        if match:
+            key = match[1]
+            found[key] = match[2]
+        else:
+            found[key] += " " + line.removeprefix("#").strip()
+    return found
+
+
+# --- runlog
+def runlog() -> str:
+    """Return the page of events and steps."""
+    parts = ["# Files of a runlog\n", NOTE + "\n"]
+    parts.append(
+        "`output_dir/runlog/` holds one JSON object a line. Rank 0 writes. [The runlog](../guides/runlog.md) explains it.\n"
+    )
+    line = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})
+    known = field_docs(StepRecord)
+    rows = [[f"`{name}`", sentence(text)] for name, text in STEP_LINE.items() if name != "crc"]
+    rows += [[f"`{name}`", sentence(known[name])] for name in line.to_json()]
+    rows.append(["`crc`", sentence(STEP_LINE["crc"])])
+    parts.append(f"## steps.jsonl\n\nOne line per optimizer step.\n\n{table(['field', 'meaning'], rows)}")
+    common = [[f"`{name}`", sentence(text)] for name, text in COMMON.items()]
+    parts.append(f"## events.jsonl\n\nEvery event has these fields.\n\n{table(['field', 'meaning'], common)}")
+    parts.append("Fields that have no value in a case are left out, or null.\n")
+    for name, event in KINDS.items():
+        rows = [[f"`{field}`", sentence(text)] for field, text in event.fields.items()]
+        parts.append(f"### {name}\n\n{event.when}\n\n{table(['field', 'meaning'], rows)}")
+    return "\n".join(parts)
+
+
+def checkpoint() -> str:
+    """Return the page of a checkpoint's files."""
+    parts = ["# Files of a checkpoint\n", NOTE + "\n"]
+    parts.append(
+        "`output_dir/checkpoints/step-NNNNNN/` is a complete checkpoint. [Checkpoints](../guides/checkpoints.md) explains how\n"
+        "it is written and read, and the other folders beside it.\n"
+    )
+    for name, (words, content) in FILES.items():
+        known = field_docs(Progress) if name == "progress.json" else content
+        rows = [[f"`{field}`", sentence(text)] for field, text in known.items()]
+        parts.append(f"## {name}\n\n{words}\n" + (f"\n{table(['field', 'meaning'], rows)}" if rows else ""))
+    return "\n".join(parts)
+
+
+# --- helpers
+def field_docs(record: type) -> dict[str, str]:
+    """Return field -> the docstring behind it, of a dataclass.
+
+    Raises:
+        ValueError: a field has none.
+    """
+    (body,) = [node.body for node in ast.parse(inspect.getsource(record)).body if isinstance(node, ast.ClassDef)]
+    found = {}
+    for node, behind in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if not (isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)):
+                raise ValueError(f"{record.__name__}.{node.target.id} has no docstring behind it; write one.")
+            found[node.target.id] = " ".join(str(behind.value.value).split())
+    return found
+
+
+def sentence(text: str) -> str:
+    """Return text that a cell of a table can hold."""
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "reference")

@@ -1,0 +1,127 @@
+"""docs/reference/ and the picture of the packages are what the code says, and the code writes nothing that they leave out."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import architecture, performance, reference
+from tests.harness import ROOT
+from tests.test_checkpoints import save_all, spread
+from zerobook.checkpoint.contents import FILES
+from zerobook.config import RecipeConfig
+from zerobook.runlog.events import COMMON, KINDS
+
+
+@pytest.mark.parametrize("name, text", reference.pages().items(), ids=list(reference.pages()))
+def test_the_pages_are_made_of_the_code(name, text):
+    assert (ROOT / "docs" / "reference" / name).read_text() == text, "run scripts/reference.py"
+
+
+def test_the_page_of_speeds_is_made_of_the_results():
+    assert performance.PAGE.read_text() == performance.page(), "run scripts/performance.py"
+
+
+def test_every_flag_stands_under_a_heading():
+    named = [name for names in reference.groups(RecipeConfig).values() for name in names]
+    assert sorted(named) == sorted(RecipeConfig.model_fields)
+
+
+# --- events
+def constants(node: ast.AST) -> set[str]:
+    return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def kinds(module: ast.Module, function: ast.AST, given: ast.expr) -> set[str]:
+    """Return the types of events that an argument can name: itself, what is assigned to it, or what callers pass."""
+    if not isinstance(given, ast.Name):
+        return constants(given)
+    assigned = [n for n in ast.walk(function) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == given.id]
+    if assigned:
+        (source,) = assigned
+        tables = [n for n in module.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ast.unparse(source)]
+        values = [value for table in tables if isinstance(table.value, ast.Dict) for value in table.value.values]
+        return constants(source).union(*map(constants, values))
+    assert isinstance(function, ast.FunctionDef)
+    place = [argument.arg for argument in function.args.args].index(given.id)
+    calls = [n for n in ast.walk(module) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
+    return set().union(*(constants(call.args[place]) for call in calls))
+
+
+def written() -> Iterator[tuple[str, str, set[str]]]:
+    """(where, type, fields) of every event that the package writes; fields in ``**`` are not seen."""
+    for file in sorted((ROOT / "zerobook").rglob("*.py")):
+        module = ast.parse(file.read_text())
+        for function in (n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)):
+            for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+                if isinstance(call.func, ast.Attribute) and call.func.attr == "event" and call.args:
+                    fields = {keyword.arg for keyword in call.keywords if keyword.arg} - {"durable"}
+                    for kind in kinds(module, function, call.args[0]):
+                        yield f"{file.name}:{call.lineno}", kind, fields
+
+
+def test_every_event_that_is_written_is_described():
+    found = list(written())
+    for where, kind, fields in found:
+        assert kind in KINDS, f"{where}: describe {kind} in zerobook/runlog/events.py"
+        assert fields <= {*KINDS[kind].fields, *COMMON}, f"{where}: describe the fields of {kind} in zerobook/runlog/events.py"
+    assert {kind for _, kind, _ in found} == set(KINDS)
+
+
+# --- checkpoints
+def test_every_file_of_a_checkpoint_is_described(tmp_path):
+    save_all(tmp_path, 3, spread([4], 2))
+    folder = tmp_path / "checkpoints" / "step-000003"
+    names = {file.name for file in folder.iterdir()}
+    pieces = {name for name in names if name.startswith("tensors-")}
+    assert pieces and names - pieces == set(FILES) - {"tensors-RRRRR-NNNNN.safetensors"}
+    for name in ("manifest.json", "tensors.json"):
+        assert set(json.loads((folder / name).read_text())) == set(FILES[name][1])
+    described = reference.field_docs(reference.Progress)
+    assert set(json.loads((folder / "progress.json").read_text())) == set(described)
+
+
+def test_a_field_without_a_description_is_refused():
+    from zerobook.strategy import Piece
+
+    with pytest.raises(ValueError, match="has no docstring behind it"):
+        reference.field_docs(Piece)
+
+
+def test_the_glossary_is_short():
+    rows = [line for line in (ROOT / "docs" / "reference" / "glossary.md").read_text().splitlines() if line.startswith("| **")]
+    assert 0 < len(rows) <= 30
+
+
+# --- the picture of the packages
+def test_the_picture_has_every_package():
+    graph = architecture.imports(ROOT)
+    drawn = re.findall(r">([\w]+(?:/|\.py))</text>", (ROOT / "docs" / "architecture.svg").read_text())
+    assert {Path(name).stem for name in drawn} == set(graph), "run scripts/architecture.py"
+
+
+def test_imports_of_every_kind_are_seen_and_circles_are_told(tmp_path):
+    package = tmp_path / "zerobook"
+    for name, code in {
+        "low/__init__": "", "low/leaf": "X = 1",
+        "middle/__init__": "", "middle/a": "from zerobook.low.leaf import X", "middle/b": "def f():\n    import zerobook.low",
+        "top": "COMMANDS = {'a': 'zerobook.middle.b'}\nfrom zerobook import low",
+    }.items():  # fmt: skip
+        file = package / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(code)
+    graph = architecture.imports(tmp_path)
+    assert graph == {"low": set(), "middle": {"low"}, "top": {"low", "middle"}}
+    straight, against = architecture.without_circles(graph)
+    assert not against and architecture.levels(straight) == {"low": 0, "middle": 1, "top": 2}
+    assert architecture.reduced(straight) == {"low": set(), "middle": {"low"}, "top": {"middle"}}
+    (package / "low" / "leaf.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zerobook.top import f"
+    )
+    straight, against = architecture.without_circles(architecture.imports(tmp_path))
+    assert against == {("low", "top")} and architecture.levels(straight) == {"low": 0, "middle": 1, "top": 2}

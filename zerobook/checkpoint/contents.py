@@ -1,0 +1,45 @@
+"""The files of a checkpoint, and their fields. The reference of the docs is made of this."""
+
+from __future__ import annotations
+
+FILES: dict[str, tuple[str, dict[str, str]]] = {
+    "manifest.json": (
+        "Written last. A folder without it is no checkpoint.",
+        {
+            "format_version": "version of this layout; 4 is written, 3 is read too",
+            "step": "optimizer steps done",
+            "files": "every other file: its size in bytes, and its digest (xxh3_128)",
+        },
+    ),
+    "tensors.json": (
+        "The index of the tensors.",
+        {
+            "shapes": "name of each trained parameter: its shape",
+            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`): [start, stop, file] of each "
+            "piece, as positions in the flattened tensor",
+            "adam_steps": "steps that Adam has counted",
+            "written_by": "strategy that wrote it, as read from the live objects",
+        },
+    ),
+    "tensors-RRRRR-NNNNN.safetensors": (
+        "Pieces of fp32 weights and of Adam's moments that rank R wrote. A piece is a flattened stretch, stored as "
+        "`weight/NAME@START`. A file has 512 MiB at most, unless one piece is larger.",
+        {},
+    ),
+    "buffers.safetensors": (
+        "Persistent buffers by name, in the dtypes in which they were loaded. Empty for a model with adapters.",
+        {},
+    ),
+    "progress.json": ("The state of the loop: one `zerobook.checkpoint.progress.Progress` record.", {}),
+    "config.json": (
+        "The settings of the run that wrote it.",
+        {
+            "config": "every key of the recipe's config with its value",
+            "asked": "the config as YAML, flags and strategy file asked for it",
+            "chat_template": "text of `--chat_template`; null for the tokenizer's own",
+            "base_commit": "hub commit of the model that was loaded",
+            "base": "config of that model; with adapters, also a digest of its weights",
+        },
+    ),
+}
+"""Name of the file -> (what it holds, its fields). In a name, RRRRR is the rank and NNNNN counts its files."""
