@@ -13,7 +13,7 @@ On a laptop's CPU, two processes, with any encoder-decoder model from a folder o
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -26,6 +26,9 @@ from zerobook.data.templates import Seq2SeqEncoder
 from zerobook.strategy import Strategy
 from zerobook.training.recipe import BatchShape, Recipe, Scorer
 from zerobook.training.run import run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class Seq2SeqConfig(RecipeConfig):
@@ -66,20 +69,20 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
     config_class = Seq2SeqConfig
     encoder_decoder = True
 
-    def check_model_config(self, model_config: Any) -> None:
+    def check_model_config(self, model_config: PreTrainedConfig) -> None:
         from zerobook.models.load import check_positions
 
         config = self.config
         longest = max(config.max_source_length, config.max_target_length, config.max_generated)
         check_positions(model_config, str(config.model_name_or_path), longest)
 
-    def encoder(self, tokenizer: Any) -> Seq2SeqEncoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Seq2SeqEncoder:
         # Source and target keep their own lengths; the decoder reads the target one token late.
         config = self.config
         lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
-    def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
+    def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> nn.Module:
         from zerobook.models.generation_config import answer_as_measured
 
         # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
@@ -94,7 +97,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         )
         return model
 
-    def collator(self, tokenizer: Any, model: nn.Module) -> Seq2SeqCollator:
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Seq2SeqCollator:
         config = self.config
         return Seq2SeqCollator(
             tokenizer.pad_token_id,
@@ -104,14 +107,14 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
             target_length=config.max_target_length if config.pad_to_max_length else 0,
         )
 
-    def scorers(self, tokenizer: Any, model: nn.Module, data: Any, collate: Any) -> Sequence[Scorer]:
+    def scorers(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: Any, collate: Any) -> Sequence[Scorer]:
         from zerobook.evaluation.generation import GenerationScorer
         from zerobook.evaluation.tasks import task_scorers
 
         config = self.config
         scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]
         if data.held_out:
-            rows = ConcatDataset(list(data.held_out.values()))
+            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(list(data.held_out.values()))
             batch_size, batches = config.per_device_eval_batch_size, config.n_val_batch_generations
             decoding: Any = model.generation_config
             scorers.append(

@@ -13,7 +13,7 @@ from zerobook.errors import ConfigError
 from zerobook.utils.user_code import load_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import torch
 
@@ -143,7 +143,7 @@ class SGD(OptimizerSpec):
             torch leaves the buffers of a fused first step without values where that step is skipped.
             """
 
-            def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            def step(self, closure: Any = None) -> Any:
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None and "momentum_buffer" not in self.state[parameter]:

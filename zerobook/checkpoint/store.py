@@ -33,7 +33,7 @@ FORMAT_VERSION = 5
 versions read, too."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-_LISTED = {3: ("config.json", "tensors.json", PROGRESS)}
+_LISTED: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
 _LISTED |= dict.fromkeys((4, 5), (*_LISTED[3], "buffers.safetensors"))
 """Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"

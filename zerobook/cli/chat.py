@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import TextStreamer
@@ -17,6 +17,11 @@ from zerobook.errors import ConfigError
 from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import plain, say
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from transformers import PreTrainedTokenizerBase
 
 _NEW_TOKENS = 256
 
@@ -53,7 +58,7 @@ def _talk(conversation: Conversation) -> None:
             import readline  # noqa: F401  arrow keys and history in input()
         print("/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer")
     else:
-        sys.stdin.reconfigure(errors="replace")
+        cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -77,7 +82,7 @@ def _say(note: str) -> None:
 class _Answer(TextStreamer):
     """Prints an answer word by word and keeps it."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
 from zerobook.models.load import absolute_positions
 from zerobook.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _LENGTH = 12
 _NOISE = 4.0
@@ -162,7 +165,8 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
 
 
 def _tokens(strategy: Strategy, count: int) -> np.ndarray:
-    words = strategy.unwrapped.get_input_embeddings().num_embeddings
+    model = cast("PreTrainedModel", strategy.unwrapped)
+    words = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     return np.random.default_rng(0).integers(3, min(words, 1000), count)
 
 

@@ -173,7 +173,8 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
         parts = [child for part in (model.get_encoder(), model.get_decoder()) for child in part.children()]
         lists = [child for child in parts if isinstance(child, nn.ModuleList)]
         model._no_split_modules = {type(layer).__name__ for layers in lists for layer in layers}
-    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    for hidden in ("get_input_embeddings", "get_output_embeddings"):
+        setattr(model, hidden, lambda: None)
     try:
         yield
     finally:

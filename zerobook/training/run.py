@@ -18,6 +18,8 @@ from zerobook.training.recipe import Recipe
 from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from zerobook.checkpoint.progress import Progress
     from zerobook.data.prepare import PreparedData
     from zerobook.training.hooks import Hook
@@ -82,7 +84,7 @@ def train(
     return progress
 
 
-def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, Any]:
+def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     """Prepare the data of a recipe as its run would, and nothing else. Returns it with the tokenizer.
 
     Args:
