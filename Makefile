@@ -34,9 +34,10 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo_spike.py
 
-checks: $(STAMP) ## lint, format, and the direction of imports
+checks: $(STAMP) ## lint, format, the direction of imports, and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
 
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q -m "not launch and not full"

@@ -13,6 +13,8 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 1 --max_train_steps 4 --output_dir outputs/causal_lm
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field

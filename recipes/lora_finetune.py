@@ -13,6 +13,8 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -25,7 +27,7 @@ from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class LoraConfig(RecipeConfig):
@@ -62,7 +64,7 @@ class LoraFinetune(Recipe[LoraConfig]):
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
         return nf4(precision) if self.config.load_in_4bit else None
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model: PreTrainedModel) -> nn.Module:
         config = self.config
         return add_lora(
             model,

@@ -12,13 +12,15 @@ On a laptop's CPU, two processes, with any encoder-decoder model from a folder o
         --max_target_length 32 --per_device_train_batch_size 4 --max_train_steps 20 --num_beams 2 --output_dir outputs/seq2seq
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from zerobook.config import RecipeConfig
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
@@ -28,7 +30,10 @@ from zerobook.training.recipe import BatchShape, Recipe, Scorer
 from zerobook.training.run import run
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from zerobook.data.prepare import PreparedData
+    from zerobook.training.recipe import Collator
 
 
 class Seq2SeqConfig(RecipeConfig):
@@ -82,7 +87,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
-    def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> nn.Module:
+    def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
         from zerobook.models.generation_config import answer_as_measured
 
         # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
@@ -107,18 +112,22 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
             target_length=config.max_target_length if config.pad_to_max_length else 0,
         )
 
-    def scorers(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: Any, collate: Any) -> Sequence[Scorer]:
+    def scorers(
+        self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
+    ) -> Sequence[Scorer]:
         from zerobook.evaluation.generation import GenerationScorer
         from zerobook.evaluation.tasks import task_scorers
 
         config = self.config
         scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]
         if data.held_out:
-            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(list(data.held_out.values()))
+            parts = cast("list[Dataset[dict[str, Any]]]", [*data.held_out.values()])
+            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(parts)
             batch_size, batches = config.per_device_eval_batch_size, config.n_val_batch_generations
-            decoding: Any = model.generation_config
+            decoding = cast("GenerationConfig", model.generation_config)
+            sources = cast("Seq2SeqCollator", collate)
             scorers.append(
-                GenerationScorer(rows, tokenizer, collate, decoding=decoding, batch_size=batch_size, batches=batches)
+                GenerationScorer(rows, tokenizer, sources, decoding=decoding, batch_size=batch_size, batches=batches)
             )
         return scorers
 

@@ -463,7 +463,7 @@ def eval_loss(checkpoint: Path) -> float | None:
 
 def _by_loss(checkpoints: list[Path]) -> list[Path]:
     evaluated = [c for c in checkpoints if eval_loss(c) is not None]
-    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]
+    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]  # all of them have a loss
 
 
 def best(checkpoints: Path) -> Path | None:

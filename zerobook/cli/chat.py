@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from zerobook.evaluation.generation import Generates
+
 _NEW_TOKENS = 256
 
 
@@ -138,12 +140,13 @@ class Conversation:
         streamer = _Answer(self.tokenizer)
         together = self.options["num_beams"] > 1  # with beams, the words are known only at the end
         try:
-            found = self.model.generate(
+            found = cast("Generates", self.model).generate(
                 input_ids=ids, attention_mask=ids.new_ones(ids.shape), streamer=None if together else streamer,
                 max_new_tokens=self.new_tokens, **self.options,
             )  # fmt: skip
             if together:
-                streamer.on_finalized_text(self.tokenizer.decode(found[0], skip_special_tokens=True), stream_end=True)
+                text = cast("str", self.tokenizer.decode(found[0], skip_special_tokens=True))
+                streamer.on_finalized_text(text, stream_end=True)
         except KeyboardInterrupt:
             streamer.end()
             _say("stopped")
@@ -182,7 +185,8 @@ class Conversation:
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            return self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
+            return cast("str", text)
         except Exception as error:  # jinja's, and whatever the template raises
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 

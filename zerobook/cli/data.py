@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -109,7 +109,7 @@ def _rows(data: PreparedData, tokenizer: PreTrainedTokenizerBase, samples: int) 
             text = Text()
             for ids, supervised, first in _stretches(row):
                 text.append("\n" if first and len(text) else "")
-                piece = visible(tokenizer.decode(ids, clean_up_tokenization_spaces=False), marks)
+                piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), marks)
                 if supervised and not out.is_terminal:
                     piece = f"«{piece}»"
                 text.append(piece, style="green" if supervised else "dim")

@@ -460,7 +460,7 @@ class _Array:
     def _next(self) -> str:
         """Return the next character that is no white space, and move there; nothing at the file's end."""
         while True:
-            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]
+            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it matches nothing, too
             if self.at < len(self.buffer) or self.whole:
                 return self.buffer[self.at : self.at + 1]
             self._read()

@@ -191,7 +191,8 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
         if refused is not None:
             bad.append(_in_a_line(where, refused))
             continue
-        first = found[0] if len(found) == 1 else _join(found)
+        good = [f for f in found if isinstance(f, Encoded)]
+        first = good[0] if len(good) == 1 else _join(good)
         counts["texts with the name of a special token, read as characters"] += first.plain
         begin = getattr(parts[0], "begins", True)
         counts["rows added for turns that the chat template rewrites later on"] += len(first.others)

@@ -14,7 +14,13 @@ from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+class Generates(Protocol):
+    """A model that writes text: one of transformers, or with adapters."""
+
+    def generate(self, **options: object) -> torch.Tensor: ...
 
 
 class Rows(Protocol):
@@ -83,7 +89,7 @@ class GenerationScorer:
             rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
             batch = {key: value.to(strategy.device) for key, value in self.collate.sources(rows).items()}
             with strategy.inference():
-                generated = cast("PreTrainedModel", strategy.unwrapped).generate(
+                generated = cast("Generates", strategy.unwrapped).generate(
                     **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
                 )
             texts = [self._text(ids) for ids in generated.tolist()]

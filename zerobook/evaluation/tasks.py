@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from zerobook.evaluation.held_out import rows_at_once
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from zerobook.config import RecipeConfig
     from zerobook.models.result import Kind
@@ -186,7 +186,7 @@ class Encoder:
         prompt = f"{question}\nAnswer:"
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
-            prompt = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            prompt = cast("str", self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         if self.kind == "seq2seq":
             return self._seq2seq(self.prefix + prompt, choice)
         text = prompt + ("" if self.chat else " ") + choice
@@ -402,5 +402,5 @@ def task_scorers(
     if not config.eval_tasks:
         return []
     tasks = [read_task(file) for file in config.eval_tasks]
-    length = context_of(model.config)
+    length = context_of(cast("PreTrainedModel", model).config)
     return [TaskScorer(tasks, tokenizer, config.per_device_eval_batch_size, kind, max_length=length, prefix=prefix)]

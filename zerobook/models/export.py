@@ -178,7 +178,7 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
             max_tokens=config["val_max_target_length"] or config["max_target_length"],
             min_tokens=config["val_min_target_length"],
         )  # fmt: skip
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)
     modes_by_umask(folder)
@@ -191,7 +191,7 @@ def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_rem
     if (folder / "adapter_config.json").exists():
         from peft import PeftConfig, PeftModel
 
-        base_class = type(cast("PeftModel", model).get_base_model())
+        base_class = type(cast("PreTrainedModel", cast("PeftModel", model).get_base_model()))
         revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
         whole = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
         return PeftModel.from_pretrained(whole, folder).eval()

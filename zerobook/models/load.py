@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MADE_OF = "made_of.json"
 """What an initial model was made of stands beside it: another model or seed is another start."""
+DTYPES: dict[str, torch.dtype | str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 FLASH_HEAD = 256

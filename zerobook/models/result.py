@@ -9,7 +9,7 @@ import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from zerobook.errors import ConfigError
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Kind = Literal["causal", "seq2seq"]
@@ -84,7 +85,8 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     model.config.use_cache = True
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Loaded(model.to(device).eval(), tokenizer, kind)
+    cast("nn.Module", model).to(device).eval()
+    return Loaded(model, tokenizer, kind)
 
 
 def _hush() -> None:

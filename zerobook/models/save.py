@@ -35,7 +35,7 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
     whole = isinstance(model, PreTrainedModel)
     dtype: torch.dtype = torch.float32
     if isinstance(model, PreTrainedModel):
-        dtype = model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+        dtype = cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
     folder = Path(config.output_dir) / config.result
     weights: dict[str, Any] = {}
     for key, parameter in strategy.trainable():
@@ -47,7 +47,7 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
     if strategy.is_main:
         weights |= strategy.buffers()
         staging = staging_of(folder)
-        model.save_pretrained(staging, state_dict=weights)
+        model.save_pretrained(str(staging), state_dict=weights)
         if whole:
             # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
             file = staging / "config.json"

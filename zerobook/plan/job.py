@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ class Job:
         """
         self.recipe.check_model_config(self.model_config)
         with self.made() as (model, _):
-            check_length(model, max(self.shape.source, self.shape.target))
+            check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
             units = _units(model)
             packed = {m.weight: m.in_features * m.out_features for m in model.modules() if isinstance(m, _Linear4bit)}
             made = {

@@ -85,7 +85,7 @@ class Strategy(Engine):
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self.mesh.sum_over_ranks(values)
 
-    def from_main(self, value: T) -> T:
+    def from_main(self, value: T | None) -> T:
         return self.mesh.from_main(value)
 
     def gather(self, value: T) -> list[T]:

@@ -65,11 +65,11 @@ class Mesh:
         """All-reduce ``values`` (any shape, in place) over the processes that read different samples, and return it."""
         return self.sum_over_ranks(values)
 
-    def from_main(self, value: T) -> T:
+    def from_main(self, value: T | None) -> T:
         """Rank 0's picklable ``value``, on every rank."""
+        box: list[Any] = [value]
         if self.world_size == 1:
-            return value
-        box = [value]
+            return box[0]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 

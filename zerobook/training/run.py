@@ -72,11 +72,11 @@ def train(
     data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
     model = recipe.model(tokenizer, strategy)
     check_fit(model, tokenizer, data)
-    model = recipe.adapt(model)
-    collate = recipe.collator(tokenizer, model)
-    scorers = recipe.scorers(tokenizer, model, data, collate)
+    adapted = recipe.adapt(model)
+    collate = recipe.collator(tokenizer, adapted)
+    scorers = recipe.scorers(tokenizer, adapted, data, collate)
     trainer = Trainer(
-        config, sources, strategy, model, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
+        config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
     )
     progress = trainer.run()
     if trainer.save_results:
