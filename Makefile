@@ -41,9 +41,10 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/performance.py
 	@$(BIN)/python scripts/architecture.py
 
-checks: $(STAMP) ## lint, format, and the direction of imports
+checks: $(STAMP) ## lint, format, types, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
 
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"

@@ -13,7 +13,9 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 1 --max_train_steps 4 --output_dir outputs/causal_lm
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -21,6 +23,9 @@ from zerobook.config import RecipeConfig
 from zerobook.data.templates import CausalEncoder
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class CausalLMConfig(RecipeConfig):
@@ -48,7 +53,7 @@ class CausalLM(Recipe[CausalLMConfig]):
 
     config_class = CausalLMConfig
 
-    def encoder(self, tokenizer: Any) -> CausalEncoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
         # Text becomes blocks of block_size tokens; chats keep their lengths.
         return CausalEncoder(tokenizer, length=self.config.block_size)
 

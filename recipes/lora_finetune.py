@@ -13,7 +13,9 @@ The same on a laptop's CPU, two processes:
         --per_device_train_batch_size 2 --max_train_steps 20 --learning_rate 2e-4 --output_dir outputs/lora
 """
 
-from typing import Any, ClassVar
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -23,6 +25,9 @@ from zerobook.data.templates import CausalEncoder
 from zerobook.models.adapters import add_lora, nf4
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class LoraConfig(RecipeConfig):
@@ -52,14 +57,14 @@ class LoraFinetune(Recipe[LoraConfig]):
 
     config_class = LoraConfig
 
-    def encoder(self, tokenizer: Any) -> CausalEncoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
         # Only what the assistant says, and its end of turn, is supervised.
         return CausalEncoder(tokenizer, length=self.config.max_seq_length)
 
-    def quantization(self, precision: str) -> Any:
+    def quantization(self, precision: str) -> BitsAndBytesConfig | None:
         return nf4(precision) if self.config.load_in_4bit else None
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model: PreTrainedModel) -> nn.Module:
         config = self.config
         return add_lora(
             model,

@@ -12,13 +12,15 @@ On a laptop's CPU, two processes, with any encoder-decoder model from a folder o
         --max_target_length 32 --per_device_train_batch_size 4 --max_train_steps 20 --num_beams 2 --output_dir outputs/seq2seq
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from zerobook.config import RecipeConfig
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
@@ -26,6 +28,12 @@ from zerobook.data.templates import Seq2SeqEncoder
 from zerobook.strategy import Strategy
 from zerobook.training.recipe import BatchShape, Recipe, Scorer
 from zerobook.training.run import run
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from zerobook.data.prepare import PreparedData
+    from zerobook.training.recipe import Collator
 
 
 class Seq2SeqConfig(RecipeConfig):
@@ -66,20 +74,20 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
     config_class = Seq2SeqConfig
     encoder_decoder = True
 
-    def check_model_config(self, model_config: Any) -> None:
+    def check_model_config(self, model_config: PreTrainedConfig) -> None:
         from zerobook.models.load import check_positions
 
         config = self.config
         longest = max(config.max_source_length, config.max_target_length, config.max_generated)
         check_positions(model_config, str(config.model_name_or_path), longest)
 
-    def encoder(self, tokenizer: Any) -> Seq2SeqEncoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Seq2SeqEncoder:
         # Source and target keep their own lengths; the decoder reads the target one token late.
         config = self.config
         lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
-    def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
+    def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
         from zerobook.models.generation_config import answer_as_measured
 
         # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
@@ -94,7 +102,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         )
         return model
 
-    def collator(self, tokenizer: Any, model: nn.Module) -> Seq2SeqCollator:
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Seq2SeqCollator:
         config = self.config
         return Seq2SeqCollator(
             tokenizer.pad_token_id,
@@ -104,18 +112,22 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
             target_length=config.max_target_length if config.pad_to_max_length else 0,
         )
 
-    def scorers(self, tokenizer: Any, model: nn.Module, data: Any, collate: Any) -> Sequence[Scorer]:
+    def scorers(
+        self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
+    ) -> Sequence[Scorer]:
         from zerobook.evaluation.generation import GenerationScorer
         from zerobook.evaluation.tasks import task_scorers
 
         config = self.config
         scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]
         if data.held_out:
-            rows = ConcatDataset(list(data.held_out.values()))
+            parts = cast("list[Dataset[dict[str, Any]]]", [*data.held_out.values()])
+            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(parts)
             batch_size, batches = config.per_device_eval_batch_size, config.n_val_batch_generations
-            decoding: Any = model.generation_config
+            decoding = cast("GenerationConfig", model.generation_config)
+            sources = cast("Seq2SeqCollator", collate)
             scorers.append(
-                GenerationScorer(rows, tokenizer, collate, decoding=decoding, batch_size=batch_size, batches=batches)
+                GenerationScorer(rows, tokenizer, sources, decoding=decoding, batch_size=batch_size, batches=batches)
             )
         return scorers
 

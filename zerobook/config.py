@@ -34,6 +34,7 @@ ALIASES = {
 }
 
 Precision = Literal["no", "bf16", "fp16"]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -74,7 +75,7 @@ class RecipeConfig(BaseModel):
     tokenizer_name: str | None = Field(None, description="tokenizer, where it differs from the model's")
     model_revision: str = Field("main", description="branch, tag or commit on the hub")
     trust_remote_code: bool = Field(False, description="run code that a hub repository ships")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+    dtype: Dtype = Field(
         "float32",
         description="dtype the weights are loaded in (masters of trained weights stay fp32); unset, a frozen base takes the "
         "mixed precision's",
@@ -193,7 +194,7 @@ class RecipeConfig(BaseModel):
     def _no_is_a_word(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML 1.1 reads a bare no as false
 
-    def loaded_dtype(self, precision: str) -> str:
+    def loaded_dtype(self, precision: str) -> Dtype:
         """Return the dtype that the model is loaded in: ``dtype`` where a person gave it, or where its weights are trained.
 
         A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. The weights of a 4-bit
@@ -204,7 +205,8 @@ class RecipeConfig(BaseModel):
         """
         if not self.trains_adapters or "dtype" in self.model_fields_set:
             return self.dtype
-        return {"bf16": "bfloat16", "fp16": "float16"}.get(precision, self.dtype)
+        halves: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16"}
+        return halves.get(precision, self.dtype)
 
     def dataset_specs(self) -> list[DatasetSpec]:
         """The training datasets."""
@@ -308,7 +310,7 @@ def _unusable_folder(key: str, path: str) -> list[str]:
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
-class Resolved(dict):
+class Resolved(dict[str, str]):
     """key -> where its value came from: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
 
     def given(self, key: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -167,5 +167,5 @@ def without_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tens
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside of DDP's or DeepSpeed's wrapper."""
     while hasattr(model, "module"):
-        model = model.module
+        model = cast("nn.Module", model.module)
     return model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from zerobook.errors import ConfigError
 from zerobook.utils.user_code import load_class
@@ -200,7 +200,7 @@ def optimizer_spec(said: str) -> OptimizerSpec:
             f"optimizer: there is no optimizer {said!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as FILE.py:Class."
         )
     try:
-        return load_class("optimizer", said, OptimizerSpec)()
+        return load_class("optimizer", said, OptimizerSpec)()  # type: ignore[type-abstract]  # the base is abstract
     except TypeError as error:
         raise ConfigError(f"optimizer: {said} is called without arguments, and that fails: {error}") from error
 
@@ -212,7 +212,8 @@ def optimizer_name(said: str) -> str:
 
 def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:
     """Return how many numbers the optimizer keeps for weights of ``shapes``."""
-    return sum(prod(kept) for shape in shapes for kept in spec.state_shapes(shape).values())  # type: ignore[arg-type]
+    # the planner gives plain tuples, so that it need not import torch
+    return sum(prod(kept) for shape in shapes for kept in spec.state_shapes(cast("torch.Size", shape)).values())
 
 
 def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:

@@ -6,7 +6,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "manifest.json": (
         "Written last. A folder without it is no checkpoint.",
         {
-            "format_version": "version of this layout; 4 is written, 3 is read too",
+            "format_version": "version of this layout: 4 for AdamW, 5 for other optimizers and for slices; 3 is read too",
             "step": "optimizer steps done",
             "files": "every other file: its size in bytes, and its digest (xxh3_128)",
         },
@@ -15,14 +15,15 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         "The index of the tensors.",
         {
             "shapes": "name of each trained parameter: its shape",
-            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`): [start, stop, file] of each "
-            "piece, as positions in the flattened tensor",
-            "adam_steps": "steps that Adam has counted",
+            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] of "
+            "each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
+            "adam_steps": "steps that AdamW has counted; in format 5 `optimizer_steps`",
+            "state_shapes": "format 5: shapes of the optimizer's state where they are not the weight's",
             "written_by": "strategy that wrote it, as read from the live objects",
         },
     ),
     "tensors-RRRRR-NNNNN.safetensors": (
-        "Pieces of fp32 weights and of Adam's moments that rank R wrote. A piece is a flattened stretch, stored as "
+        "Pieces of fp32 weights and of the optimizer's state that rank R wrote. A piece is a flattened stretch, stored as "
         "`weight/NAME@START`. A file has 512 MiB at most, unless one piece is larger.",
         {},
     ),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import CheckpointError
 from zerobook.utils import hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SAMPLES, _SAMPLE = 64, 1 << 16
 """Blocks of a weights file that its digest is of, and bytes of each: 4 MiB, a moment's work for the largest model too."""
@@ -16,7 +19,7 @@ _NOT_GENERATION = ("top_k", "pad_token_id", "decoder_start_token_id")
 """Settings of generation that a model's config has with another meaning, or that training depends on."""
 
 
-def facts(model_config: Any, folder: Path | None) -> dict[str, Any]:
+def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]:
     """Return what a checkpoint records of the model that its run loads.
 
     Args:

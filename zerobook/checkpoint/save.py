@@ -87,10 +87,11 @@ class Saver:
             return
         strategy.materialise_optimizer()
         plain = strategy.plan.optimizer == "adamw"
-        facts = {ADAM_STEPS if plain else STEPS: strategy.optimizer_steps(), "written_by": strategy.describe()}
-        facts["shapes"] = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        shapes = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
+        facts: dict[str, Any] = {ADAM_STEPS if plain else STEPS: strategy.optimizer_steps()}
+        facts |= {"written_by": strategy.describe(), "shapes": shapes}
         expected = _shapes(strategy)
-        others = {full: shape for full, shape in expected.items() if shape != facts["shapes"][full.partition("/")[2]]}
+        others = {full: shape for full, shape in expected.items() if shape != shapes[full.partition("/")[2]]}
         facts |= {STATE_SHAPES: others} if others else {}
         buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
@@ -119,7 +120,7 @@ class Saver:
     def _copies(self) -> list[Piece]:
         """Return this rank's share, in host memory. A piece that does not fit into the rest of a block is cut there."""
         copies = []
-        block, room = -1, self._host[:0]
+        block, room = -1, torch.empty(0)
         for piece in self.strategy.pieces():
             left = [piece]
             while left:

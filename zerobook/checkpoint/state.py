@@ -34,7 +34,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     if strategy.world_size == 1:
         return
     folder = Path(output_dir)
-    token = problem = None
+    token, problem = "", None
     if strategy.is_main:
         token = f".seen-by-all-{uuid4().hex}"  # a name that no earlier run can have left on a node's own disk
         try:

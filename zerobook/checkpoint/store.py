@@ -33,7 +33,7 @@ FORMAT_VERSION = 5
 versions read, too."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-_LISTED = {3: ("config.json", "tensors.json", PROGRESS)}
+_LISTED: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
 _LISTED |= dict.fromkeys((4, 5), (*_LISTED[3], "buffers.safetensors"))
 """Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"
@@ -463,7 +463,7 @@ def eval_loss(checkpoint: Path) -> float | None:
 
 def _by_loss(checkpoints: list[Path]) -> list[Path]:
     evaluated = [c for c in checkpoints if eval_loss(c) is not None]
-    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]
+    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]  # all of them have a loss
 
 
 def best(checkpoints: Path) -> Path | None:

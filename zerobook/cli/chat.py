@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import TextStreamer
@@ -17,6 +17,13 @@ from zerobook.errors import ConfigError
 from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import plain, say
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from transformers import PreTrainedTokenizerBase
+
+    from zerobook.evaluation.generation import Generates
 
 _NEW_TOKENS = 256
 
@@ -53,7 +60,7 @@ def _talk(conversation: Conversation) -> None:
             import readline  # noqa: F401  arrow keys and history in input()
         print("/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer")
     else:
-        sys.stdin.reconfigure(errors="replace")
+        cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
             line = input("> " if terminal else "").strip()
@@ -77,7 +84,7 @@ def _say(note: str) -> None:
 class _Answer(TextStreamer):
     """Prints an answer word by word and keeps it."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""
 
@@ -133,12 +140,13 @@ class Conversation:
         streamer = _Answer(self.tokenizer)
         together = self.options["num_beams"] > 1  # with beams, the words are known only at the end
         try:
-            found = self.model.generate(
+            found = cast("Generates", self.model).generate(
                 input_ids=ids, attention_mask=ids.new_ones(ids.shape), streamer=None if together else streamer,
                 max_new_tokens=self.new_tokens, **self.options,
             )  # fmt: skip
             if together:
-                streamer.on_finalized_text(self.tokenizer.decode(found[0], skip_special_tokens=True), stream_end=True)
+                text = cast("str", self.tokenizer.decode(found[0], skip_special_tokens=True))
+                streamer.on_finalized_text(text, stream_end=True)
         except KeyboardInterrupt:
             streamer.end()
             _say("stopped")
@@ -177,7 +185,8 @@ class Conversation:
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            return self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
+            return cast("str", text)
         except Exception as error:  # jinja's, and whatever the template raises
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 

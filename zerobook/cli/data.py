@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
 from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils.terminal import console, say, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BINS = 12
 
@@ -88,7 +91,7 @@ def _lengths(data: PreparedData) -> None:
             out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
 
 
-def _rows(data: PreparedData, tokenizer: Any, samples: int) -> None:
+def _rows(data: PreparedData, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
     """Rows as the model gets them, as text: supervised tokens green on a terminal, and between guillemets elsewhere.
 
     What would steer a terminal is shown as its escape, and so are a row's own guillemets where they are marks. Rows are
@@ -106,7 +109,7 @@ def _rows(data: PreparedData, tokenizer: Any, samples: int) -> None:
             text = Text()
             for ids, supervised, first in _stretches(row):
                 text.append("\n" if first and len(text) else "")
-                piece = visible(tokenizer.decode(ids, clean_up_tokenization_spaces=False), marks)
+                piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), marks)
                 if supervised and not out.is_terminal:
                     piece = f"«{piece}»"
                 text.append(piece, style="green" if supervised else "dim")

@@ -189,9 +189,9 @@ def here(processes: str | None) -> Cluster:
         taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
         print(f"note: {taken}; planned with what is free.", file=sys.stderr)
     name = found.gpu_name or "GPU"
-    device = known(name)
-    if device is None:
-        device = nearest(total).speed_of(name, total)
+    listed = known(name)
+    device = listed or nearest(total).speed_of(name, total)
+    if listed is None:
         print(
             f"note: the speed of {name!r} is not known here; times are planned with that of {device.like}. With --gpu NAME or "
             "--gpu_memory in place of --here, and --intra_node, say what it is.",

@@ -121,7 +121,7 @@ def spikes(known: argparse.Namespace) -> None:
 def lost(known: argparse.Namespace) -> None:
     spent = History.read(known.run).time()
     table = _table("what", "time", "share", "steps")
-    rows = [("training that lives on", spent.training, None)]
+    rows: list[tuple[str, float, int | None]] = [("training that lives on", spent.training, None)]
     rows += [(f"training given up: {cause}", s, spent.steps_given_up[cause]) for cause, s in spent.given_up.items()]
     rows += [("going back", spent.going_back, None), ("evaluating", spent.evaluating, None), ("saving", spent.saving, None),
              ("between attempts", spent.stopped, None), ("starting up, and the rest", spent.other, None)]  # fmt: skip

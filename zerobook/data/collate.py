@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from zerobook.constants import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, at_least: int = 0) -> torch.Tensor:
@@ -219,7 +222,7 @@ def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
     return row if "position_ids" in row else row | {"position_ids": np.arange(len(row["input_ids"]))}
 
 
-def length_multiple(model: Any) -> int:
+def length_multiple(model: nn.Module) -> int:
     """Return what lengths of batches are rounded up to: 8 on a GPU, which suits tensor cores, and 1 elsewhere.
 
     Where a model's number of positions is no multiple of 8, it is 1: the longest rows would be padded beyond them.
@@ -228,7 +231,9 @@ def length_multiple(model: Any) -> int:
     return 8 if torch.cuda.is_available() and positions % 8 == 0 else 1
 
 
-def causal_collator(tokenizer: Any, model: Any, *, packed: bool, length: int) -> CausalCollator | PackedCollator:
+def causal_collator(
+    tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, packed: bool, length: int
+) -> CausalCollator | PackedCollator:
     """The collator that suits ``model``, where it is and how it attends.
 
     Args:
@@ -238,7 +243,7 @@ def causal_collator(tokenizer: Any, model: Any, *, packed: bool, length: int) ->
     multiple = length_multiple(model)
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
-    attention = str(model.config._attn_implementation)
+    attention = str(cast("PreTrainedModel", model).config._attn_implementation)
     # flex attention is compiled anew for every length
     at_least = length if attention == "flex_attention" else 0
     return PackedCollator(tokenizer.pad_token_id, multiple, "flash" in attention, at_least=at_least)
@@ -257,9 +262,9 @@ class DecoderInput:
     """
 
     def __init__(self, model: nn.Module):
-        self.shell = type(model).__new__(type(model))
+        self.shell = cast("PreTrainedModel", type(model).__new__(type(model)))
         nn.Module.__init__(self.shell)
-        self.shell.config = model.config
+        self.shell.config = cast("PreTrainedModel", model).config
 
     def __call__(self, labels: torch.Tensor) -> torch.Tensor:
         own = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)

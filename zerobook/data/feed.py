@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,35 @@ from torch.utils.data import DataLoader, Dataset
 from zerobook.constants import FILLER, IGNORE
 from zerobook.data.sampler import SampleOrder
 
-if TYPE_CHECKING:
-    from zerobook.data.stream import Stream, StreamOrder
-    from zerobook.data.views import Part
+
+class Rows(Protocol):
+    """The rows that a feed reads: `zerobook.data.views.Part`, or `zerobook.data.stream.Stream`."""
+
+    @property
+    def filler(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> dict[str, np.ndarray]: ...
+
+    def lengths_of(self, ids: np.ndarray) -> np.ndarray: ...
+
+    def loss_weights_of(self, ids: np.ndarray) -> np.ndarray: ...
+
+    def samples_of(self, row: int) -> list[int]: ...
+
+
+class Order(Protocol):
+    """The order of those rows: `SampleOrder`, or `zerobook.data.stream.StreamOrder`."""
+
+    @property
+    def passed(self) -> list[list[int]] | None: ...
+
+    def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]: ...
+
+    def preview(self, cursor: int, rows: int) -> np.ndarray: ...
+
+    def epoch(self, cursor: int) -> float: ...
+
+    def news(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +86,10 @@ class StepPlan:
 
 
 class _Rows(Dataset):
-    def __init__(self, rows: Part | Stream):
+    def __init__(self, rows: Rows):
         self.rows = rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index != FILLER:
             return self.rows[index]
         row = self.rows[self.rows.filler]
@@ -85,8 +111,8 @@ class Feed:
 
     def __init__(
         self,
-        part: Part | Stream,
-        order: SampleOrder | StreamOrder,
+        part: Rows,
+        order: Order,
         layout: Layout,
         collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
         *,
@@ -106,7 +132,8 @@ class Feed:
         self._planned: deque[StepPlan] = deque()
 
     def steps(self) -> int:
-        """Optimizer steps left from the cursor on."""
+        """Optimizer steps left from the cursor on. A stream's are not known."""
+        assert isinstance(self.order, SampleOrder)
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
 
     def padding(self, rows: int = 2_000) -> float:

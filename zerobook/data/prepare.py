@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
@@ -37,6 +37,9 @@ from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
 from zerobook.utils import locks
 from zerobook.utils.bars import tqdm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VERSION = 2
 """Of what is written; another one is prepared again."""
@@ -64,7 +67,7 @@ class PreparedData:
 
 def prepare(
     config: RecipeConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     strategy: Strategy,
     *,
     encoder: Encoder,
@@ -106,7 +109,7 @@ class _Shelf:
 class Library:
     """The prepared folders of a config's datasets."""
 
-    def __init__(self, config: RecipeConfig, tokenizer: Any, encoder: Encoder, objective: Objective):
+    def __init__(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, objective: Objective):
         if config.packing and not isinstance(objective, NextToken):
             raise ConfigError(
                 f"packing: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
@@ -458,7 +461,7 @@ def _weighed_by(objective: Objective) -> dict[str, Any]:
     return {"objective": [*_identity(objective), settings]}
 
 
-def digest_of_tokenizer(tokenizer: Any) -> str:
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Of all that decides which ids a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

@@ -71,7 +71,8 @@ def only_writes_contents(tree: nodes.Template) -> bool:
     if any(tree.find_all(unfollowed)):
         return False
     parents = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}
-    held, spoken = {"messages"}, set()  # names of messages and lists of them; names of texts made of contents
+    held: set[str] = {"messages"}  # names of messages and lists of them
+    spoken: set[str] = set()  # names of texts made of contents
     while True:
         names = len(held), len(spoken)
         for node in _all(tree):

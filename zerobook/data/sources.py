@@ -207,7 +207,8 @@ def _folder(path: Path, split: str | None) -> Splits:
         named.setdefault(_split_of(file, path, wanted), []).append(file)
     held_out = None if split else named.get("validation") or named.get("test")
     if wanted in named:
-        return Splits(train=_all_of(path, wanted, named[wanted]), held_out=held_out and _all_of(path, "held out", held_out))
+        train = _all_of(path, wanted, named[wanted])
+        return Splits(train=train, held_out=_all_of(path, "held out", held_out) if held_out else None)
     if split:
         there = ", ".join(name for name in named if name) or "none"
         raise DataError(f"{path}: there is no split {split!r}; its files are named after {there}. Name one with split.")
@@ -345,13 +346,13 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     """(the content, the file itself, whose position says how far reading has come)."""
     raw = file.open("rb")
     if file.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw
     if file.suffix.lower() == ".zst":
         import pyarrow
 
         # zstandard's own reader takes a file that was cut off for a whole one
         unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-        return io.BufferedReader(unpacked), raw  # type: ignore[arg-type]
+        return io.BufferedReader(unpacked), raw
     return raw, raw
 
 
@@ -459,7 +460,7 @@ class _Array:
     def _next(self) -> str:
         """Return the next character that is no white space, and move there; nothing at the file's end."""
         while True:
-            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]
+            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it matches nothing, too
             if self.at < len(self.buffer) or self.whole:
                 return self.buffer[self.at : self.at + 1]
             self._read()
@@ -498,8 +499,10 @@ def _read_table(file: Path) -> Iterator[Item]:
         for row in _table_rows(reader, file):
             if None in row or None in row.values():
                 found = sum(v is not None for k, v in row.items() if k is not None) + len(row.get(None) or [])
-                row = Malformed(f"{found} fields where the header has {len(reader.fieldnames or [])}")
-            yield f"line {reader.line_num}", row, cost()
+                reason = f"{found} fields where the header has {len(reader.fieldnames or [])}"
+                yield f"line {reader.line_num}", Malformed(reason), cost()
+            else:
+                yield f"line {reader.line_num}", row, cost()
 
 
 def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:

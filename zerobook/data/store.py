@@ -112,6 +112,7 @@ class TokenWriter:
         begins = np.concatenate([np.zeros(0, bool), *self._begins])
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
+        counts: dict[str, int | list[str]]
         counts = {"documents": len(weights), "tokens": int(offsets["input_ids"][-1]), "supervised": int(weights.sum())}
         if extra := sorted(set(offsets) - {"input_ids", "labels"}):
             counts["extra"] = extra
@@ -141,7 +142,7 @@ class TokenStore:
     def __len__(self) -> int:
         return int(self.meta["documents"])
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         return TokenStore, (self.folder,)
 
     def mapped(self) -> TokenStore:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import multiprocessing
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
 from zerobook.data.views import Part, Row, View
 from zerobook.errors import DataError
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+Numbers = TypeVar("Numbers", int, np.ndarray)
 
 _SHARD_SHIFT, _DATASET_SHIFT = 32, 56
 BEHIND = 3
@@ -58,7 +63,7 @@ class Stream:
     ahead: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
     _open: dict[tuple[int, int], Part] = field(default_factory=dict)
-    _makers: dict[tuple[int, int], Any] = field(default_factory=dict)
+    _makers: dict[tuple[int, int], BaseProcess] = field(default_factory=dict)
 
     filler = -1
     """No row: a stream has no end to be filled up."""
@@ -74,7 +79,9 @@ class Stream:
         """One of each dataset: its first shard."""
         return tuple(self.part(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
-    def order(self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Any = None) -> StreamOrder:
+    def order(
+        self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Sequence[Sequence[int]] | None = None
+    ) -> StreamOrder:
         """``passed``: rows of the shards that were reached before, as `StreamOrder.passed` says."""
         return StreamOrder(self, seed=seed, weights=weights, by_length=by_length, passed=passed)
 
@@ -119,7 +126,7 @@ class Stream:
         """bool, which of the rows ``ids`` are left out"""
         return self._look_up(ids, lambda part, rows: part.is_dropped(rows)).astype(bool)
 
-    def _look_up(self, ids: np.ndarray, what: Any) -> np.ndarray:
+    def _look_up(self, ids: np.ndarray, what: Callable[[Part, np.ndarray], np.ndarray]) -> np.ndarray:
         found = np.empty(len(ids), np.int64)
         bases = ids >> _SHARD_SHIFT
         for base in np.unique(bases):
@@ -127,7 +134,7 @@ class Stream:
             found[here] = what(*self._place(int(base) << _SHARD_SHIFT, ids[here]))
         return found
 
-    def _place(self, number: int, ids: Any) -> tuple[Part, Any]:
+    def _place(self, number: int, ids: Numbers) -> tuple[Part, Numbers]:
         dataset, index = number >> _DATASET_SHIFT, (number >> _SHARD_SHIFT) & ((1 << (_DATASET_SHIFT - _SHARD_SHIFT)) - 1)
         return self.part(dataset, index), ids & ((1 << _SHARD_SHIFT) - 1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,15 @@ def paired(
 
     A pair is a bad sample where one of both is.
     """
-    return [
-        next((side for side in both if isinstance(side, BadSample)), None)
-        or replace(both[0], extra={f"{prefix}ids": both[1].input_ids, f"{prefix}labels": both[1].labels})
-        for both in zip(first, second, strict=True)
-    ]
+
+    def joined(one: Encoded | BadSample, other: Encoded | BadSample) -> Encoded | BadSample:
+        if isinstance(one, BadSample):
+            return one
+        if isinstance(other, BadSample):
+            return other
+        return replace(one, extra={f"{prefix}ids": other.input_ids, f"{prefix}labels": other.labels})
+
+    return [joined(*both) for both in zip(first, second, strict=True)]
 
 
 class CausalEncoder:
@@ -92,7 +99,7 @@ class CausalEncoder:
         ConfigError: a chat template that is not valid Jinja.
     """
 
-    def __init__(self, tokenizer: Any, *, length: int | None, chat_template: str | None = None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, length: int | None, chat_template: str | None = None):
         self.tokenizer = tokenizer
         self.length = length
         self.template = _template(tokenizer, chat_template)
@@ -107,8 +114,7 @@ class CausalEncoder:
         Raises:
             ConfigError: a chat, and the tokenizer cannot render one.
         """
-        kinds = {Text: self._texts, Chat: self._chats, Pair: self._pairs, Tokens: self._tokens}
-        return _by_kind(samples, kinds)
+        return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: self._pairs, Tokens: self._tokens})
 
     def _texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
@@ -164,7 +170,7 @@ class CausalEncoder:
             rows = [(row, next(tokenized)) for row in results[i]]
             bad = next((found for _, found in rows if isinstance(found, BadSample)), None)
             if bad is None:
-                first, *others = (self._chat(row, found) for row, found in rows)
+                first, *others = (self._chat(row, found) for row, found in rows if isinstance(found, Tokenized))
                 results[i] = replace(first, others=tuple(others)) if others else first
             else:
                 results[i] = bad
@@ -193,7 +199,7 @@ class Seq2SeqEncoder:
         prefix: text before every source, as T5's "summarize: ".
     """
 
-    def __init__(self, tokenizer: Any, *, max_source_length: int, max_target_length: int, prefix: str = ""):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_source_length: int, max_target_length: int, prefix: str = ""):
         self.tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self.max_source_length = max_source_length
@@ -268,9 +274,9 @@ class Asked(NamedTuple):
 class ChatTemplate:
     """Chats to text, and where in it the assistant speaks."""
 
-    def __init__(self, source: str, tokenizer: Any):
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase):
         self.source = source
-        self.variables = dict(tokenizer.special_tokens_map)
+        self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
@@ -344,9 +350,10 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            (text,), (spans,) = render_jinja_template(
+            rendered: Any = render_jinja_template(  # the texts and their spans; its annotation says str
                 [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
             )
+            (text,), (spans,) = rendered
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
         spoken = _assistant_turns(messages)
@@ -354,10 +361,10 @@ class ChatTemplate:
             raise BadSample(f"the chat template marks {len(spans)} turns as generated, the assistant has {len(spoken)}")
         roles = tuple(message["role"] for message in messages)
         turns, shortened = [], 0
-        for span, i in zip(spans, spoken, strict=True):
-            shortened += _squeezed(messages[i]["content"]) not in _squeezed(text[slice(*span)])
+        for (start, stop), i in zip(spans, spoken, strict=True):
+            shortened += _squeezed(messages[i]["content"]) not in _squeezed(text[start:stop])
             closing = self._around_last(roles[: i + 1]).closing
-            turns.append(self._marked(text, *span, messages[i]["content"], closing or self.eos or ""))
+            turns.append(self._marked(text, start, stop, messages[i]["content"], closing or self.eos or ""))
         return text, turns, shortened
 
     def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> Turn:
@@ -522,7 +529,7 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def end_tokens(tokenizer: Any, *, chats: bool = True) -> set[int]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set[int]:
     """Return the tokens that end a supervised answer: the tokenizer's end of text, and the chat template's end of turn.
 
     Args:
@@ -550,7 +557,7 @@ def _compiled(source: str) -> Any:
     return _compile_jinja_template(source)
 
 
-def _template(tokenizer: Any, given: str | None) -> ChatTemplate | None:
+def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate | None:
     if given is None and not tokenizer.chat_template:
         return None
     from jinja2 import TemplateSyntaxError

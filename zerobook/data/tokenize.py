@@ -9,17 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zerobook.data import formats
 from zerobook.data.sources import Item, Malformed
 from zerobook.data.store import Ragged
-from zerobook.data.templates import Encoded
+from zerobook.data.templates import Encoded, Encoder
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import Objective
 from zerobook.utils.terminal import plain
+
+if TYPE_CHECKING:
+    from zerobook.utils.bars import tqdm
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
@@ -37,7 +40,7 @@ class Reading:
 
     format: str
     columns: dict[str, str | None]
-    encoder: Any
+    encoder: Encoder
     objective: Objective
 
     def weigh(self, document: Encoded) -> int:
@@ -68,7 +71,7 @@ class EncodedChunk:
     counts: Counter
 
 
-def chunks(items: Iterable[Item], bar: Any) -> Iterator[Chunk]:
+def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
     """Items in chunks of about a megabyte; moves ``bar`` by what was read."""
     chunk: Chunk = []
     size = 0
@@ -83,7 +86,7 @@ def chunks(items: Iterable[Item], bar: Any) -> Iterator[Chunk]:
         yield chunk
 
 
-def _size(row: Any) -> int:
+def _size(row: object) -> int:
     """About how many bytes of text."""
     if isinstance(row, dict):
         return sum(len(value) if isinstance(value, str) else 200 for value in row.values())
@@ -151,7 +154,7 @@ def _parsed(row: Any) -> Any:
         return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
 
 
-def _reason(row: Any) -> str:
+def _reason(row: object) -> str:
     return row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
 
 
@@ -188,7 +191,8 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
         if refused is not None:
             bad.append(_in_a_line(where, refused))
             continue
-        first = found[0] if len(found) == 1 else _join(found)
+        good = [f for f in found if isinstance(f, Encoded)]
+        first = good[0] if len(good) == 1 else _join(good)
         counts["texts with the name of a special token, read as characters"] += first.plain
         begin = getattr(parts[0], "begins", True)
         counts["rows added for turns that the chat template rewrites later on"] += len(first.others)
@@ -216,11 +220,12 @@ def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:
     return plain(where, lines=False), plain(str(reason), lines=False)
 
 
-def _pieces(sample: Any) -> list[Any]:
+def _pieces(sample: formats.Sample) -> list[formats.Sample]:
     """A long text in pieces that a tokenizer takes at a time; any other sample whole."""
     if not isinstance(sample, formats.Text) or len(sample.text) <= TEXT_PIECE:
         return [sample]
-    pieces, start = [], 0
+    pieces: list[formats.Sample] = []
+    start = 0
     while start < len(sample.text):
         stop = min(start + TEXT_PIECE, len(sample.text))
         line_end = sample.text.rfind("\n", start, stop) + 1

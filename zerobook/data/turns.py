@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from zerobook.data.formats import BadSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
 
@@ -41,7 +44,7 @@ class TurnTokenizer:
     such as ``assistant`` and a newline, has known ids; where they are not found there, that chat is done with offsets.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._special = any_of(token.content for token in added.values() if token.special)
@@ -92,9 +95,9 @@ class TurnTokenizer:
             self._between[text] = plain_backend(self.tokenizer).encode(text, add_special_tokens=False).ids[1:]
         return self._between[text]
 
-    def _by_offsets(self, chats: Sequence[Rendered]) -> list[Tokenized]:
+    def _by_offsets(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
         encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        results = []
+        results: list[Tokenized | BadSample] = []
         for chat, encoding in zip(chats, encodings, strict=True):
             turns = [(_token_at(encoding, start), encoding.char_to_token(stop - 1) + 1) for start, stop in chat.turns]
             results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
@@ -117,7 +120,7 @@ class TurnTokenizer:
 class ControlTokens:
     """The tokens that a tokenizer puts around a text, and the check that the text of a sample names no control token."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.leading = leading_ids(tokenizer)
         self._begin = "".join(tokenizer.convert_ids_to_tokens(self.leading))
         self._end = tokenizer.eos_token or ""
@@ -143,7 +146,7 @@ class ControlTokens:
         return f"{what} has the text {found[0]!r}, which the tokenizer reads as a special token" if found else None
 
 
-def token_ids(tokenizer: Any, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
     """Return int32 ids of each text, nothing put around it. ``plain``: names of special tokens are characters."""
     if tokenizer.is_fast:
         backend = plain_backend(tokenizer)
@@ -156,13 +159,13 @@ def token_ids(tokenizer: Any, texts: list[str], *, plain: bool = False) -> list[
     return [np.array(row, np.int32) for row in rows]
 
 
-def leading_ids(tokenizer: Any) -> list[int]:
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text: a BOS in most, nothing in many."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
 
 
-def plain_backend(tokenizer: Any) -> Any:
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The tokenizers library's own, which neither cuts nor pads."""
     backend = tokenizer.backend_tokenizer
     # a tokenizer.json may carry both, and transformers sets and unsets them at each of its own calls

@@ -279,7 +279,12 @@ class Part:
         return max(int(max(view.store.ids.max(), view.store.labels.max())) for view in self.views)
 
     def order(
-        self, *, seed: int, weights: Sequence[float] | None = None, by_length: bool = False, passed: Any = None
+        self,
+        *,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        by_length: bool = False,
+        passed: Sequence[Sequence[int]] | None = None,
     ) -> SampleOrder:
         """The rows' order in training; ``passed`` is for streams."""
         lengths = self.lengths if by_length else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -15,7 +14,21 @@ from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+class Generates(Protocol):
+    """A model that writes text: one of transformers, or with adapters."""
+
+    def generate(self, **options: object) -> torch.Tensor: ...
+
+
+class Rows(Protocol):
+    """Prepared rows of one or several datasets."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 class GenerationScorer:
@@ -41,8 +54,8 @@ class GenerationScorer:
 
     def __init__(
         self,
-        rows: Sequence[dict[str, Any]],
-        tokenizer: Any,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
         collate: Seq2SeqCollator,
         *,
         decoding: GenerationConfig,
@@ -76,7 +89,7 @@ class GenerationScorer:
             rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
             batch = {key: value.to(strategy.device) for key, value in self.collate.sources(rows).items()}
             with strategy.inference():
-                generated = strategy.unwrapped.generate(
+                generated = cast("Generates", strategy.unwrapped).generate(
                     **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
                 )
             texts = [self._text(ids) for ids in generated.tolist()]

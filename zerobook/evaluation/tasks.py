@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from zerobook.evaluation.held_out import rows_at_once
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from zerobook.config import RecipeConfig
     from zerobook.models.result import Kind
     from zerobook.strategy import Strategy
@@ -153,7 +155,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         kind: Kind,
         *,
         apply_chat_template: bool = False,
@@ -184,7 +186,7 @@ class Encoder:
         prompt = f"{question}\nAnswer:"
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
-            prompt = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            prompt = cast("str", self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         if self.kind == "seq2seq":
             return self._seq2seq(self.prefix + prompt, choice)
         text = prompt + ("" if self.chat else " ") + choice
@@ -263,7 +265,7 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         ids, choice = ids[:, 1:], choice[:, 1:]
     else:
-        source, source_mask = _padded([row.source for row in rows], pad, device)
+        source, source_mask = _padded([row.source or [] for row in rows], pad, device)
         labels = ids.masked_fill(mask == 0, -100)  # the model makes its decoder's input of them
         logits = model(input_ids=source, attention_mask=source_mask, labels=labels, use_cache=False).logits
     # only where a choice stands: a float32 copy of all logits would be the largest tensor of the run
@@ -305,7 +307,7 @@ class TaskScorer:
     def __init__(
         self,
         tasks: Sequence[Task],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
         kind: Kind,
         *,
@@ -391,12 +393,14 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
 
 
 # --- the command
-def task_scorers(config: RecipeConfig, tokenizer: Any, model: nn.Module, kind: Kind, prefix: str = "") -> list[TaskScorer]:
+def task_scorers(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind, prefix: str = ""
+) -> list[TaskScorer]:
     """The scorer of ``config.eval_tasks`` for a training loop; none where no task is named."""
     from zerobook.models.result import context_of
 
     if not config.eval_tasks:
         return []
     tasks = [read_task(file) for file in config.eval_tasks]
-    length = context_of(model.config)
+    length = context_of(cast("PreTrainedModel", model).config)
     return [TaskScorer(tasks, tokenizer, config.per_device_eval_batch_size, kind, max_length=length, prefix=prefix)]

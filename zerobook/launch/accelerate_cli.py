@@ -74,7 +74,7 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
         return None
     name = socket.gethostname()
     try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         address = "no address"
     if address != "no address" and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig, Resolved
 from zerobook.errors import ConfigError
@@ -19,6 +19,9 @@ from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
 from zerobook.utils.terminal import keep_logs_plain
+
+if TYPE_CHECKING:
+    from zerobook.strategy import Strategy
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for each other before they call it a hang."""
@@ -51,7 +54,7 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
     return plan
 
 
-def build(config: RecipeConfig, plan: LaunchPlan) -> Any:
+def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     """Create the Accelerator that ``plan`` describes, wrapped as a `zerobook.strategy.Strategy`.
 
     On a CPU three things differ from a GPU, and all three stand here: the process group is gloo

@@ -30,12 +30,13 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         plan.config_file = path
         config = _load_json(path, plan.problems)
     plan.deepspeed_config = config
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, dict) else None
+    section = config.get("zero_optimization")
+    zero: dict[str, Any] = section if isinstance(section, dict) else {}
+    stage = zero.get("stage")
     if stage in (1, 2, 3) and not isinstance(stage, bool):
         plan.zero_stage = stage
     else:
-        if isinstance(zero, dict):
+        if isinstance(section, dict):
             plan.problems.append(
                 f"{plan.config_file}: zero_optimization.stage is {json.dumps(stage)}; the recipes run stages 1, 2 and 3. "
                 "Write one of them, or launch with accelerate_configs/ddp.yaml, which spreads the data only, as stage 0 does."
@@ -44,7 +45,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             plan.problems.append(
                 f"{path}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from ds_configs/."
             )
-        zero = config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": 0}
+        zero = config["zero_optimization"] = {**zero, "stage": 0}
         plan.zero_stage = 0
     for what in ("optimizer", "param"):
         setattr(plan, f"offload_{what}", str((zero.get(f"offload_{what}") or {}).get("device", "none")))

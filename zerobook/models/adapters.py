@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from zerobook.errors import ConfigError
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
-def nf4(precision: str) -> Any:
+
+def nf4(precision: str) -> BitsAndBytesConfig:
     """QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
 
     The storage dtype equals the compute dtype, so that FSDP2 can flatten and shard the packed weights beside
@@ -29,7 +33,7 @@ def nf4(precision: str) -> Any:
 
 
 def add_lora(
-    model: nn.Module,
+    model: PreTrainedModel,
     *,
     rank: int,
     alpha: float,
@@ -37,7 +41,7 @@ def add_lora(
     targets: list[str],
     seed: int,
     revision: str = "main",
-) -> nn.Module:
+) -> PeftModel:
     """Freeze ``model`` and put adapters beside its ``targets``.
 
     Args:
@@ -54,9 +58,11 @@ def add_lora(
     from accelerate.utils import set_seed
     from peft import LoraConfig, get_peft_model
 
-    chosen: Any = targets[0] if targets == ["all-linear"] else targets
+    chosen = targets[0] if targets == ["all-linear"] else targets
     set_seed(seed)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM"
+    )
     try:
         adapted = get_peft_model(model, config, revision=getattr(model, "base_commit", None) or revision)
     except ValueError as error:
@@ -64,4 +70,4 @@ def add_lora(
         raise ConfigError(
             f"lora_target_modules: {targets} does not fit this model ({error}). Its linear layers: {', '.join(linear)}."
         ) from error
-    return adapted
+    return cast("PeftModel", adapted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,12 @@ from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Model = PreTrainedModel | PeftModel
 
 _TOKENS = 24
 _ALLOWED = 1e-5
@@ -47,7 +53,8 @@ def export_checkpoint(
     config = kept["config"]
     notes: list[str] = []
     revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
-    model, base = _base_model(kept, checkpoint, revision, trust_remote_code)
+    found, base = _base_model(kept, checkpoint, revision, trust_remote_code)
+    model: Model = found
     tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
     if config["chat_template"] and "chat_template" not in kept:
         notes.append(
@@ -55,12 +62,12 @@ def export_checkpoint(
         )
     adapted = "lora_r" in config
     if adapted:
-        model = _adapted(model, config, revision)
+        model = _adapted(found, config, revision)
     _fill(model, checkpoint)
     if adapted and config.get("load_in_4bit"):
         notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
     if adapted and merge:
-        model = model.merge_and_unload()
+        model = cast("PeftModel", model).merge_and_unload()
     model.eval()
     if merge or not adapted:
         _cast(model, dtype)
@@ -84,7 +91,7 @@ def export_checkpoint(
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
-def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[nn.Module, str]:
+def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
     """Return the model that the run began with, in fp32, and where it is found. ``kept`` is the checkpoint's config.json."""
     import transformers
 
@@ -108,7 +115,9 @@ def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_rem
     return model, source
 
 
-def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool) -> Any:
+def _tokenizer(
+    config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
     """Return the run's tokenizer, with the chat template from the checkpoint. ``revision`` is the base's."""
     name = base
     if config["tokenizer_name"]:
@@ -117,7 +126,7 @@ def _tokenizer(config: dict[str, Any], template: str | None, base: str, revision
     return tokenizer
 
 
-def _adapted(model: nn.Module, config: dict[str, Any], revision: str) -> nn.Module:
+def _adapted(model: PreTrainedModel, config: dict[str, Any], revision: str) -> PeftModel:
     from zerobook.models.adapters import add_lora
 
     return add_lora(
@@ -138,9 +147,9 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
         trained = trained or "lora_" not in name or ("lora_B" in name and bool(value.any()))
         with torch.no_grad():
             parameters[name].copy_(value)
-    there = dict(persistent_buffers(model))
-    for name, value in (read_buffers(checkpoint, there) or {}).items():
-        there[name].copy_(value)
+    buffers = dict(persistent_buffers(model))
+    for name, value in (read_buffers(checkpoint, buffers) or {}).items():
+        buffers[name].copy_(value)
     missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in held]
     if missing:
         raise CheckpointError(
@@ -151,14 +160,14 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast(model: Model, dtype: torch.dtype) -> None:
     """Cast the weights to ``dtype``. Buffers keep theirs: in half precision, a router's bias would choose other experts."""
     for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 
 
-def _write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Path) -> None:
+def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
     from zerobook.models.generation_config import answer_as_measured, save_generation_config
 
@@ -169,28 +178,29 @@ def _write(model: nn.Module, tokenizer: Any, config: dict[str, Any], folder: Pat
             max_tokens=config["val_max_target_length"] or config["max_target_length"],
             min_tokens=config["val_min_target_length"],
         )  # fmt: skip
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)
     modes_by_umask(folder)
 
 
-def _reload(folder: Path, model: nn.Module, base: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_remote_code: bool) -> Model:
     """Load the written folder as its users will, and return the model."""
     import transformers
 
     if (folder / "adapter_config.json").exists():
         from peft import PeftConfig, PeftModel
 
-        kind = type(model.get_base_model())
-        whole = kind.from_pretrained(base, dtype=torch.float32, revision=PeftConfig.from_pretrained(folder).revision or "main")
+        base_class = type(cast("PreTrainedModel", cast("PeftModel", model).get_base_model()))
+        revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
+        whole = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
         return PeftModel.from_pretrained(whole, folder).eval()
     kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 @torch.no_grad()
-def _difference(one: nn.Module, other: nn.Module) -> float:
+def _difference(one: Model, other: Model) -> float:
     """Return the largest difference of two models' logits on fixed random tokens, as a share of the largest logit.
 
     The buffers of ``one`` are cast to the dtypes of ``other``'s: transformers casts some when it loads in half precision.
@@ -200,8 +210,8 @@ def _difference(one: nn.Module, other: nn.Module) -> float:
         buffer.data = buffer.data.to(theirs[name].dtype)
     ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
-    mine, theirs = (model(**batch).logits.float() for model in (one, other))
-    return float((mine - theirs).abs().max() / mine.abs().max())
+    mine, reloaded = (model(**batch).logits.float() for model in (one, other))
+    return float((mine - reloaded).abs().max() / mine.abs().max())
 
 
 def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, notes: list[str]) -> str:

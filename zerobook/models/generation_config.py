@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerobook.data.templates import end_tokens
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from peft import PeftModel
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0) -> GenerationConfig:
@@ -32,7 +33,7 @@ def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_toke
     return config
 
 
-def stop_tokens(own: GenerationConfig, tokenizer: Any, *, encoder_decoder: bool) -> list[int]:
+def stop_tokens(own: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool) -> list[int]:
     """Return every token that ends an answer: those of the model's own generation config, and those that training ends with.
 
     A base model's config often names the end of a document only, while its chat template ends turns with another token.
@@ -47,7 +48,7 @@ def _one_or_all(tokens: list[int]) -> int | list[int] | None:
     return tokens[0] if len(tokens) == 1 else tokens or None
 
 
-def save_generation_config(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write ``generation_config.json`` into ``folder``, with every token at which the model stops.
 
     ``save_pretrained`` does not write it, because its checks refuse many published configs once they are changed.
@@ -59,7 +60,13 @@ def save_generation_config(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def answer_as_measured(
-    model: Any, tokenizer: Any, *, source_prefix: str, num_beams: int, max_tokens: int, min_tokens: int
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source_prefix: str,
+    num_beams: int,
+    max_tokens: int,
+    min_tokens: int,
 ) -> None:
     """Write to an encoder-decoder's configs how it generates, and its prefix. Both are saved with the model, so that it
     answers later as it did when it was measured.

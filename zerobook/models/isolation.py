@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,12 @@ from zerobook.errors import ConfigError
 from zerobook.models.load import absolute_positions
 from zerobook.strategy import Strategy
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
 _LENGTH = 12
 _NOISE = 4.0
 """A difference of more than so many times the model's own noise is not noise. Models without experts have none at all. Random
@@ -21,7 +27,7 @@ models with experts, of 24 and 48 layers in bf16, with a rounding error added to
 their noise where they kept samples apart, and 7 to 130 times where they did not."""
 
 
-def settled(strategy: Strategy, collate: Any) -> Any:
+def settled(strategy: Strategy, collate: Collate) -> Collate:
     """Return the form of ``collate`` that costs the prepared model least and keeps apart what must be apart. Collective.
 
     A few tiny forward passes decide, in evaluation mode. A collator of another class is returned as it is.
@@ -130,7 +136,7 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
 
     Its logits in the row must be nearer to those of the sample alone than half as far as positions that begin later put them.
     """
-    if absolute_positions(strategy.unwrapped) is None:
+    if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
     first, second = _tokens(strategy, 2 * _LENGTH).reshape(2, -1)
     begun, late = np.arange(_LENGTH), np.arange(_LENGTH, 2 * _LENGTH)
@@ -162,7 +168,8 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
 
 
 def _tokens(strategy: Strategy, count: int) -> np.ndarray:
-    words = strategy.unwrapped.get_input_embeddings().num_embeddings
+    model = cast("PreTrainedModel", strategy.unwrapped)
+    words = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     return np.random.default_rng(0).integers(3, min(words, 1000), count)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,10 +22,22 @@ from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
 
 if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from zerobook.data.prepare import PreparedData
+
+    class _Rotary(nn.Module):
+        """A module of rotary embeddings, as transformers' models have them."""
+
+        config: PreTrainedConfig
+        rope_type: str | dict[str, str]
+        original_max_seq_len: int
+        inv_freq: torch.Tensor
+
 
 MADE_OF = "made_of.json"
 """What an initial model was made of stands beside it: another model or seed is another start."""
+DTYPES: dict[str, torch.dtype | str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 FLASH_HEAD = 256
@@ -92,7 +104,7 @@ def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remo
 
 
 def choose_attention(
-    config: RecipeConfig, model_config: Any, model_class: Any, hardware: Hardware, precision: str
+    config: RecipeConfig, model_config: PreTrainedConfig, model_class: Any, hardware: Hardware, precision: str
 ) -> str | None:
     """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision take it.
 
@@ -134,7 +146,7 @@ def choose_attention(
     return "flex_attention" if flex else None
 
 
-def unfit_for_flash(model_config: Any) -> str | None:
+def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
     """Return why a model does not train right with flash attention 2 in transformers 5.23; None where nothing is known.
 
     The model's class says that it supports it in all these cases.
@@ -195,8 +207,8 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> Any:
 
 
 def load_model(
-    config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: Any = None
-) -> nn.Module:
+    config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: BitsAndBytesConfig | None = None
+) -> PreTrainedModel:
     """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Collective.
 
     ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
@@ -261,7 +273,7 @@ def keep_4bit_layout(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # an attribute of bitsandbytes' layers
 
 
 def keep_all_layers(model: nn.Module) -> float:
@@ -272,13 +284,13 @@ def keep_all_layers(model: nn.Module) -> float:
         What it was; 0 where the model has none. The model's config keeps it.
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
-    most = max((float(module.layerdrop) for module in dropping), default=0.0)  # type: ignore[arg-type]
+    most = max((float(cast("float", module.layerdrop)) for module in dropping), default=0.0)
     for module in dropping:
-        module.layerdrop = 0.0  # type: ignore[assignment]
+        module.layerdrop = 0.0  # type: ignore[assignment]  # a number, where nn.Module knows tensors and modules
     return most
 
 
-def drop_foreign_attention(config: Any) -> None:
+def drop_foreign_attention(config: PreTrainedConfig) -> None:
     """Let the model's class choose its attention where the config names a kernel on the hub: that is native code of others."""
     if "/" in str(getattr(config, "_attn_implementation", None) or ""):
         config._attn_implementation = None
@@ -300,21 +312,22 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
         kinds = getattr(module, "rope_type", None)
         if kinds is None or not hasattr(module, "original_max_seq_len"):
             continue
+        rotary = cast("_Rotary", module)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer, kind in by_layer.items():
             if "dynamic" not in kind and kind != "longrope":
                 continue
-            facts = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
-            trained = module.original_max_seq_len if kind != "longrope" else facts["original_max_position_embeddings"]
+            facts = rotary.config.rope_parameters if layer is None else rotary.config.rope_parameters[layer]
+            trained = rotary.original_max_seq_len if kind != "longrope" else facts["original_max_position_embeddings"]
             if longest <= trained:
                 continue
-            buffer = module.inv_freq if layer is None else getattr(module, f"{layer}_inv_freq")
+            buffer = rotary.inv_freq if layer is None else getattr(module, f"{layer}_inv_freq")
             positions = torch.arange(longest, device=buffer.device)[None]
             module(buffer, positions, **({} if layer is None else {"layer_type": layer}))  # chooses the frequencies
             if layer is None:
-                module.rope_type = "pinned"
+                rotary.rope_type = "pinned"
             else:
-                module.rope_type = module.rope_type | {layer: "pinned"}
+                rotary.rope_type = cast("dict[str, str]", rotary.rope_type) | {layer: "pinned"}
             said = (
                 f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained} tokens; "
                 f"in this run they are those of its longest sample, {longest} tokens"
@@ -322,7 +335,7 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
     return said
 
 
-def check_positions(model_config: Any, name: str, longest: int) -> None:
+def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
     """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
     positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
@@ -332,10 +345,10 @@ def check_positions(model_config: Any, name: str, longest: int) -> None:
         )
 
 
-def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
+def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
     """Raise `ConfigError` where the data has ids or lengths that the model's embeddings do not."""
     parts = [data.train, *data.held_out.values()]
-    rows = model.get_input_embeddings().num_embeddings
+    rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > rows:  # which harms only where such tokens occur
         largest = max([tokenizer.pad_token_id, *(part.largest_id for part in parts)])
         if largest >= rows:
@@ -346,7 +359,7 @@ def check_fit(model: nn.Module, tokenizer: Any, data: PreparedData) -> None:
     check_length(model, max(part.longest_sample for part in parts))
 
 
-def check_length(model: nn.Module, longest: int) -> None:
+def check_length(model: PreTrainedModel, longest: int) -> None:
     """Raise `ConfigError` where a sample of ``longest`` tokens is longer than the model's table of positions."""
     positions = absolute_positions(model)
     if positions is not None and longest > positions:
@@ -356,7 +369,7 @@ def check_length(model: nn.Module, longest: int) -> None:
         )
 
 
-def absolute_positions(model: nn.Module) -> int | None:
+def absolute_positions(model: PreTrainedModel) -> int | None:
     """Rows of the model's table of positions; None where it has none (rotary or relative ones have no end)."""
     positions = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings()
@@ -365,7 +378,7 @@ def absolute_positions(model: nn.Module) -> int | None:
     return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
 
 
-def enable_activation_checkpointing(model: nn.Module) -> None:
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass instead of keeping them."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:

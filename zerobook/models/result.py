@@ -9,13 +9,17 @@ import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import nn
 
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Kind = Literal["causal", "seq2seq"]
 
@@ -24,8 +28,8 @@ Kind = Literal["causal", "seq2seq"]
 class Loaded:
     """A model ready to answer: in evaluation mode, on the GPU where there is one."""
 
-    model: nn.Module
-    tokenizer: Any
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
     kind: Kind
     """``causal``: the answer continues the prompt. ``seq2seq``: an encoder reads the prompt."""
 
@@ -41,7 +45,7 @@ class Loaded:
         return str(tasks.get("chatbot", {}).get("prefix", ""))
 
 
-def context_of(config: Any) -> int | None:
+def context_of(config: PreTrainedConfig) -> int | None:
     """Positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
     # T5's n_positions is what it was trained on; its relative bias limits nothing
     if getattr(config, "relative_attention_num_buckets", None):
@@ -69,18 +73,20 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
-        model, base, of_base = _load_adapter(name, options)
+        adapted, base, of_base = _load_adapter(name, options)
+        model: PreTrainedModel | PeftModel = adapted
     else:
         model, base, of_base = _load_model(name, options, str(path)), name, options
     # an adapter that was saved without its tokenizer speaks its base's
     own = (Path(name) / "tokenizer_config.json").exists()
-    tokenizer = _load_tokenizer(*((name, options) if own else (base, of_base)), str(path))
+    tokenizer = _load_tokenizer(name, options, str(path)) if own else _load_tokenizer(base, of_base, str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
     # training switches the cache off and saves that; without it every answer takes quadratic time
     model.config.use_cache = True
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Loaded(model.to(device).eval(), tokenizer, kind)
+    cast("nn.Module", model).to(device).eval()
+    return Loaded(model, tokenizer, kind)
 
 
 def _hush() -> None:
@@ -129,7 +135,7 @@ def _embedded(name: str) -> str:
         return embedded.located(name)
 
 
-def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str, dict[str, Any]]:
+def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str, dict[str, Any]]:
     """Return the adapted model, where its base was found, and the options that the base was loaded with."""
     from peft import PeftModel
     from transformers import GenerationConfig
@@ -161,7 +167,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[nn.Module, str,
         raise ConfigError(f"{folder}: the adapter does not load onto {asked}: {_first_line(error)}") from error
 
 
-def _load_model(name: str, options: dict[str, Any], shown: str) -> nn.Module:
+def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from zerobook.models.load import drop_foreign_attention
@@ -175,7 +181,7 @@ def _load_model(name: str, options: dict[str, Any], shown: str) -> nn.Module:
         raise _unreadable(name, shown, "model", error) from error
 
 
-def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> Any:
+def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,8 +13,12 @@ from zerobook.strategy import Strategy
 from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.terminal import say
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
 
-def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig) -> Path:
+
+def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: RecipeConfig) -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
     Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
@@ -27,9 +31,11 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig) -> Path
     from zerobook.models.generation_config import save_generation_config
     from zerobook.models.load import DTYPES
 
-    model = strategy.unwrapped
+    model = cast("PreTrainedModel | PeftModel", strategy.unwrapped)
     whole = isinstance(model, PreTrainedModel)
-    dtype = torch.float32 if not whole else model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    dtype: torch.dtype = torch.float32
+    if isinstance(model, PreTrainedModel):
+        dtype = cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
     folder = Path(config.output_dir) / config.result
     weights: dict[str, Any] = {}
     for key, parameter in strategy.trainable():
@@ -41,7 +47,7 @@ def save_model(strategy: Strategy, tokenizer: Any, config: RecipeConfig) -> Path
     if strategy.is_main:
         weights |= strategy.buffers()
         staging = staging_of(folder)
-        model.save_pretrained(staging, state_dict=weights)
+        model.save_pretrained(str(staging), state_dict=weights)
         if whole:
             # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
             file = staging / "config.json"

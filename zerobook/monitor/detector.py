@@ -275,7 +275,8 @@ class Detector:
 
     def onset(self) -> int | None:
         """Where what is going on began: the precursor where there was one; None when calm."""
-        begun = [s for s in (self.armed, self.excursion and self.excursion.onset, *self.masked[:1]) if s is not None]
+        onset = self.excursion.onset if self.excursion else None
+        begun = [s for s in (self.armed, onset, *self.masked[:1]) if s is not None]
         return min(begun) if begun else None
 
     def update(self, point: Point) -> list[Finding]:

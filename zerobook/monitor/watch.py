@@ -110,9 +110,9 @@ class Watch:
             if again is not None and (measure := self.decide(again)).kind != "none":
                 return measure  # one decision a step: the ladder has climbed
             for finding in findings:
-                measure = self._found(finding)
-                if measure is not None and measure.kind != "none":
-                    return measure
+                answer = self._found(finding)
+                if answer is not None and answer.kind != "none":
+                    return answer
         self._prove(records[-1].step)
         return None
 
@@ -121,7 +121,7 @@ class Watch:
         lost = [done for done in list(self.history)[-self.settings.patience :] if not math.isfinite(done.loss)]
         return len(lost) == self.settings.patience
 
-    def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float]]:
+    def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float | None]]:
         """Return which losses end far above their best, whether or not a spike was found: name -> [value, best].
 
         For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
@@ -158,8 +158,10 @@ class Watch:
             return None
         level = self.detector.loss.level()
         words = "the ranks' copies of the weights are not the same any more"
-        self.seq = self.log and self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1,
-                                               base=level, peak=level, reason=words)  # fmt: skip
+        self.seq = None
+        if self.log:
+            self.seq = self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1, base=level,
+                                      peak=level, reason=words)  # fmt: skip
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
         return self.decide(finding, differing)
 

@@ -75,14 +75,14 @@ class Decoder:
                     problems.append(f"{name}: {key}: {part[key]}, and the formulas know layers of one MLP each.")
         found: dict[str, int] = {}
         for what, keys in (KEYS | OPTIONAL).items():
-            key = next((key for key in keys if facts.get(key) is not None), None)
-            if key is None:
+            named = next((key for key in keys if facts.get(key) is not None), None)
+            if named is None:
                 if what in KEYS:
                     problems.append(f"{name}: {' / '.join(keys)}: the config has none of them, and the formulas need it.")
-            elif type(facts[key]) is not int or facts[key] < 1:
-                problems.append(f"{name}: {key}: {facts[key]!r} is no number that a model can have; 1 or more is.")
+            elif type(facts[named]) is not int or facts[named] < 1:
+                problems.append(f"{name}: {named}: {facts[named]!r} is no number that a model can have; 1 or more is.")
             else:
-                found[what] = facts[key]
+                found[what] = facts[named]
         if problems:
             problems.append(f"{name}: count its parameters, and give zerobook plan --formulas --parameters 7B, say.")
             raise ConfigError(problems)

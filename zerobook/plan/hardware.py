@@ -6,11 +6,15 @@ import json
 import math
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from zerobook.errors import ConfigError
 from zerobook.utils.units import parse_bytes, parse_rate
+
+Parsed = TypeVar("Parsed")
 
 CONTEXT = 800_000_000
 """Bytes of a GPU that are gone before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An assumption,
@@ -65,7 +69,7 @@ def _device(
 ) -> Device:
     return Device(
         name, gb * 10**9, tflops * 1e12, fp32 * 1e12, gbps * 1e9, (nvlink or pcie) * 1e9, pcie * 1e9,
-        tuple(drivers.split("; ")), **facts,
+        tuple(drivers.split("; ")), **facts,  # type: ignore[arg-type]  # only flags are given so
     )  # fmt: skip
 
 
@@ -169,7 +173,7 @@ def cluster(
     """
     problems: list[str] = []
 
-    def read(parse, text, key):
+    def read(parse: Callable[[str, str], Parsed], text: str | None, key: str) -> Parsed | None:
         try:
             return parse(text, key) if text is not None else None
         except ConfigError as error:

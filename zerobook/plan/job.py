@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from zerobook.objective import Objective
 from zerobook.plan.holdings import Weight
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class NoClass(ConfigError):
@@ -44,7 +47,7 @@ class Job:
     """A recipe with its model's config. ``name`` is what tables call the model."""
 
     recipe: Recipe[Any]
-    model_config: Any
+    model_config: PreTrainedConfig
     name: str
 
     @property
@@ -127,7 +130,7 @@ class Job:
         """
         self.recipe.check_model_config(self.model_config)
         with self.made() as (model, _):
-            check_length(model, max(self.shape.source, self.shape.target))
+            check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
             units = _units(model)
             packed = {m.weight: m.in_features * m.out_features for m in model.modules() if isinstance(m, _Linear4bit)}
             made = {
@@ -158,7 +161,7 @@ def job(recipe: Recipe[Any]) -> Job:
     return Job(recipe, model_config, _called(name))
 
 
-def _encoder_only(model_config: Any) -> bool:
+def _encoder_only(model_config: PreTrainedConfig) -> bool:
     """Whether tokens look at those behind them. Some such classes turn into decoders where their config says so."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -208,7 +211,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> An
 def _units(model: nn.Module) -> dict[str, str]:
     """Parameter name -> the layer that it belongs to; parameters outside of layers are not in it."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    units = {}
+    units: dict[str, str] = {}
     for path, module in model.named_modules():
         if type(module).__name__ in classes:
             units |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
@@ -237,7 +240,7 @@ class _Linear4bit(nn.Linear):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
-def _quantise(model: nn.Module, dtype: torch.dtype) -> None:
+def _quantise(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Put 4-bit layers in the place of all linear ones but the output head, as transformers does; packed in ``dtype``."""
     head = model.get_output_embeddings()
     for module in model.modules():
@@ -254,7 +257,8 @@ def _to_fake(model: nn.Module) -> None:
     """Put fake CPU tensors in the place of the model's meta tensors, of which operations keep no account."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for kind in (module._parameters, module._buffers):
+        kinds: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for kind in kinds:
             for name, tensor in kind.items():
                 if tensor is None:
                     continue

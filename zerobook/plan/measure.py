@@ -107,7 +107,8 @@ def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], wher
     for rank, found in enumerate(ranks):
         held = hold(weights, groups, spreads, rank)
         labels = found["batch"]["labels"][1] if job.recipe.encoder_decoder else 0
-        shape = BatchShape(*found["batch"]["input_ids"], labels, found["padded"])
+        rows, source = found["batch"]["input_ids"]
+        shape = BatchShape(rows, source, labels, found["padded"])
         if shape not in traced:
             with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
                 kernels = "cpu" if where.cpu else "cuda"

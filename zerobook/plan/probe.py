@@ -17,11 +17,11 @@ import os
 import runpy
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,15 @@ import torch.distributed as dist
 from zerobook.runlog.records import StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
 STEP = 4
 RESULT = "ZEROBOOK_PROBE_RESULT"
 """The environment variable that names the file."""
 
-SENT: Counter = Counter()
-CALLS: Counter = Counter()
+SENT: dict[str, float] = defaultdict(float)
+CALLS: Counter[str] = Counter()
 _COUNTING = [False]
 
 
@@ -84,7 +87,7 @@ def watch_collectives() -> None:
         setattr(dist, name, _watched(name, getattr(dist, name)))
 
 
-def _bucket(group, bucket):  # torch refuses annotations other than its own
+def _bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations other than its own
     """DDP's own all-reduce, which it calls from C++; this one goes through torch.distributed, where it is watched."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -102,7 +105,7 @@ class Probe(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         trainer.save_results = False  # what a few steps have trained is of no use to anybody
         if hasattr(trainer.strategy.model, "register_comm_hook"):
-            trainer.strategy.model.register_comm_hook(None, _bucket)
+            cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _bucket)
 
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if trainer.strategy.device.type == "cuda" and step == STEP:

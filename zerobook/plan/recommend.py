@@ -78,14 +78,14 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
     if _evaluation_is_too_large(rows) and tried(rule, {"per_device_eval_batch_size": 1}):
         reasons.append((rule, "with larger ones, the evaluation needs more of the GPU's memory than training"))
         as_asked = rows
-    for rule, change in _ladder(traced, where):
-        if rule is not None and not tried(rule, change):
+    for step, change in _ladder(traced, where):
+        if step is not None and not tried(step, change):
             continue
         fitting = [row for row in rows if row.fits and not _offloads(row)]
         if fitting:
             best = _choose(traced, fitting, where, reasons)
-            if rule is not None:
-                reasons.append((rule, f"without it, or offload, nothing fits {where.name}"))
+            if step is not None:
+                reasons.append((step, f"without it, or offload, nothing fits {where.name}"))
             if recipe is not None:
                 other = f"adapters alone are trained; to train all weights there is {_other(as_asked)}"
                 reasons.append(("what LoRA leaves out", other))

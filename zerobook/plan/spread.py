@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 from zerobook.optimizer import OptimizerSpec, optimizer_spec
 
 if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from transformers import PreTrainedConfig
+
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
@@ -61,7 +65,7 @@ class Spread:
         return self.precision if self.kind in ("single", "ddp") else "no"
 
 
-def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spread:
+def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, node: int | None = None) -> Spread:
     """What a resolved strategy file comes to for a model.
 
     Args:
@@ -115,11 +119,11 @@ def spread(plan: LaunchPlan, model_config: Any, node: int | None = None) -> Spre
     )
 
 
-def _width(model_config: Any) -> int:
+def _width(model_config: PreTrainedConfig | SimpleNamespace) -> int:
     """As accelerate finds it: the hidden size, the largest of several, or that of the text model inside."""
     for config in (model_config, getattr(model_config, "text_config", None)):
-        if getattr(config, "hidden_size", None):
-            return int(config.hidden_size)
-        if getattr(config, "hidden_sizes", None):
-            return int(max(config.hidden_sizes))
+        if size := getattr(config, "hidden_size", None):
+            return int(size)
+        if sizes := getattr(config, "hidden_sizes", None):
+            return int(max(sizes))
     return 0

@@ -155,7 +155,9 @@ def decided(folder: Path) -> Decided:
 def unfinished_rollback(folder: Path) -> int | None:
     """Return the step that the newest attempt was about to go back to when it ended; None where it was not about to."""
     for record in backwards(folder / EVENTS):
-        kind = record and record["type"]
+        if record is None:
+            continue
+        kind = record["type"]
         if kind == "resume" or (kind == "rollback" and record["phase"] == "outcome"):
             return None
         if kind == "rollback":

@@ -178,7 +178,8 @@ class History:
         """How an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
         last = [event for event in attempt if event["type"] in LAST_WORDS and event.get("of_attempt") is None]
         if last:
-            return {"run_end": "finished"}.get(last[-1]["type"], last[-1]["type"])
+            kind = str(last[-1]["type"])
+            return "finished" if kind == "run_end" else kind
         if attempt[-1]["attempt"] == self.events[-1]["attempt"] and is_being_written(self.folder):
             return "running"
         return "killed"

@@ -152,10 +152,11 @@ def _figures(history: History) -> tuple[str, str]:
         marks = [(step, e) for e in history.of(kind) if (step := _mark(e)) is not None]
         if marks:
             x = [step for step, _ in marks]
-            y = [_height(e, loss_at, step) for step, e in marks]
+            heights = [_height(e, loss_at, step) for step, e in marks]
             text = [html.escape(f"[{e['seq']}] {sentence(e)}")[:300] for _, e in marks]
-            figure.add_scatter(x=x, y=y, row=1, col=1, mode="markers", text=text, hoverinfo="text", name=kind.replace("_", " "),
-                               marker={"color": colour, "symbol": symbol, "size": 11, "line": {"width": 1.5}})  # fmt: skip
+            figure.add_scatter(x=x, y=heights, row=1, col=1, mode="markers", text=text, hoverinfo="text",
+                               name=kind.replace("_", " "), marker={"color": colour, "symbol": symbol, "size": 11,
+                                                                    "line": {"width": 1.5}})  # fmt: skip
     for row, title in ((1, "loss"), (2, "gradient norm"), (3, "learning rate")):
         figure.update_yaxes(title_text=title, row=row, col=1)
     positive = [v for v in living["loss"] if v is not None]

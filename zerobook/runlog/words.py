@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
-    parts = []
+    parts: list[str] = []
     left = round(seconds)
     for name, size in units:
         if left >= size and len(parts) < 2:

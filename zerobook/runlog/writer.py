@@ -103,7 +103,8 @@ class RunLog:
             taken = file.with_suffix(".taken")
             file.rename(taken)  # at once, so that no note is taken twice or lost between
             for note in read(taken):
-                self.event("note", **{key: str(note[key]) for key in ("text", "by", "left") if key in note})
+                facts: dict[str, Any] = {key: str(note[key]) for key in ("text", "by", "left") if key in note}
+                self.event("note", **facts)
             taken.unlink()
 
     def close(self) -> None:

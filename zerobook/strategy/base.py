@@ -48,8 +48,9 @@ class Strategy(Engine):
         self.accelerator = accelerator
         self.mesh = Mesh(accelerator)
         self.plan = plan
+        # both are there from `prepare` on
         self.model: nn.Module = None  # type: ignore[assignment]
-        self.optimizer: Any = None
+        self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
         self.max_grad_norm = 0.0
         self.optimizer_spec = optimizer_spec(plan.optimizer)
         self.loaded_dtypes = {}
@@ -84,7 +85,7 @@ class Strategy(Engine):
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self.mesh.sum_over_ranks(values)
 
-    def from_main(self, value: Any) -> Any:
+    def from_main(self, value: T | None) -> T:
         return self.mesh.from_main(value)
 
     def gather(self, value: T) -> list[T]:

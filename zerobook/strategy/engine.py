@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,12 @@ from zerobook.strategy.weights import parameter_groups
 
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
+
+    class FlaggedOptimizer(torch.optim.Optimizer):
+        """An optimizer with what torch's loss scaler sets on it; the flag is read on the device."""
+
+        found_inf: torch.Tensor
+        _step_supports_amp_scaling: bool
 
 
 class Engine(TrainingState):
@@ -40,7 +46,7 @@ class Engine(TrainingState):
                 parameter.data = parameter.data.float()
         self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
 
-    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the prepared model and optimizer."""
         return self.accelerator.prepare(model, optimizer)
 
@@ -49,7 +55,7 @@ class Engine(TrainingState):
         if self.plan.offload_optimizer != "none" and self._skips_on_device:
             # Otherwise the scaler hands over a copy of its flag that may not have arrived from the GPU yet. With False, the
             # scaler reads the flag itself and skips the step.
-            optimizer._step_supports_amp_scaling = False
+            cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -126,7 +132,7 @@ class Engine(TrainingState):
         finite = torch.isfinite(norm)
         if self._skips_on_device:
             # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
-            self._torch_optimizer().found_inf = (~finite).float()
+            cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~finite).float()
             self.optimizer.step()
         elif self.accelerator.scaler is not None or finite.item():  # the scaler looks, and waits, by itself
             self.optimizer.step()

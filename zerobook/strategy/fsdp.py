@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +15,12 @@ from zerobook.strategy.weights import local, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
 
     from zerobook.config import RecipeConfig
+    from zerobook.strategy.engine import FlaggedOptimizer
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
@@ -43,10 +47,10 @@ class FullyShardedStrategy(Strategy):
             # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag
             for group in optimizer.param_groups:
                 group["fused"] = False
-            optimizer._step_supports_amp_scaling = self._skips_on_device = False
+            cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = self._skips_on_device = False
         return optimizer
 
-    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         special = getattr(model.config, "is_encoder_decoder", False)
@@ -61,11 +65,12 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        self.model.set_requires_all_reduce(False)
+        sharded = cast("FSDPModule", self.model)
+        sharded.set_requires_all_reduce(False)
         try:
             yield
         finally:
-            self.model.set_requires_all_reduce(True)
+            sharded.set_requires_all_reduce(True)
 
     def after_forwards(self) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -81,10 +86,10 @@ class FullyShardedStrategy(Strategy):
         offset = shard_offset(tensor)
         if offset is None:
             return super()._piece(index, parameter, key)
-        copies = tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0) > 0  # hybrid: others hold the same
-        if copies:
+        sharded = cast("DTensor", tensor)
+        if _is_copy(sharded):
             return None
-        mine = tensor.to_local()
+        mine = sharded.to_local()
         return offset, mine.reshape(-1) if len(offset) == 1 else mine
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
@@ -92,18 +97,17 @@ class FullyShardedStrategy(Strategy):
         offset = shard_offset(tensor)
         if offset is None:
             return super().restore(parameter, key, read)
-        mine = tensor.to_local()
+        mine = cast("DTensor", tensor).to_local()
         if mine.numel() and len(offset) == 1:
             mine.copy_(read(offset[0], offset[0] + mine.numel()).view(mine.shape))
         elif mine.numel():
             mine.copy_(read.block(offset, tuple(mine.shape)))
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        gradient = parameter.grad
-        if not hasattr(gradient, "device_mesh"):
+        if not hasattr(parameter.grad, "device_mesh"):
             return super()._gradient(index, parameter)
-        copies = gradient.device_mesh.ndim > 1 and gradient.device_mesh.get_local_rank(0) > 0  # hybrid: others hold the same
-        return None if copies else gradient.to_local()
+        gradient = cast("DTensor", parameter.grad)
+        return None if _is_copy(gradient) else gradient.to_local()
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
@@ -111,11 +115,11 @@ class FullyShardedStrategy(Strategy):
     def describe(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-        mesh = list(next(p for _, p in self.trainable()).device_mesh.shape)
+        mesh = list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)
         # what lies outside the layers may stay gathered, whatever the file says: the root does so by itself
         _, *inner = self.model.modules()
-        groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
-        groups = [group for group in groups if group is not None]
+        all_groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
+        groups = [group for group in all_groups if group is not None]
         offload = "cpu" if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else "none"
         name = "FSDP2" if len(mesh) == 1 else f"FSDP2 hybrid {'x'.join(map(str, mesh))}"
         return super().describe() | {
@@ -133,6 +137,11 @@ def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
     On the GPU, torch would copy it to them without a wait, and could multiply gradients before it is there.
     """
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+
+def _is_copy(tensor: DTensor) -> bool:
+    """Return whether other ranks write this shard: under hybrid sharding, all groups of ranks hold the same."""
+    return tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0) > 0
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -159,11 +168,13 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
     weight, and torch refuses that; while the two are hidden, all of them stay with the root. BlenderBot and Pegasus do not
     name their layers' classes.
     """
+    model = cast("PreTrainedModel", model)
     if not model._no_split_modules:
         parts = [child for part in (model.get_encoder(), model.get_decoder()) for child in part.children()]
         lists = [child for child in parts if isinstance(child, nn.ModuleList)]
         model._no_split_modules = {type(layer).__name__ for layers in lists for layer in layers}
-    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+    for hidden in ("get_input_embeddings", "get_output_embeddings"):
+        setattr(model, hidden, lambda: None)
     try:
         yield
     finally:

@@ -65,11 +65,11 @@ class Mesh:
         """All-reduce ``values`` (any shape, in place) over the processes that read different samples, and return it."""
         return self.sum_over_ranks(values)
 
-    def from_main(self, value: Any) -> Any:
+    def from_main(self, value: T | None) -> T:
         """Rank 0's picklable ``value``, on every rank."""
+        box: list[Any] = [value]
         if self.world_size == 1:
-            return value
-        box = [value]
+            return box[0]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -83,7 +83,8 @@ class Mesh:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         if self.is_main:
             try:
                 result = work()
@@ -92,7 +93,7 @@ class Mesh:
         result, error = self.from_main((result, error))
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]
+        return result
 
     def once_per_node(self, work: Callable[[], T]) -> T:
         """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
@@ -115,7 +116,7 @@ class Mesh:
             store = dist.distributed_c10d._get_default_store()
             self._waits += 1
             keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
-            store.set(keys[self.rank], pickle.dumps(result))
+            store.set(keys[self.rank], pickle.dumps(result))  # type: ignore[arg-type]  # torch's stub knows str alone
             store.wait(keys, timedelta(days=7))
             result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
             error = next((met for met in self.gather(error) if met is not None), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Replicas(NamedTuple):
         return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
 
 
-def differing(mesh: Mesh, named: list[tuple[str, torch.Tensor]]) -> Replicas | None:
+def differing(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
     """None where all ranks hold the same. Reads every weight once; the first that differs is looked at more closely.
     Collective."""
     sums = torch.stack([_sum_of_bits(p) for _, p in named])

@@ -35,7 +35,7 @@ class TrainingState:
     accelerator: Accelerator
     plan: LaunchPlan
     model: nn.Module
-    optimizer: Any
+    optimizer: torch.optim.Optimizer
     optimizer_spec: OptimizerSpec
     loaded_dtypes: dict[str, torch.dtype]
     """of each weight as the model was loaded, by name"""

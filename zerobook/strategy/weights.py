@@ -55,7 +55,7 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

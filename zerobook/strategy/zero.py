@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from zerobook.strategy.zero_state import ZeroState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import DummyOptim, DummyScheduler
 
     from zerobook.config import RecipeConfig
     from zerobook.strategy.launch_plan import LaunchPlan
+    from zerobook.strategy.zero_state import ZeroParameter
 
 
 class ZeroStrategy(ZeroState, Strategy):
@@ -77,10 +79,11 @@ class ZeroStrategy(ZeroState, Strategy):
         if self.plan.zero_stage == 3:
             start, stop = self._bounds(parameter)
             return zero.get_local_fp32_grad_for_param(parameter)[: stop - start] / zero.loss_scale
-        mapping = parameter._hp_mapping
+        fragment = cast("ZeroParameter", parameter)
+        mapping = fragment._hp_mapping
         if mapping is None:
             return None
-        found = mapping.get_lp_grad_fragment(parameter._index_in_param_group).reshape(-1)
+        found = mapping.get_lp_grad_fragment(fragment._index_in_param_group).reshape(-1)
         address = mapping.lp_fragment_address
         return (found[address.start :] if found.numel() == parameter.numel() else found)[: address.numel] / zero.loss_scale
 
@@ -112,7 +115,9 @@ class ZeroStrategy(ZeroState, Strategy):
     def learning_rate(self) -> float:
         return float(self.deepspeed_optimizer.param_groups[0]["lr"])
 
-    def _schedule(self, optimizer: Any, config: RecipeConfig, total_steps: int) -> Any:
+    def _schedule(
+        self, optimizer: torch.optim.Optimizer | DummyOptim, config: RecipeConfig, total_steps: int
+    ) -> DummyScheduler:
         from accelerate.utils import DummyScheduler
 
         params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})

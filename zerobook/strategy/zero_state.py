@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,28 @@ from torch import nn
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.state import TrainingState
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils.tensor_fragment import tensor_fragment
+
+    class ZeroParameter(nn.Parameter):
+        """A weight with what DeepSpeed attaches to it: fragments under ZeRO-1 and 2, the ``ds_`` names under ZeRO-3."""
+
+        _hp_mapping: tensor_fragment | None
+        _index_in_param_group: int
+        ds_tensor: torch.Tensor
+        ds_secondary_tensor: torch.Tensor | None
+        ds_shape: torch.Size
+        ds_numel: int
+        ds_process_group: dist.ProcessGroup | None
+
 
 class ZeroState(TrainingState):
     """Weights and optimizer state as ZeRO-1 to 3 partition them, in memory or on NVMe."""
 
+    model: DeepSpeedEngine
     deepspeed_optimizer: Any
+    """one of DeepSpeed's, by stage; None before `prepare`"""
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         return getattr(parameter, "ds_shape", parameter.shape)
@@ -79,7 +96,7 @@ class ZeroState(TrainingState):
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         if self.plan.zero_stage != 3:
-            mapping = parameter._hp_mapping
+            mapping = cast("ZeroParameter", parameter)._hp_mapping
             return None if mapping is None else ((mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key))
         # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back
         mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
@@ -91,7 +108,8 @@ class ZeroState(TrainingState):
             return self._restore_fragment(parameter, key, read)
         # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without asking
         start, stop = self._bounds(parameter)
-        mine = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32)
+        cut = cast("ZeroParameter", parameter)
+        mine = torch.zeros(cut.ds_tensor.numel(), dtype=torch.float32)
         if stop > start:
             mine[: stop - start] = read(start, stop)
         self.deepspeed_optimizer.set_local_hp_param(mine, parameter, key)
@@ -101,11 +119,11 @@ class ZeroState(TrainingState):
             # the setter reaches the fp32 master only; the copies that forwards read are written by their owner
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.mesh.rank == 0:
-                    parameter.data.copy_(read(0, parameter.ds_numel).view(parameter.ds_shape))
+                    parameter.data.copy_(read(0, cut.ds_numel).view(cut.ds_shape))
 
     def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """ZeRO-1 and 2: every rank holds the weight that forwards read, and some a stretch of the fp32 master."""
-        mapping = parameter._hp_mapping
+        mapping = cast("ZeroParameter", parameter)._hp_mapping
         value = None
         if key is None:
             value = self._read_by_main(self.shape(parameter), read)
@@ -119,7 +137,8 @@ class ZeroState(TrainingState):
 
     def _bounds(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Which numbers of the flattened weight are this rank's under ZeRO-3, without the padding."""
-        piece, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+        cut = cast("ZeroParameter", parameter)
+        piece, group = cut.ds_tensor.numel(), cut.ds_process_group
         rank = self.mesh.rank if group is None else dist.get_rank(group=group)
         whole = self.shape(parameter).numel()
         return min(piece * rank, whole), min(piece * (rank + 1), whole)

@@ -6,6 +6,7 @@ import atexit
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from zerobook.config import Resolved
 from zerobook.monitor.preemption import EXIT_CODE
@@ -50,11 +51,12 @@ class Logbook(Hook):
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
         last = records[-1]
+        metrics: dict[str, Any] = {"metrics": last.metrics} if last.metrics else {}
         self.log.event(
             "metrics", durable=False, steps=[records[0].step, last.step], loss=last.loss,
             mean_loss=sum(float(record.loss) for record in records) / len(records), grad_norm=last.grad_norm,
             learning_rate=last.learning_rate, tokens_per_second=round(trainer.pace.tokens_per_second, 1),
-            data_wait=round(trainer.pace.data_wait, 4), **({"metrics": last.metrics} if last.metrics else {}),
+            data_wait=round(trainer.pace.data_wait, 4), **metrics,
         )  # fmt: skip
         self.log.take_notes()
 

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from zerobook.config import ConfigT
+from zerobook.config import ConfigT, RecipeConfig
 from zerobook.objective import NextToken, Objective, TargetTokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from zerobook.data.prepare import PreparedData
     from zerobook.data.templates import Encoder
@@ -43,7 +44,7 @@ class Recipe(ABC, Generic[ConfigT]):
     Every method is called on every rank, in the order in which they stand here.
     """
 
-    config_class: ClassVar[type]
+    config_class: ClassVar[type[RecipeConfig]]
     """The class of ``config``, with the fields that become flags and YAML keys."""
     encoder_decoder: ClassVar[bool] = False
     """The model is an encoder-decoder; otherwise it is a decoder."""
@@ -51,7 +52,7 @@ class Recipe(ABC, Generic[ConfigT]):
     def __init__(self, config: ConfigT):
         self.config = config
 
-    def check_model_config(self, model_config: Any) -> None:
+    def check_model_config(self, model_config: PreTrainedConfig) -> None:
         """Raise `ConfigError` where the model cannot be what the config asks for. Called before any data is prepared.
 
         Args:
@@ -63,17 +64,17 @@ class Recipe(ABC, Generic[ConfigT]):
         return TargetTokens() if self.encoder_decoder else NextToken(self.config.router_aux_loss_coef)
 
     @abstractmethod
-    def encoder(self, tokenizer: Any) -> Encoder:
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
         """Return what makes token ids and labels of samples."""
 
-    def model(self, tokenizer: Any, strategy: Strategy) -> nn.Module:
+    def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
         """Load the model, without what `adapt` adds. ZeRO-3 and FSDP2 shard it while it is loaded."""
         from zerobook.models.load import load_model
 
         quantization = self.quantization(strategy.plan.precision)
         return load_model(self.config, strategy, encoder_decoder=self.encoder_decoder, quantization=quantization)
 
-    def quantization(self, precision: str) -> Any:
+    def quantization(self, precision: str) -> BitsAndBytesConfig | None:
         """Return transformers' quantisation config of the frozen weights; None where they are not quantised.
 
         Args:
@@ -81,17 +82,19 @@ class Recipe(ABC, Generic[ConfigT]):
         """
         return None
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def adapt(self, model: PreTrainedModel) -> nn.Module:
         """Return the model that is trained: ``requires_grad`` is set on what is trained, and adapters are added."""
         return model
 
-    def collator(self, tokenizer: Any, model: nn.Module) -> Collator:
+    def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
         """Return what makes a batch of rows."""
         from zerobook.data.collate import causal_collator
 
         return causal_collator(tokenizer, model, packed=self.config.packing, length=self.config.row_length)
 
-    def scorers(self, tokenizer: Any, model: nn.Module, data: PreparedData, collate: Any) -> Sequence[Scorer]:
+    def scorers(
+        self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
+    ) -> Sequence[Scorer]:
         """Return what measures more than the loss at every evaluation."""
         from zerobook.evaluation.tasks import task_scorers
 

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
@@ -70,7 +71,7 @@ def recipe_class(name: str) -> type[Recipe[Any]]:
     return found
 
 
-def _file_of(module: Any) -> Path | None:
+def _file_of(module: ModuleType) -> Path | None:
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return Path(origin).resolve() if origin else None
 

@@ -88,7 +88,7 @@ def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, lo
     Returns:
         The state of their ladder of measures.
     """
-    before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]
+    before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]  # rank 0 has a log
     progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
     if keeper.checkpoint is None:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.keeper import Keeper
@@ -49,7 +50,7 @@ class Recovery:
                     "rollback", phase="intent", parent=cause, measure=measure.kind, from_step=state.progress.step,
                     to_step=measure.to_step, why=measure.reason,
                 )  # fmt: skip
-            if left_out:
+            if left_out and measure.steps:
                 count = sum(b - a for a, b in left_out)
                 log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
                 tqdm.write(f"  {count} samples of steps {measure.steps[0]} to {measure.steps[1]} are left out from now on")
@@ -64,16 +65,17 @@ class Recovery:
         if log and left_out and state.end_step < state.total_steps:
             tqdm.write(f"  the run ends at step {state.end_step}; its schedule stays laid out for {state.total_steps} steps")
 
-    def go_back(self, measure: Measure, intent: int | None, skip_ranges: list, rate_cuts: list) -> None:
+    def go_back(self, measure: Measure, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
         """Restore weights, moments, schedule, sample order, random numbers, loss scale and detector from the checkpoint."""
-        assert measure.to_step is not None
+        to_step = measure.to_step
+        assert to_step is not None
         state, keeper, log = self.state, self.keeper, self.log
         start, progress = time.monotonic(), state.progress
         keeper.finish(log)  # a save under way is of what is given up
         state.drop_feed()
-        loaded, bytes_read = keeper.load(measure.to_step)
+        loaded, bytes_read = keeper.load(to_step)
         # only now: where it cannot be loaded, a restart still finds what was saved later
-        aside = self.strategy.on_main(lambda: store.set_aside(keeper.folder, measure.to_step, keeper.passed_over))
+        aside = self.strategy.on_main(lambda: store.set_aside(keeper.folder, to_step, keeper.passed_over))
         given_up = progress.step - loaded.step
         kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
                 "total_steps": progress.total_steps, "world_size": progress.world_size,
@@ -81,7 +83,7 @@ class Recovery:
         vars(progress).update(vars(loaded) | kept)
         losses = self.watch.back(measure, loaded.detector, intent)
         if measure.rate_factor:  # behind the first update with the lower rate, the losses are others
-            losses = {step: loss for step, loss in losses.items() if step == measure.to_step + 1}
+            losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         state.earlier_losses = losses
         state.build_feed()
         verified, differing = state.verify(loaded.following)

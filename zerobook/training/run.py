@@ -18,6 +18,8 @@ from zerobook.training.recipe import Recipe
 from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from zerobook.checkpoint.progress import Progress
     from zerobook.data.prepare import PreparedData
     from zerobook.training.hooks import Hook
@@ -70,11 +72,11 @@ def train(
     data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
     model = recipe.model(tokenizer, strategy)
     check_fit(model, tokenizer, data)
-    model = recipe.adapt(model)
-    collate = recipe.collator(tokenizer, model)
-    scorers = recipe.scorers(tokenizer, model, data, collate)
+    adapted = recipe.adapt(model)
+    collate = recipe.collator(tokenizer, adapted)
+    scorers = recipe.scorers(tokenizer, adapted, data, collate)
     trainer = Trainer(
-        config, sources, strategy, model, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
+        config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
     )
     progress = trainer.run()
     if trainer.save_results:
@@ -82,7 +84,7 @@ def train(
     return progress
 
 
-def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, Any]:
+def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     """Prepare the data of a recipe as its run would, and nothing else. Returns it with the tokenizer.
 
     Args:

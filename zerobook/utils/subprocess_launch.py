@@ -40,8 +40,9 @@ def run(
     On a CPU one thread a rank, because ranks share the cores. On a GPU a run chooses its threads: an optimizer in host memory
     needs more.
     """
-    threads = {} if _on_gpu(os.environ | (environment or {})) else {"OMP_NUM_THREADS": "1"}
-    given = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"} | (environment or {})
+    own = dict(environment or {})
+    threads = {} if _on_gpu(os.environ | own) else {"OMP_NUM_THREADS": "1"}
+    given = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"} | own
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(line, cwd=cwd, env=given, stdout=said, stderr=subprocess.STDOUT)
         try:

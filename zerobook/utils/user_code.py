@@ -76,7 +76,7 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{key}: {spec}: {found!r} does not derive from {base.__module__}.{base.__name__}.")
     if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
         raise ConfigError(f"{key}: {spec} does not define {missing}, which {base.__name__} asks for.")
     return found
 
