@@ -15,8 +15,8 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         "The index of the tensors.",
         {
             "shapes": "name of each trained parameter: its shape",
-            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] of "
-            "each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
+            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] "
+            "of each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
             "adam_steps": "steps that AdamW has counted; in format 5 `optimizer_steps`",
             "state_shapes": "format 5: shapes of the optimizer's state where they are not the weight's",
             "written_by": "strategy that wrote it, as read from the live objects",

@@ -10,6 +10,7 @@ from importlib import import_module
 HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
+  init        a folder to work in: recipes, strategy files and a config to start from
   doctor      where a strategy file leads on this machine, and everything that disagrees
   plan        what a run will hold, send and take under every strategy file, before it is paid for
   data        prepare a recipe's data ahead, and look at it
@@ -19,11 +20,12 @@ commands:
   chat        talk to a trained model in the terminal
   eval        its accuracy on multiple-choice task files
 
-Recipes are started with accelerate:
+Recipes are started with accelerate, in a clone or in a folder that zerobook init has made:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
 """
 
 COMMANDS = {
+    "init": ("zerobook.cli.init", "init"),
     "doctor": ("zerobook.cli.doctor", "doctor"),
     "plan": ("zerobook.cli.plan", "plan"),
     "data": ("zerobook.cli.data", "data"),

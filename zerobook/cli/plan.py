@@ -13,6 +13,7 @@ from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.plan.hardware import DEVICES, Cluster, cluster, known, nearest
 from zerobook.training.recipe_file import RUNS
+from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from zerobook.plan.rows import Row, Subject, Traced
     from zerobook.training.recipe import Recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
 
 MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
@@ -214,14 +214,14 @@ def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str],
         except NoClass as error:
             both = error.facts.get("is_encoder_decoder", False)
         kind = "seq2seq_chatbot" if both else "causal_lm"
-        file, flags = ROOT / "recipes" / f"{kind}.py", ["--model_name_or_path", first, *flags]
+        file, flags = shipped(f"recipes/{kind}.py"), ["--model_name_or_path", first, *flags]
     made = recipe_class(str(file))
     config, sources, _ = parse(made.config_class, flags, data=data)
     return file, flags, made(config), sources
 
 
 def _files(chosen: str | None) -> list[Path]:
-    files = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+    files = sorted(shipped("accelerate_configs").glob("*.yaml"))
     names = {file.stem for file in files}
     wanted = names if chosen is None else set(chosen.split(","))
     if wanted - names:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
+STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
+"""Key of the Accelerate YAML that names the DeepSpeed JSON, among what a launcher leaves unsaid."""
+
+
 def launcher_flags(command: list[str]) -> list[str] | None:
     """What follows ``accelerate launch`` in a process's command line; None where it is another program's."""
     for index, token in enumerate(command):
@@ -90,7 +94,8 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
 
     Returns:
-        (``--mixed_precision`` as typed, or None; variables that accelerate reads and its launcher does not set).
+        (``--mixed_precision`` as typed, or None; variables that accelerate reads and its launcher does not set, and
+        `STRATEGY_FILE`).
     """
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -107,4 +112,6 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
             environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
     if file.get("use_cpu"):
         environ["ACCELERATE_USE_CPU"] = "true"
+    if args.config_file and args.deepspeed_config_file is None:
+        environ[STRATEGY_FILE] = args.config_file
     return args.mixed_precision, environ

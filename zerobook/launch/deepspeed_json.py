@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig, Resolved
+from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -27,7 +28,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         plan.config_file = "the Accelerate YAML's deepspeed_config"
         config = _inline(environ)
     else:
-        plan.config_file = path
+        path = plan.config_file = located(path, environ.get(STRATEGY_FILE))
         config = _load_json(path, plan.problems)
     plan.deepspeed_config = config
     section = config.get("zero_optimization")
@@ -143,13 +144,25 @@ def _inline(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
 
 
+def located(path: str, strategy_file: str | Path | None) -> str:
+    """Return where the JSON is that a strategy file names.
+
+    A relative path starts at the working folder, as accelerate reads it. Where there is no such file, it starts at the folder
+    above the strategy file's, which holds both ``accelerate_configs`` and ``ds_configs``; so shipped files work from anywhere.
+    """
+    if strategy_file is None or Path(path).is_file():
+        return path
+    beside = Path(strategy_file).expanduser().absolute().parent.parent / path
+    return str(beside) if beside.is_file() else path
+
+
 def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
     try:
         loaded = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         problems.append(
             f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
-            f"are relative to the folder you launch from, here {Path.cwd()}."
+            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder above the YAML's."
         )
     except ValueError as error:
         problems.append(f"{path}: not valid JSON: {error}.")

@@ -11,6 +11,9 @@ import yaml
 
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import left_unsaid
+from zerobook.utils.shipped import shipped
+
+_SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
@@ -70,15 +73,12 @@ def _check_accelerate_config(file: str | None) -> None:
         text = Path(file).read_text(encoding="utf-8")
         loaded = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError(
-            f"{file}: the Accelerate config cannot be read ({error.strerror}). Shipped ones are in accelerate_configs/."
-        ) from None
+        raise ConfigError(f"{file}: the Accelerate config cannot be read ({error.strerror}). {_SHIPPED}") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{where}: not a valid Accelerate config: {getattr(error, 'problem', error)}.") from None
     if not isinstance(loaded, dict):
         raise ConfigError(
-            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. "
-            "Shipped ones are in accelerate_configs/."
+            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. {_SHIPPED}"
         )

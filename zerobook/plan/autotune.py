@@ -10,6 +10,7 @@ import yaml
 
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
+from zerobook.launch.deepspeed_json import located
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
@@ -158,10 +159,17 @@ def write(tuned: Tuned, recipe: Path, where: Cluster, folder: Path) -> tuple[Pat
     assert best is not None
     folder.mkdir(parents=True, exist_ok=True)
     strategy, override = folder / f"{best.file.stem}.yaml", folder / "recipe.yaml"
-    strategy.write_text(best.file.read_text())
+    strategy.write_text(_readable_from_anywhere(best.file))
     header = (
         f"# Measured on {where.name}: {best.rate:.4g} samples a second, {len(tuned.tried)} candidates tried.\n"
         f"# Launch: accelerate launch --config_file {strategy} --num_processes {where.ranks} {recipe} --config {override} ...\n"
     )
     override.write_text(header + yaml.safe_dump(best.flags))
     return strategy, override
+
+
+def _readable_from_anywhere(file: Path) -> str:
+    """Return a strategy file's text; the DeepSpeed JSON in it with its whole path, where it is not in the working folder."""
+    text = file.read_text()
+    json = (yaml.safe_load(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
+    return text.replace(json, located(json, file)) if json else text

@@ -18,6 +18,7 @@ from zerobook.runlog.lines import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
+from zerobook.utils.shipped import clone
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
@@ -102,7 +103,9 @@ def _gpus() -> list[str]:
 
 
 def _git() -> dict[str, Any] | None:
-    here = Path(__file__).resolve().parents[2]
+    here = clone()
+    if here is None:
+        return None
 
     def ask(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True)

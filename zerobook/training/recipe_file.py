@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
+from zerobook.utils.shipped import shipped
 
 if TYPE_CHECKING:
     from zerobook.training.recipe import Recipe
@@ -27,7 +28,10 @@ def check_recipe(name: str) -> tuple[Path, str]:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{name}: there is no such recipe file. Zerobook's own are in recipes/.")
+        raise ConfigError(
+            f"{name}: there is no such recipe file. Zerobook's own are in {shipped('recipes')}; zerobook init FOLDER copies "
+            "them."
+        )
     if path.suffix != ".py":
         raise ConfigError(
             f"{name}: this is no recipe, so it was not run. Give a recipe, such as recipes/lora_finetune.py. A flag of the "

@@ -1,0 +1,88 @@
+"""``zerobook init``: make a folder to work in, with the recipes, their configs and the strategy files.
+
+zerobook init my-training
+
+The files are copies to be edited. A clone has them at its root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from pathlib import Path
+
+from zerobook.errors import ConfigError
+from zerobook.utils.shipped import shipped
+from zerobook.utils.terminal import say
+
+_COPIED = {"recipes": "*.py", "recipes/configs": "*.yaml", "accelerate_configs": "*.yaml", "ds_configs": "*.json"}
+"""Shipped folder -> pattern of the files in it"""
+_CONFIG = """\
+# LoRA on a small chat model. Every key is a flag, too; recipes/lora_finetune.py --help prints all of them.
+model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct  # a hub name or a folder
+train_file: chats.jsonl  # your data; a line is a chat:
+# {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+max_seq_length: 512
+per_device_train_batch_size: 4
+learning_rate: 1e-3
+lr_scheduler_type: cosine
+max_train_steps: 100
+save_steps: 25
+output_dir: outputs/first
+"""
+_LAUNCH = "--config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --config config.yaml"
+_CHECK, _TRAIN = f"zerobook doctor {_LAUNCH}", f"accelerate launch {_LAUNCH}"
+_README = f"""\
+# Training with Zerobook
+
+| | |
+|---|---|
+| `config.yaml` | the model, the data and the flags of a first run; edit it |
+| `recipes/` | what is trained: a Python file each, with examples in `recipes/configs/` |
+| `accelerate_configs/` | how it is spread over processes: a strategy file each, with what it costs in its header |
+| `ds_configs/` | the DeepSpeed settings that some of the strategy files name |
+
+Commands are typed in this folder.
+
+```bash
+# what would happen, and what disagrees; nothing is started
+{_CHECK}
+# train
+{_TRAIN}
+# what happened
+zerobook runlog status outputs/first
+```
+
+`zerobook --help` lists the other commands. `zerobook plan recipes/lora_finetune.py --config config.yaml` prints the memory
+and the time of every strategy file.
+"""
+
+
+def init(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code."""
+    parser = argparse.ArgumentParser("zerobook init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="the folder to write; it must not exist, or be empty")
+    folder = Path(parser.parse_args(arguments).folder).expanduser()
+    _check(folder)
+    for name, pattern in _COPIED.items():
+        (folder / name).mkdir(parents=True)
+        for file in sorted(shipped(name).glob(pattern)):
+            shutil.copyfile(file, folder / name / file.name)
+    (folder / "config.yaml").write_text(_CONFIG)
+    (folder / "README.md").write_text(_README)
+    say(f"wrote {folder}: recipes, strategy files, config.yaml and README.md. Name your data in config.yaml, and go on there:")
+    for line in (f"cd {shlex.quote(str(folder))}", _CHECK, _TRAIN):
+        say(f"  {line}")
+    return 0
+
+
+def _check(folder: Path) -> None:
+    """Raise `ConfigError` where something would be overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: this is a file. Give a folder that does not exist, or is empty.")
+    if folder.is_dir() and (first := next(folder.iterdir(), None)):
+        raise ConfigError(
+            f"{folder}: the folder is not empty; it holds {first.name}. Nothing was written. Give a folder that does not "
+            "exist, or is empty."
+        )
