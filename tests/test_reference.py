@@ -81,7 +81,8 @@ def test_every_file_of_a_checkpoint_is_described(tmp_path):
     pieces = {name for name in names if name.startswith("tensors-")}
     assert pieces and names - pieces == set(FILES) - {"tensors-RRRRR-NNNNN.safetensors"}
     for name in ("manifest.json", "tensors.json"):
-        assert set(json.loads((folder / name).read_text())) == set(FILES[name][1])
+        described = set(FILES[name][1]) - {"state_shapes"}  # which AdamW's checkpoints do not have
+        assert set(json.loads((folder / name).read_text())) == described
     described = reference.field_docs(reference.Progress)
     assert set(json.loads((folder / "progress.json").read_text())) == set(described)
 
