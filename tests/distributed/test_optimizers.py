@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.causal_lm import CausalLM, CausalLMConfig
 from tests.distributed.test_parity import STRATEGIES, largest_difference
 from tests.harness import ROOT, launch
 from zerobook.config import Resolved
@@ -45,19 +46,13 @@ def test_same_training_as_one_process(launches, optimizer, strategy):
 
 def assert_planned(run, strategy, processes):
     """Each rank holds to the byte the optimizer state that was planned for it."""
-    config = type(job_config())(**run.event("run_start")["config"])
-    planned, where = job(config), cluster(gpus=str(processes), gpu="a100-80gb")
+    config = CausalLMConfig(**run.event("run_start")["config"])
+    planned, where = job(CausalLM(config)), cluster(gpus=str(processes), gpu="a100-80gb")
     sources = Resolved(dict.fromkeys(type(config).model_fields, "default"))
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     spreads = spread(launch_plan(file, where, config, sources), planned.model_config)
     held = [hold(*planned.weights(), spreads, rank).optimizer for rank in range(processes)]
     assert [rank["optimizer"] for rank in run.event("memory")["per_rank_bytes"]] == held
-
-
-def job_config():
-    from recipes.causal_lm import CausalLMConfig
-
-    return CausalLMConfig(model_name_or_path="x", dataset_name="x")
 
 
 RESUMED = [("sgd", "zero3", "fsdp"), ("sgd", "zero3", "ddp"), ("sgd", "fsdp", "zero2"), ("sgd", "zero1", "zero3"),
