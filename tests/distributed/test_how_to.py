@@ -78,3 +78,20 @@ def test_a_how_to_trains_equal_to_one_process(tiny, tmp_path, page):
         assert run.event("eval")["loss"] == pytest.approx(one.event("eval")["loss"], rel=1e-5)
         if page == "evaluation":
             assert run.event("eval")["metrics"] == pytest.approx(one.event("eval")["metrics"])
+
+
+@pytest.mark.launch
+def test_the_strategy_files_of_the_how_to_train_equal_to_one_process(tiny, tmp_path, capsys):
+    text = (FOLDER / "strategy_file.md").read_text()
+    flags = flags_of("custom_loss", tiny, tmp_path) | {"max_train_steps": 4, "logging_steps": 1, "max_grad_norm": 1.0}
+    del flags["z_weight"]
+    one = launch("single", 1, "causal_lm", tmp_path / "one", per_device_train_batch_size=6, **flags).read()
+    for name, said in (("my_zero3", "ZeRO-3 (optimizer: cpu offload)"), ("my_fsdp", "FSDP2")):
+        block = re.search(rf"```yaml\n# {name}\.yaml\n.*?```", text, re.S)
+        assert block
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(block[0].removeprefix("```yaml\n").removesuffix("```"))
+        assert main(["doctor", "--config_file", str(file)]) == 0 and said in capsys.readouterr().out
+        run = launch(str(file), 2, "causal_lm", tmp_path / name, per_device_train_batch_size=3, **flags).read()
+        assert run.event("run_start")["live"]["strategy"] == said
+        assert run.losses == pytest.approx(one.losses, rel=1e-5) and run.norms == pytest.approx(one.norms, rel=1e-5)
