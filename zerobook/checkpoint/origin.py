@@ -96,7 +96,7 @@ def _ignored() -> set[str]:
     return {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
 
 
-def _differing(was: dict, now: dict, ignored: set[str], *, strict: bool) -> dict[str, tuple[Any, Any]]:
+def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, strict: bool) -> dict[str, tuple[Any, Any]]:
     """Return key -> both values, with dots before the keys of inner dicts.
 
     A key that only one has is no difference of two configs: versions of transformers add keys, with values that change nothing.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -23,6 +23,10 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import optimizer_name
 from zerobook.strategy import Strategy
 from zerobook.strategy.weights import persistent_buffers
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+    from torch import nn
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
@@ -130,7 +134,7 @@ class Reader:
         self.folder = folder
         self.index = index or store.read_json(folder / INDEX)
         self.bytes_read = 0
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, safe_open] = {}
         self._buffer = torch.empty(0)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -202,7 +206,7 @@ class Reader:
             rows = rows.narrow(dimension, at, size) if dimension else rows
         return rows
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> safe_open:
         from safetensors import safe_open
 
         if name not in self._open:
@@ -231,7 +235,9 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: reader.whole(name) for name in reader.index["pieces"]}
 
 
-def _check(strategy: Strategy, checkpoint: Path, parameters: list, shapes: dict[str, list[int]]) -> None:
+def _check(
+    strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], shapes: dict[str, list[int]]
+) -> None:
     problem = None
     for name, parameter in parameters:
         if name not in shapes:
@@ -249,7 +255,7 @@ def _check(strategy: Strategy, checkpoint: Path, parameters: list, shapes: dict[
         )
 
 
-def _check_state(strategy: Strategy, checkpoint: Path, parameters: list, reader: Reader) -> None:
+def _check_state(strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], reader: Reader) -> None:
     """Refuse a checkpoint without the state that this run's optimizer keeps, as where a user has changed its class."""
     for name, parameter in parameters:
         for key, shape in strategy.state_shapes(parameter).items():

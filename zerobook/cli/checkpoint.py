@@ -14,13 +14,16 @@ import math
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
 from zerobook.errors import CheckpointError
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -79,7 +82,7 @@ def _one_or_all(path: Path) -> list[Path]:
     return [*store.candidates(checkpoints), *store.list_aside(checkpoints, "unreadable")]
 
 
-def _table(title: str, *columns: str) -> Any:
+def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -47,7 +47,7 @@ def data(arguments: list[str]) -> int:
     return 0
 
 
-def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData, Any]:
+def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     from zerobook.training.run import prepare_data
 
     made = recipe_class(recipe)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import RecipeConfig, Resolved, parse
@@ -20,6 +20,9 @@ from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils.terminal import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
 
@@ -88,7 +91,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     return plan, problems, config, sources
 
 
-def _machine(out: Any, hardware: Hardware) -> list[str]:
+def _machine(out: Console, hardware: Hardware) -> list[str]:
     import psutil
     from rich.table import Table
 
@@ -121,7 +124,7 @@ def _machine(out: Any, hardware: Hardware) -> list[str]:
     return problems
 
 
-def _strategy(out: Any, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
     from rich.table import Table
 
     from zerobook.data.feed import Layout

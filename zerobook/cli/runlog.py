@@ -23,13 +23,16 @@ import csv
 import getpass
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import RunLogError
 from zerobook.runlog.history import History, folder_of, is_being_written
 from zerobook.runlog.summary import summary
 from zerobook.runlog.words import QUIET, duration, sentence
 from zerobook.utils.terminal import console, plain, say
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def runlog(arguments: list[str]) -> int:
@@ -56,7 +59,7 @@ def runlog(arguments: list[str]) -> int:
     return _ACTIONS[known.action](known) or 0
 
 
-def _table(*columns: str) -> Any:
+def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table()

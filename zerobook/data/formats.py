@@ -83,14 +83,14 @@ class EmptyText(BadSample):
     """A document without text. Corpora that keep lines as rows are full of them; leaving them out loses nothing."""
 
 
-def own_of(encoder: Any) -> Mapping[str, Format]:
+def own_of(encoder: object) -> Mapping[str, Format]:
     """Return the formats that an encoder brings itself, by name."""
     return getattr(encoder, "formats", {})
 
 
 def parse(
     format: str,
-    row: Any,
+    row: object,
     *,
     text_column: str | None = None,
     summary_column: str | None = None,
@@ -194,7 +194,7 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     return read_chat(row[columns[0]], columns[0])
 
 
-def read_chat(turns: Any, column: str) -> Chat:
+def read_chat(turns: object, column: str) -> Chat:
     """Return a list of turns, ``role`` and ``content`` or ``from`` and ``value``, as a chat.
 
     Args:
@@ -293,13 +293,13 @@ _MAY_FOLLOW = {  # role -> what may stand before it; None is the start of the ch
 }
 
 
-def _read_turns(turns: Any, column: str) -> list[dict[str, str]]:
+def _read_turns(turns: object, column: str) -> list[dict[str, str]]:
     if not isinstance(turns, list):
         raise BadSample(f"{column} is {_kind(turns)}, expected a list of turns")
     return [_turn(turn, f"turn {number} of {column}") for number, turn in enumerate(turns, 1)]
 
 
-def _turn(turn: Any, where: str) -> dict[str, str]:
+def _turn(turn: object, where: str) -> dict[str, str]:
     if not isinstance(turn, dict):
         raise BadSample(f"{where} is {_kind(turn)}, expected an object")
     # published chats mix the two spellings under either column
@@ -327,7 +327,7 @@ def _turn(turn: Any, where: str) -> dict[str, str]:
     return {"role": _ROLES[name], "content": _string(value, f"the {content} of {where}")}
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: object, where: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = f"of type {part.get('type')!r:.40}" if isinstance(part, dict) else _kind(part)
         raise BadSample(f"{where} has a part that is {kind}; only parts of type 'text' with a text can be used")
@@ -352,7 +352,7 @@ def _chat(messages: list[dict[str, str]]) -> Chat:
     return Chat(messages)
 
 
-def _string(value: Any, name: str, *, blank: bool = False) -> str:
+def _string(value: object, name: str, *, blank: bool = False) -> str:
     if not isinstance(value, str):
         raise BadSample(f"{name} is {_kind(value)}, expected a string")
     if not value.strip() and not blank:
@@ -366,7 +366,7 @@ def _string(value: Any, name: str, *, blank: bool = False) -> str:
     return value
 
 
-def _integers(values: Any, name: str) -> list[int]:
+def _integers(values: object, name: str) -> list[int]:
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
@@ -377,7 +377,7 @@ def _integers(values: Any, name: str) -> list[int]:
     return values
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}

@@ -438,7 +438,7 @@ class Library:
         return {"format": reading.format, "lone_text": source.lone_text, "report": done, "bad_samples": listed}
 
 
-def _identity(thing: Any) -> list[str]:
+def _identity(thing: object) -> list[str]:
     """Return the name of an object's class; for a class from outside this package, also digests of the files it is made by.
 
     Data is prepared again where such a file changes.
@@ -496,13 +496,13 @@ def _lock(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _fingerprint(value: Any) -> str:
+def _fingerprint(value: object) -> str:
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
-def _halves(store: TokenStore, share: float, seed: int) -> tuple[Any, Any]:
+def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
     """Return what is chosen for training, and what is held out: a seeded share of the samples, or the end of a lone text."""
     if store.meta["lone_text"]:
         total = int(store.offsets[-1])

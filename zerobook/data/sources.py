@@ -11,15 +11,18 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from zerobook.data import embedded
 from zerobook.data.formats import Stretch
 from zerobook.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 LINE_LIMIT = 256 << 20
 """Bytes. A longer line is a file that lacks its line ends, not a sample."""
@@ -112,7 +115,7 @@ def _only_train(path: str, split: str | None) -> None:
         raise DataError(f"{path}: it has no splits, and split is {split!r}. Name the file of that split, or drop split.")
 
 
-def _from_rows(name: str, rows: Any, digest: Callable[[], str]) -> Source:
+def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> Source:
     def piece(start: int, stop: int) -> Source:
         def read() -> Iterator[Item]:
             for index in range(start, stop):
@@ -168,16 +171,16 @@ def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revisio
     )
 
 
-def _of_split(name: str, dataset: Any, revision: str | None = None) -> Source:
+def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | None = None) -> Source:
     if revision is not None:
         return _of_iterable(name, dataset, revision)
     return _from_rows(name, dataset, lambda: str(dataset._fingerprint))
 
 
-def _of_iterable(name: str, dataset: Any, revision: str) -> Source:
+def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
     """A dataset that is read from the hub while it is used; its shards are the files that it is stored in there."""
 
-    def piece(part: Any, number: str) -> Source:
+    def piece(part: IterableDataset, number: str) -> Source:
         def read() -> Iterator[Item]:
             for index, row in enumerate(part):
                 yield f"{number}sample {index}", row, 1
@@ -438,7 +441,7 @@ class _Array:
         self._take(self.at + 1)
         return found
 
-    def _value(self, index: int) -> Any:
+    def _value(self, index: int) -> object:
         self._next()
         while True:
             try:

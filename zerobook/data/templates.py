@@ -23,6 +23,7 @@ from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenize
 from zerobook.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
 
@@ -547,7 +548,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     return ends
 
 
-def _compiled(source: str) -> Any:
+def _compiled(source: str) -> Template:
     """Return a chat template as transformers compiles it, which keeps it in a cache.
 
     transformers is imported here, because a recipe imports this module before it knows whether anything is trained.

@@ -143,7 +143,7 @@ def _work(chunk: Chunk) -> EncodedChunk:
     return _encode(_READING[0], chunk)
 
 
-def _parsed(row: Any) -> Any:
+def _parsed(row: object) -> object:
     if not isinstance(row, bytes):
         return row
     import orjson

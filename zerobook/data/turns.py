@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from zerobook.data.formats import BadSample
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
@@ -99,7 +100,8 @@ class TurnTokenizer:
         encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
         results: list[Tokenized | BadSample] = []
         for chat, encoding in zip(chats, encodings, strict=True):
-            turns = [(_token_at(encoding, start), encoding.char_to_token(stop - 1) + 1) for start, stop in chat.turns]
+            ends = [cast("int", encoding.char_to_token(stop - 1)) + 1 for _, stop in chat.turns]
+            turns = [(_token_at(encoding, start), end) for (start, _), end in zip(chat.turns, ends, strict=True)]
             results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
         return results
 
@@ -165,7 +167,7 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
 
 
-def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """The tokenizers library's own, which neither cuts nor pads."""
     backend = tokenizer.backend_tokenizer
     # a tokenizer.json may carry both, and transformers sets and unsets them at each of its own calls
@@ -180,11 +182,11 @@ def any_of(tokens: Iterable[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _token_at(encoding: Any, position: int) -> int:
+def _token_at(encoding: Encoding, position: int) -> int:
     token = encoding.char_to_token(position)
     if token is None:
         # the offsets of many tokenizers leave white space out, and then only the order of their ends tells
-        token = bisect_right(range(len(encoding)), position, key=lambda t: encoding.token_to_chars(t)[1])
+        token = bisect_right(range(len(encoding)), position, key=lambda t: cast("Span", encoding.token_to_chars(t))[1])
     return token
 
 

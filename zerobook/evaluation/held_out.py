@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import SampleOrder
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LOGITS = 2**30
 """Logits that a forward pass of the evaluation makes at most: 2 GiB in half precision, 4 in fp32."""
@@ -34,7 +37,7 @@ def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
     return max(1, min(asked, LOGITS // (positions * vocabulary)))
 
 
-def vocabulary(config: Any) -> int:
+def vocabulary(config: PreTrainedConfig) -> int:
     """Return how many logits a position has, by the model's config; 1 where it does not say."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "vocab_size", None) or 1

@@ -265,7 +265,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         )
 
 
-def _agree(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> None:
+def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: Resolved) -> None:
     """Take ``present`` over into ``config.key``, unless a person set that to something else: a problem."""
     if present in ("auto", getattr(config, key)):
         return
@@ -278,7 +278,7 @@ def _agree(plan: LaunchPlan, dotted: str, present: Any, key: str, config: Recipe
         sources[key] = str(plan.config_file)
 
 
-def _differ(plan: LaunchPlan, dotted: str, present: Any, key: str, config: RecipeConfig, sources: Resolved) -> str:
+def _differ(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: Resolved) -> str:
     return (
         f"{plan.config_file}: {dotted} is {present}, but {key} is {getattr(config, key)} (from {sources[key]}). "
         'Write "auto" in the JSON, or make them equal.'

@@ -59,7 +59,7 @@ def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = Fals
     return name
 
 
-def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> Any:
+def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> PreTrainedTokenizerBase:
     """Return the tokenizer that the config names, see `open_tokenizer`. Collective."""
     name = config.tokenizer_name or config.model_name_or_path
     if name is None:
@@ -191,7 +191,7 @@ def attention_dropout(facts: dict[str, Any]) -> float:
     return max(found, default=0.0)
 
 
-def load_config(config: RecipeConfig, strategy: Strategy) -> Any:
+def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     """Return transformers' config of the model that the recipe's config names. Collective. Loads no weights.
 
     Raises:

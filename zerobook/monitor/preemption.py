@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from zerobook.strategy import Strategy
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again. ``--max_restarts`` does, as it does for any code but 0."""
@@ -36,7 +39,7 @@ class Preemption:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
-    def _receive(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
 
     def due(self, step: int) -> bool:

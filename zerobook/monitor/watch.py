@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
     from zerobook.runlog.writer import RunLog
     from zerobook.strategy import Strategy
+    from zerobook.strategy.replicas import Replicas
 
 _HISTORY = 100_000
 """steps whose losses stay in memory, to compare with when they are done again"""
@@ -165,7 +166,7 @@ class Watch:
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
         return self.decide(finding, differing)
 
-    def decide(self, finding: Finding, differing: Any = None) -> Measure:
+    def decide(self, finding: Finding, differing: Replicas | None = None) -> Measure:
         """Decide what to do about ``finding``, and write it down. Collective.
 
         Args:

@@ -25,6 +25,8 @@ from zerobook.training.recipe import BatchShape, Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from zerobook.config import RecipeConfig
+
 
 class NoClass(ConfigError):
     """A model whose config can be read, and whose class cannot be built here. ``facts`` are its config.json's, ``why`` says
@@ -51,7 +53,7 @@ class Job:
     name: str
 
     @property
-    def config(self) -> Any:
+    def config(self) -> RecipeConfig:
         return self.recipe.config
 
     @property
@@ -175,7 +177,7 @@ def _called(name: str) -> str:
     return Path(name).stem if name.endswith(".json") else name
 
 
-def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Any:
+def read_config(name: str, revision: str = "main", *, trust: bool = False) -> PreTrainedConfig:
     """transformers' config of a hub name, a folder, a config.json or the embedded model.
 
     Args:

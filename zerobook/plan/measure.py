@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.config import Resolved
 from zerobook.errors import ConfigError
@@ -22,6 +22,9 @@ from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 from zerobook.training.recipe import BatchShape
 from zerobook.utils import subprocess_launch
+
+if TYPE_CHECKING:
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0
@@ -98,7 +101,7 @@ def _why(code: int, text: str, limit: float) -> str:
     return f"exit status {code}: {subprocess_launch.last_error(text)}" if code else "it ended before the step that is measured"
 
 
-def _compared(file: Path, job: Job, plan: Any, ranks: list[dict[str, Any]], where: Cluster) -> Measured:
+def _compared(file: Path, job: Job, plan: LaunchPlan, ranks: list[dict[str, Any]], where: Cluster) -> Measured:
     weights, groups = job.weights()
     spreads = spread(plan, job.model_config, min(where.gpus, plan.world_size))
     accumulation = job.config.gradient_accumulation_steps

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import Row, Traced
 from zerobook.utils.units import size
+
+if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig
 
 SLOW_NETWORK = 100e9 / 8
 """Bytes a second between nodes, below which sharding should stay inside them: small clusters are built with 100 to 400 Gbps,
@@ -202,7 +205,7 @@ def _gathers_inside(row: Row, where: Cluster) -> bool:
     return spread.shard <= where.gpus or (spread.secondary > 1 and where.gpus % spread.secondary == 0)
 
 
-def _about(best: Row, config: Any, where: Cluster) -> Iterator[tuple[str, str]]:
+def _about(best: Row, config: RecipeConfig, where: Cluster) -> Iterator[tuple[str, str]]:
     assert best.spread is not None and best.memory is not None
     if best.spread.stage in (1, 2) and where.host_memory and best.memory.host_at_load > 0.8 * where.host_memory:
         yield (

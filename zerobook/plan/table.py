@@ -19,6 +19,7 @@ from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, duration, gb, size
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from zerobook.plan.rows import Row, Subject
@@ -152,7 +153,7 @@ def _paper(row: Row) -> Paper:
     return row.paper
 
 
-def _misfits(out: Any, rows: Sequence[Row]) -> None:
+def _misfits(out: Console, rows: Sequence[Row]) -> None:
     """Why rows cannot run, and what would help those that do not fit; those with one reason and remedy on one line."""
     from rich.markup import escape
 
@@ -213,7 +214,7 @@ def record(subject: Subject, rows: Sequence[Row], where: Cluster) -> dict[str, A
     }  # fmt: skip
 
 
-def write_json(target: str, found: Any) -> None:
+def write_json(target: str, found: object) -> None:
     """Into a file, or for ``-`` to the terminal."""
     text = json.dumps(found, indent=2)
     if target == "-":

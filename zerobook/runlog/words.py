@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.utils.terminal import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Event = dict[str, Any]
 QUIET = ("runlog", "metrics", "machine", "env", "memory", "shard")
@@ -149,7 +152,7 @@ def _run_end(e: Event) -> str:
     return f"{ended} {far_above_best(e['far_above_best'])}" if e.get("far_above_best") else ended
 
 
-def _differs(what: str) -> Any:
+def _differs(what: str) -> Callable[[Event], str]:
     return lambda e: f"{what}: " + "; ".join(f"{k} {was} -> {now}" for k, (was, now) in e["differing"].items()) + "."
 
 

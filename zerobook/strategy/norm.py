@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 _ROW = 4096
 """Numbers that are summed in fp32 at a time on a CPU; the rows are added in fp64."""
@@ -34,7 +35,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     total = torch.zeros((), dtype=torch.float64)
-    sharded: dict[tuple, torch.Tensor] = {}
+    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], torch.Tensor] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             key = (gradient.device_mesh, gradient.placements)
@@ -54,7 +55,7 @@ def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
     return norms.square().sum() + flat[rows:].double().square().sum()
 
 
-def _over_shards(part: torch.Tensor, mesh: DeviceMesh, placements: tuple) -> torch.Tensor:
+def _over_shards(part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     """Add the shards' parts over the ranks, on the device where they are. Copies of a shard count once. Collective."""
     # A DTensor would move the parts of offloaded gradients from the CPU to the device of its mesh.
     for dimension, placement in enumerate(placements):

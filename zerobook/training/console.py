@@ -19,7 +19,8 @@ class Console(Hook):
 
     def __init__(self, *, silent: bool):
         self.silent = silent
-        self.bar: Any = None  # a tqdm, from `on_start` on
+        self.bar: tqdm
+        """from `on_start` on"""
 
     def say(self, line: str) -> None:
         if not self.silent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,6 +14,9 @@ from zerobook.evaluation import held_out
 from zerobook.runlog.records import EvaluationRecord
 from zerobook.strategy import Strategy
 from zerobook.training.recipe import Collator, Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Evaluator:
@@ -46,7 +49,7 @@ class Evaluator:
         if not self.data.held_out:
             return 0
         longest = max(part.most_labels for part in self.data.held_out.values())
-        vocabulary = held_out.vocabulary(self.strategy.unwrapped.config)
+        vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
         return held_out.rows_at_once(self.config.per_device_eval_batch_size, longest, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:

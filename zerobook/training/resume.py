@@ -186,7 +186,7 @@ def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
     return found
 
 
-def _order(config: dict[str, Any], key: str) -> Any:
+def _order(config: dict[str, Any], key: str) -> object:
     """Return what ``key`` of a config says of the samples' order; of datasets, their weights do."""
     value = config.get(key)
     return {spec["name"]: spec.get("weight") for spec in value} if isinstance(value, list) else value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def true(value: Any) -> bool:
+def true(value: object) -> bool:
     return str(value).lower() in ("1", "true", "yes")

@@ -7,7 +7,10 @@ import re
 import sys
 import traceback
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 """Escape sequences: CSI, strings such as a window's title, and short ones."""
@@ -64,7 +67,7 @@ class _PlainFormatter(logging.Formatter):
         return plain(self.inner.format(record))
 
 
-def console(width: int = 140, *, markup: bool = False) -> Any:
+def console(width: int = 140, *, markup: bool = False) -> Console:
     """Return a rich console that prints strings as `plain` returns them. It reads no emoji names and no markup in them.
 
     Args:

@@ -11,7 +11,7 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerobook.errors import ConfigError
 
@@ -44,7 +44,7 @@ def problem(key: str, spec: str) -> str | None:
     return f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else "")
 
 
-def load(key: str, spec: str) -> Any:
+def load(key: str, spec: str) -> object:
     """Import what ``spec`` names. A file is run once, however many of its classes are loaded.
 
     Raises:
