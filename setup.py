@@ -16,10 +16,9 @@ class BuildWithStrategyFiles(build_py):
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # an editable install has the clone's own
-            for target, source in self._shipped().items():
-                self.mkpath(str(Path(target).parent))
-                self.copy_file(source, target, preserve_mode=False)
+        for target, source in self._shipped().items():
+            self.mkpath(str(Path(target).parent))
+            self.copy_file(source, target, preserve_mode=False)
 
     def get_source_files(self) -> list[str]:
         return [*super().get_source_files(), *self._shipped().values()]
@@ -32,8 +31,6 @@ class BuildWithStrategyFiles(build_py):
 
     def _shipped(self) -> dict[str, str]:
         """Target -> source, both relative to the root, as setuptools names files."""
-        if self.editable_mode:
-            return {}
         sources = [file.as_posix() for pattern in SHIPPED for file in sorted(Path().glob(pattern))]
         return {str(Path(self.build_lib, "zerobook", "_shipped", source)): source for source in sources}
 

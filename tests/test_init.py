@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,6 +12,7 @@ import yaml
 from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.launch.deepspeed_json import located
+from zerobook.plan.autotune import write
 from zerobook.runlog.attempt import environment
 from zerobook.training import run as recipe_run
 from zerobook.training.recipe_file import recipe_class
@@ -93,3 +96,15 @@ def test_a_json_that_was_typed_is_in_the_working_folder_alone(first, tmp_path, m
     capsys.readouterr()
     assert main([*line, "--deepspeed_config_file", "ds_configs/zero2.json"]) == 1
     assert "ds_configs/zero2.json" in capsys.readouterr().out
+
+
+def test_a_tuned_strategy_file_works_from_any_folder(first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("zero3", "ddp"):
+        file = first / "accelerate_configs" / f"{name}.yaml"
+        best = SimpleNamespace(file=file, rate=1.0, flags={})
+        where = SimpleNamespace(name="a machine", ranks=2)
+        written, _ = write(SimpleNamespace(best=best, tried=[best]), Path("recipe.py"), where, tmp_path / "tuned")
+        section = yaml.safe_load(written.read_text()).get("deepspeed_config")
+        assert section is None or section["deepspeed_config_file"] == str(first / "ds_configs" / f"{name}.json")
+        assert (section is None) == (name == "ddp")

@@ -138,15 +138,13 @@ def test_commands_work_without_a_clone(programs, tiny, tmp_path):
     assert "ds_configs/zero3.json" in said and "no problems found" in said
     launch = [python, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "1", "--config_file"]
     single = [*launch, "accelerate_configs/single.yaml", "recipes/causal_lm.py", *words, "--output_dir", "run"]
-    assert "strategy one process" in run([*single, "--dry-run"], first)
+    assert "strategy one process" in run([python, "recipes/causal_lm.py", *words, "--dry-run"], first)
     run(single, first)
     assert '"git":null' in (first / "run" / "runlog" / "events.jsonl").read_text()
     assert "step 2 of 2" in run([zerobook, "runlog", "status", "first/run"], tmp_path)
-    run([zerobook, "runlog", "report", "first/run"], tmp_path)
     assert "1 processes" in run([zerobook, "checkpoint", "list", "first/run"], tmp_path)
     assert "wrote exported" in run([zerobook, "export", "first/run", "--output", "exported"], tmp_path)
-    for command in ("chat", "eval"):
-        assert "usage" in run([zerobook, command, "--help"], tmp_path)
+    run([python, "-c", "import zerobook.cli.chat, zerobook.cli.eval"], tmp_path)
 
     (tmp_path / "mine.py").write_text(MINE)
     assert "chats" in run([zerobook, "data", "prepare", "mine.py", *words], tmp_path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
-"""Key of the Accelerate YAML that names the DeepSpeed JSON, among what a launcher leaves unsaid."""
+"""Variable for the Accelerate YAML that names the DeepSpeed JSON: paths in it may start beside its folder."""
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:
@@ -112,6 +112,7 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
             environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
     if file.get("use_cpu"):
         environ["ACCELERATE_USE_CPU"] = "true"
-    if args.config_file and args.deepspeed_config_file is None:
+    names_json = (file.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if args.config_file and names_json and args.deepspeed_config_file is None:
         environ[STRATEGY_FILE] = args.config_file
     return args.mixed_precision, environ
