@@ -216,7 +216,8 @@ def test_shown_launch_resolves(line, files, clone, monkeypatch):
     assert not problems and not plan.problems
     assert plan.world_size == processes
     strategy = Path(arguments[arguments.index("--config_file") + 1]).stem
-    assert plan.zero_stage == (int(strategy[4]) if strategy.startswith("zero") else None)
+    stage = re.search(r"zero(\d)", strategy)
+    assert plan.zero_stage == (int(stage[1]) if stage else None)
 
 
 # --- docs/guides/data.md

@@ -21,10 +21,10 @@ from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
 from zerobook.cli import chat, doctor
 from zerobook.cli import data as data_command
+from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
 from zerobook.config import DatasetSpec, Resolved
 from zerobook.errors import ConfigError
-from zerobook.evaluation import tasks
 from zerobook.launch import process
 from zerobook.plan import table as plan_table
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -112,7 +112,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
 
     row = {"task": BRACKETS, "subject": None, "questions": 1, "chance": 0.5}
     row |= {f"{name}{end}": 0.5 for name in ("acc", "acc_norm") for end in ("", "_stderr")}
-    tasks._print(BRACKETS, [row, row | {"subject": BRACKETS}])
+    print_table(BRACKETS, [row, row | {"subject": BRACKETS}])
     assert capsys.readouterr().out.count(BRACKETS) == 3
 
     view = SimpleNamespace(lengths=torch.tensor([1, 2]).numpy())

@@ -40,7 +40,7 @@ def evaluate(argv: list[str]) -> int:
     if asked.json:
         print(json.dumps(_as_json(asked, scorer.cut, table)))
     else:
-        _print(asked.path, table)
+        print_table(asked.path, table)
     return 0
 
 
@@ -55,7 +55,8 @@ def _as_json(asked: argparse.Namespace, cut: int, table: list[dict[str, Any]]) -
     return {"path": asked.path, "apply_chat_template": asked.apply_chat_template, "cut_prompts": cut, "tasks": tasks}
 
 
-def _print(path: str, table: list[dict[str, Any]]) -> None:
+def print_table(path: str, table: list[dict[str, Any]]) -> None:
+    """Print the accuracies of a model, a row per task and subject."""
     from rich.table import Table
 
     shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
