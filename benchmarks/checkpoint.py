@@ -1,14 +1,14 @@
-"""What checkpoints of SmolLM2-135M cost on two processes, each figure against something measured beside it in the same run.
+"""Cost of checkpoints of SmolLM2-135M on two processes, each figure against another one measured in the same run.
 
     python benchmarks/checkpoint.py [--out benchmarks/results/checkpoint.json] [--folder DIR]
 
-- a save, digests included, against writing and syncing the same bytes as they are;
+- a save, including digests, against a plain write and sync of the same bytes;
 - the stall of a background save against copying the same bytes in memory;
 - verifying, in bytes a second of one core;
-- loading what another strategy wrote against loading what the same one wrote, under the same one;
-- the memory that a save takes above what the training holds.
+- loading a checkpoint of another strategy against loading one of the same strategy;
+- the memory of a save above what training holds.
 
-About five minutes and 5 GB of disk. Launched by itself, once a strategy, through ``accelerate launch``.
+Takes about five minutes and 5 GB of disk. It launches itself, once for each strategy, through ``accelerate launch``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROUNDS = 5
 
 
 def memory(key: str) -> int:
-    """Bytes, as /proc/self/status says in kB."""
+    """Return the bytes of ``key`` in /proc/self/status, which are in kB there."""
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 
 def one_rank(folder: Path, out: Path, phase: str) -> None:
-    """What each launched process does."""
+    """Run one phase in a launched process."""
     flags = [
         "--model_name_or_path",
         "embedded:smollm2",
@@ -101,7 +101,7 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
             for source, target in zip(mine, spare, strict=True):
                 target.copy_(source)
 
-        # kernels give back memory late: what a save takes is seen in its peak over what was held before
+        # memory is returned to the kernel late: the memory of a save is its peak above what was held before
         before = memory("RssAnon")
         Path("/proc/self/clear_refs").write_text("5")
         save(here)

@@ -1,8 +1,9 @@
-"""What the data room costs, measured on this machine: packing, tokenizing, preparing, and what packing saves.
+"""Cost of data preparation, measured on this machine: packing, tokenizing, preparing, and what packing saves.
 
     python benchmarks/data.py [--gigabytes 1] [--out benchmarks/results/data.json]
 
-Each figure is a ratio of two things measured in turns in one run, so that a slow machine slows both. Takes some ten minutes.
+Each figure is a ratio of two things measured in turns in one run, so that a slow machine slows both. Takes about ten
+minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zerobook.data.pack import best_fit_decreasing
 
 
 def packing() -> dict[str, dict[str, float]]:
-    """Seconds to plan a million samples, and how full the rows are."""
+    """Measure the seconds to plan a million samples, and how full the rows are."""
     rng = np.random.default_rng(0)
     cases = {
         "long tail, 4096": (np.clip(rng.lognormal(5, 1.2, 1_000_000), 1, 4096), 4096),
@@ -58,7 +59,7 @@ def _tokenizer():
 
 
 def _chats(turns: int):
-    """The embedded dialogues, ``turns`` of them joined into one chat."""
+    """Return the embedded dialogues, with ``turns`` of them joined into one chat."""
     from zerobook.data.formats import Chat
 
     found = [row["messages"] for row in embedded.rows("chatterbot") if row["messages"][0]["role"] == "user"]
@@ -72,7 +73,7 @@ def _encoded():
 
 
 def tokenizing(rounds: int = 15) -> dict[str, dict[str, float]]:
-    """Tokens a second against the tokenizers library's own on texts that are rendered already; one thread each."""
+    """Measure tokens a second against the tokenizers library alone on texts that are already rendered; one thread each."""
     from zerobook.data.templates import CausalEncoder
 
     tokenizer = _tokenizer()
@@ -122,7 +123,7 @@ if __name__ == "__main__":
 
 
 def preparing(gigabytes: float) -> dict[str, dict[str, float]]:
-    """A file of chats prepared by one process and by two; peak memory of the parent and of the largest worker."""
+    """Prepare a file of chats with one process and with two. Measure seconds and the peak memory of the parent."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "prepare.py"
@@ -146,10 +147,10 @@ def preparing(gigabytes: float) -> dict[str, dict[str, float]]:
 
 
 def saving(steps: int = 4, padded_rows: int = 32, packed_rows: int = 4, capacity: int = 1024) -> dict[str, float]:
-    """Supervised tokens a second of SmolLM2-135M on the dialogues: packed rows against padded micro-batches.
+    """Measure supervised tokens a second of SmolLM2-135M on the dialogues: packed rows against padded micro-batches.
 
-    Both arms train on about as many tokens a step, padding included: a step's weight gradients cost the same however few
-    tokens it has, which would speak for whichever arm has more.
+    Both train on about as many tokens a step, padding included. The weight gradients of a step cost the same however few
+    tokens it has, which would favour the one with more tokens.
     """
     import torch
     from transformers import AutoModelForCausalLM

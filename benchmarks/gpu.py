@@ -1,9 +1,9 @@
-"""Measure what one real GPU can show, without a network: a list of cases, each written down as it ends.
+"""Measure what one GPU can show, without a network: a list of cases, each recorded when it ends.
 
     python benchmarks/gpu.py all [--minutes 8]
     python benchmarks/gpu.py machine|tests|parity|precision|planner|tables|speed
 
-machine     what is there: versions, kernels, compiled ops, measured rates of matrix products and copies
+machine     versions, kernels, compiled ops, measured rates of matrix products and copies
 tests       the tests that are marked ``gpu``
 parity      fp32 training on the GPU under every strategy that one GPU has, against one process on the CPU: with evaluation,
             generation, a rollback between the steps, and a resume
@@ -12,9 +12,9 @@ planner     planned against measured peaks of CUDA's allocator, over 27 configur
 tables      the published batches of tables A and B of scripts/reproduce_tables.py, under 24 GB
 speed       seconds and tokens a second of a step under every strategy
 
-Cases that are in the results already are passed over, also those that failed: to run one again, delete its row or its file.
-With ``--minutes`` no case is begun after that time, and one that it cuts short is begun again by the next call. Models are made
-here with random weights, their tokenizer from the Python standard library's own source text.
+Cases that already have results are skipped, also those that failed: to run one again, delete its row or its file. With
+``--minutes``, no case starts after that time, and a case that was cut short is run again by the next call. Models are made
+here with random weights, their tokenizer from the source text of the Python standard library.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ LIMIT_S = 300.0
 """Seconds that a case may take."""
 Row = dict[str, Any]
 Case = Callable[[float, dict[str, Row]], Row]
-"""Runs in so many seconds; given the rows before it in its part. A row with ``died`` failed, one with ``not run`` says why."""
+"""Function of the seconds that the case may take and the earlier rows of its part. A row with ``died`` failed; one with
+``not run`` says why it was not run."""
 
 
 @dataclass
 class Setting:
-    """The device and folder that cases run on and in. ``tiny`` models are for trying the cases themselves."""
+    """Device and folder of the cases. ``tiny`` models are for trying the cases themselves."""
 
     tiny: bool
     cpu: bool
@@ -72,7 +73,7 @@ class Setting:
         return Materials(self.folder)
 
     def model(self, name: str) -> Path:
-        """The folder of a model with random weights, of about 0.3 10^9 parameters, or tiny; ``small`` is always tiny."""
+        """Return the folder of a model with random weights, of about 0.3 10^9 parameters or tiny. ``small`` is always tiny."""
         from transformers import BartConfig, GPT2Config, LlamaConfig
 
         special = self.materials.special
@@ -92,11 +93,11 @@ class Setting:
 
     @property
     def text(self) -> dict[str, object]:
-        """Flags of a run that trains on text and holds nothing out."""
+        """Flags of a run that trains on text without held-out data."""
         return {"train_file": self.materials.text, "cache_dir": self.folder / "data", "validation_split_percentage": 0}
 
 
-# --- what is there
+# --- the machine
 def machine(setting: Setting) -> dict[str, Case]:
     return {"libraries": partial(_libraries, setting), "compiled ops": _ops, "rates": partial(_measured_rates, setting)}
 
@@ -125,7 +126,7 @@ def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
 
 
 def _ops(left: float, rows: dict[str, Row]) -> Row:
-    """Compile the DeepSpeed ops that cases need, before the time of a case is counted: Adam in host memory and its buffers."""
+    """Compile the DeepSpeed ops that cases need, CPU Adam and pinned memory, before the time of a case is counted."""
     wanted = ("cpu_adam", "pin_memory")
     line = [sys.executable, "-c", f"import json; from zerobook import ops; print(json.dumps(ops.compile_ops({wanted})))"]
     code, text = subprocess_launch.run(line, left, cwd=ROOT)
@@ -133,7 +134,7 @@ def _ops(left: float, rows: dict[str, Row]) -> Row:
 
 
 def _measured_rates(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
-    """`rates`, in a process of its own: its CUDA context would stay on the device behind it."""
+    """Run `rates` in its own process, since its CUDA context would stay on the device afterwards."""
     size, device = 256 if setting.tiny else 8192, "cpu" if setting.cpu else "cuda"
     line = [sys.executable, "-c", f"import json; from benchmarks import gpu; print(json.dumps(gpu.rates({size}, {device!r})))"]
     code, text = subprocess_launch.run(line, left, cwd=ROOT)
@@ -167,7 +168,7 @@ def rates(size: int, device: str) -> Row:
 
 
 def _died(code: int, text: str, limit: float) -> Row:
-    """``died`` of a run that did not end well, else nothing."""
+    """Return ``died`` of a run that failed; empty where it succeeded."""
     if code == 0:
         return {}
     how = (
@@ -180,11 +181,11 @@ def _died(code: int, text: str, limit: float) -> Row:
 
 # --- tests
 TESTS_NEED = {"pytest": "pytest", "hypothesis": "hypothesis", "chatterbot_corpus": "chatterbot-corpus"}
-"""module -> package: what the tests import, besides what training does"""
+"""Module -> package, of the imports of tests that training does not need."""
 
 
 def tests(setting: Setting) -> dict[str, Case]:
-    """Each file with tests that are marked ``gpu``."""
+    """Return a case for each file with tests that are marked ``gpu``."""
     files = sorted(file for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text())
     return {file.name: partial(_marked, setting, file) for file in files}
 
@@ -200,17 +201,17 @@ def _marked(setting: Setting, file: Path, left: float, rows: dict[str, Row]) -> 
 
 # --- the GPU against the CPU
 BETWEEN = ROOT / "tests" / "distributed" / "between.py"
-"""Generates at every evaluation, and rolls back once."""
+"""Script that generates at every evaluation, and rolls back once."""
 BACK_AT, SAVED_AT, LENGTH = 6, 4, 10
 TOLERANCE = 1e-5
-"""Relative, on the loss and gradient norm of every step and on held-out losses."""
+"""Relative tolerance of the loss and gradient norm of every step, and of held-out losses."""
 ZERO = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 PAIRS = {
     "causal_lm": ("single", *ZERO, "fsdp"),
     "lora_finetune": ("single", "zero2", "zero3", "fsdp"),
     "qlora": ("single", "zero2", "zero3", "fsdp"),
 }
-"""kind of finetuning -> strategy files, one process each"""
+"""Kind of finetuning -> strategy files, one process each."""
 
 
 def parity(setting: Setting) -> dict[str, Case]:
@@ -223,7 +224,7 @@ def parity(setting: Setting) -> dict[str, Case]:
 
 
 def _trained(setting: Setting, kind: str, strategy: str, reference: str | None, left: float, rows: dict[str, Row]) -> Row:
-    """Train, evaluate, save, generate and roll back; then go on from the first checkpoint as after a kill."""
+    """Train, evaluate, save, generate and roll back; then resume from the first checkpoint as after a kill."""
     if kind == "qlora" and not find_spec("bitsandbytes"):
         return {"not run": "bitsandbytes is not installed"}
     until = time.monotonic() + left
@@ -237,7 +238,7 @@ def _trained(setting: Setting, kind: str, strategy: str, reference: str | None, 
     if kind == "causal_lm":
         text = setting.materials.text
         flags |= {"train_file": text, "validation_file": text, "block_size": 64, "learning_rate": 3e-3}
-    else:  # Half of an adapter has no gradient at the first step; a small epsilon makes whole steps of its rounding errors.
+    else:  # Half of an adapter has no gradient at the first step; a small epsilon turns rounding errors into whole steps.
         pairs = setting.materials.pairs
         flags |= {"train_file": pairs, "validation_file": pairs, "max_seq_length": 64, "learning_rate": 5e-3}
         flags |= {"lora_r": 32, "adam_epsilon": 1e-6} | ({"load_in_4bit": "true"} if kind == "qlora" else {})
@@ -271,7 +272,7 @@ CURVES = ("losses", "norms", "held out", "resumed")
 
 
 def _furthest(ours: list[float], reference: list[float]) -> float:
-    """The largest relative difference; infinite where there are not as many."""
+    """Return the largest relative difference; infinite where the lengths differ or nothing was measured."""
     if len(ours) != len(reference) or not ours:
         return math.inf
     return max(abs(one - other) / abs(other) for one, other in zip(ours, reference, strict=True))
@@ -288,9 +289,9 @@ ATTENTION = (
     ("flex_attention, bf16", {"attn_implementation": "flex_attention", "mixed_precision": "bf16"}),
     ("flash_attention_2, bf16", {"attn_implementation": "flash_attention_2", "mixed_precision": "bf16"}),
 )
-"""Trained alike, the first of them the reference."""
+"""Cases with the same training. The first is the reference."""
 PUBLISHED = ("zero2_config_accelerate", "zero3_offload_config_accelerate")
-"""They fix fp16 and a schedule of their own, so their losses are close to the others' and not the same."""
+"""Published DeepSpeed files. They fix fp16 and their own schedule, so their losses are close to the others, but not equal."""
 
 
 def precision(setting: Setting) -> dict[str, Case]:
@@ -329,7 +330,8 @@ def _curve(
 
 # --- the planner
 def planner(setting: Setting) -> dict[str, Case]:
-    """Every architecture under every strategy that one GPU has, in fp32 and bf16, with and without checkpointing."""
+    """Return a case for every architecture under every strategy of one GPU, in fp32 and bf16, with and without
+    checkpointing."""
     half = {"mixed_precision": "bf16"}
     variants = [("fp32", 4, {}), ("bf16", 8, half), ("bf16, checkpointing", 8, half | {"activation_checkpointing": "true"})]
     found: dict[str, Case] = {}
@@ -343,7 +345,7 @@ def planner(setting: Setting) -> dict[str, Case]:
 def _planned(
     setting: Setting, model: str, strategy: str, batch: int, flags: dict[str, object], left: float, rows: dict[str, Row]
 ) -> Row:
-    """Planned and measured figures of a few steps."""
+    """Return planned and measured figures of a few steps."""
     from zerobook.config import parse
     from zerobook.plan.job import job
     from zerobook.plan.measure import measure
@@ -373,7 +375,7 @@ def _planned(
 
 # --- the published tables
 def tables(setting: Setting) -> dict[str, Case]:
-    """The published comparisons that one GPU can run."""
+    """Return the published comparisons that one GPU can run."""
     from benchmarks.published import dialogue, one_device
 
     return {"A": partial(_table, setting, dialogue.shape), "B": partial(_table, setting, one_device.run)}
@@ -390,7 +392,7 @@ def _table(setting: Setting, make: Callable[[Bench], Any], left: float, rows: di
 
 # --- speed
 def speed(setting: Setting) -> dict[str, Case]:
-    """Without ddp.yaml: accelerate wraps one process on a GPU in no DDP."""
+    """Return a case for every strategy but ddp.yaml: accelerate does not wrap one process on a GPU in DDP."""
     found: dict[str, Case] = {}
     block, rows = (64, 4) if setting.tiny else (1024, 8)
     for strategy, checkpointing in itertools.product(("single", "zero1", "zero2", "zero3", "fsdp"), ("false", "true")):
@@ -408,21 +410,21 @@ def _timed(setting: Setting, strategy: str, flags: dict[str, object], tokens: in
     return {"seconds a step": outcome.step, "tokens/s": tokens / outcome.step, "peak": outcome.peak, "steps": outcome.steps}
 
 
-# --- all of it
+# --- all parts
 PARTS: dict[str, Callable[[Setting], dict[str, Case]]] = {
     "machine": machine, "tests": tests, "parity": parity, "precision": precision, "planner": planner, "tables": tables,
     "speed": speed,
 }  # fmt: skip
-"""In order of worth."""
+"""Parts of the benchmark, the most useful first."""
 
 
 def run(cases: dict[str, Case], file: Path, until: float = math.inf, say: Callable[[str], None] = print) -> bool:
-    """Run the cases that ``file`` has no rows of, and write each there as it ends, with its date, versions and seconds.
+    """Run the cases without a row in ``file``, and write each row when its case ends, with its date, versions and seconds.
 
-    A case that fails is written down with its error, and the next one goes on.
+    A case that fails is recorded with its error, and the next one runs.
 
     Args:
-        until: `time.monotonic` after which no case is begun. One that fails because it ended there is not written down.
+        until: `time.monotonic` after which no case starts. A case that fails because this time is over is not recorded.
 
     Returns:
         Whether all cases have rows now.
@@ -437,7 +439,7 @@ def run(cases: dict[str, Case], file: Path, until: float = math.inf, say: Callab
         say(f"{file.stem}: {name}")
         try:
             row = case(min(LIMIT_S, until - start), rows)
-        except Exception as error:  # other versions of the libraries fail in ways of their own
+        except Exception as error:  # other versions of the libraries may raise other errors
             row = {"died": f"{type(error).__name__}: {error}"[:3000], "output": traceback.format_exc()[-3000:]}
         if "died" in row and time.monotonic() >= until:
             say("  cut short; the next call begins it again")

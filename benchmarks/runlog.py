@@ -1,4 +1,4 @@
-"""What the runlog costs: every figure in CPU or wall-clock seconds of this machine, medians of several rounds.
+"""Cost of the runlog, in CPU or wall-clock seconds of this machine. Every figure is a median of several rounds.
 
     python benchmarks/runlog.py [--out benchmarks/results/runlog.json]
 
@@ -7,7 +7,7 @@
 - `zerobook runlog report` of a million steps, logged every 10;
 - an event that waits for the disk.
 
-About three minutes and 1 GB of disk, no training.
+Takes about three minutes and 1 GB of disk, without training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 ROUNDS = 5
 MILLION = 1_000_000
 BATCH = 64
-"""samples a step, whose numbers stand in the log"""
+"""Samples of a step, whose ids are in the log."""
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def record(step: int, rng: random.Random) -> dict[str, Any]:
 
 
 def per_step(folder: Path) -> dict[str, float]:
-    """Microseconds of CPU per step of what rank 0 does for the log and the watch."""
+    """Return the microseconds of CPU time a step that rank 0 spends on the log and the watch."""
     strategy = SimpleNamespace(plan=SimpleNamespace(precision="no"), on_main=lambda work: work())
     keeper = SimpleNamespace(steps=lambda: ([], []), prove=lambda *_: None, protect=lambda *_: None)
     config = SimpleNamespace(on_spike="rollback", max_rollbacks=8, rollback_lr_factor=0.5)
@@ -108,7 +108,7 @@ def durable(folder: Path) -> float:
 
 
 def make_long_log(folder: Path, *, every: int, steps: int) -> None:
-    """A log of a million steps: an event ``every`` so many, and the records of the first ``steps``."""
+    """Write a log of a million steps: an event every ``every`` steps, and the records of the first ``steps`` steps."""
     log = RunLog(folder)
     log.event("run_start", step=0, config={}, versions={}, live={"strategy": "DDP", "world_size": 8}, batch="64 samples a step",
               total_steps=MILLION)  # fmt: skip

@@ -49,7 +49,7 @@ class CausalLMConfig(RecipeConfig):
 
 
 class CausalLM(Recipe[CausalLMConfig]):
-    """All weights are trained, to predict each token from those before it. What is not here stands in `Recipe`."""
+    """Trains all weights to predict each token from the tokens before it. Everything else is inherited from `Recipe`."""
 
     config_class = CausalLMConfig
 

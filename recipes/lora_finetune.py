@@ -53,12 +53,12 @@ class LoraConfig(RecipeConfig):
 
 
 class LoraFinetune(Recipe[LoraConfig]):
-    """Small matrices beside every linear layer are trained. What is not here stands in `Recipe`."""
+    """Trains small matrices beside every linear layer. Everything else is inherited from `Recipe`."""
 
     config_class = LoraConfig
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
-        # Only what the assistant says, and its end of turn, is supervised.
+        # Only the assistant's text and its end of turn are supervised.
         return CausalEncoder(tokenizer, length=self.config.max_seq_length)
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:

@@ -69,7 +69,7 @@ class Seq2SeqConfig(RecipeConfig):
 
 
 class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
-    """All weights of an encoder-decoder are trained, and texts are generated at every evaluation."""
+    """Trains all weights of an encoder-decoder, and generates texts at every evaluation."""
 
     config_class = Seq2SeqConfig
     encoder_decoder = True
@@ -82,7 +82,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         check_positions(model_config, str(config.model_name_or_path), longest)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Seq2SeqEncoder:
-        # Source and target keep their own lengths; the decoder reads the target one token late.
+        # Source and target keep their own lengths; the decoder reads the target shifted by one token.
         config = self.config
         lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
@@ -90,7 +90,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
         from zerobook.models.generation_config import answer_as_measured
 
-        # What the evaluation generates with, and the prefix, are saved with the model: it then answers as it was measured.
+        # The generation settings and the prefix are saved with the model, so that it later generates as in the evaluation.
         model, config = super().model(tokenizer, strategy), self.config
         answer_as_measured(
             model,

@@ -1,13 +1,15 @@
-"""How fast ranks talk: all-reduce, all-gather and reduce-scatter over sizes, on gloo or NCCL, one node or several.
+"""Measure the bandwidth between ranks: all-reduce, all-gather and reduce-scatter over sizes, on gloo or NCCL, one node or
+several.
 
-On one machine it starts its own processes; on several, start it on each with torchrun:
+On one machine, the script starts its own processes; on several, start it on each with torchrun:
 
     python scripts/allreduce_bench.py --processes 2 --out links.json
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 scripts/allreduce_bench.py
 
-Algorithm bandwidth is the size over the time. Bus bandwidth is what each link carries, whatever the number of ranks: times
-2 (N - 1)/N for all-reduce, (N - 1)/N for the others, whose size is that of the gathered tensor (as NVIDIA's nccl-tests count).
-``zerobook plan --interconnect links.json`` (or ``--intra_node``) takes the largest size's bus bandwidth.
+Algorithm bandwidth is the size divided by the time. Bus bandwidth is what each link carries, whatever the number of ranks:
+algorithm bandwidth times 2 (N - 1)/N for all-reduce, times (N - 1)/N for the others, whose size is that of the gathered
+tensor (as NVIDIA's nccl-tests count). ``zerobook plan --interconnect links.json`` (or ``--intra_node``) uses the bus
+bandwidth of the largest size.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 def measured(operation: str, size: int, device: torch.device, rounds: int) -> float:
-    """Median seconds of one call on ``size`` bytes of fp32, slowest rank."""
+    """Return the median seconds of one call on ``size`` bytes of fp32, on the slowest rank."""
     ranks = dist.get_world_size()
     elements = max(size // 4 // ranks, 1) * ranks
     whole = torch.ones(elements, device=device)

@@ -1,9 +1,10 @@
-"""Draws the packages of zerobook/ and the direction of their imports, from the code.
+"""Draw the packages of zerobook/ and the direction of their imports, from the code.
 
 usage: architecture.py [PICTURE]
 
-Every import counts: also those inside functions, those for types alone, and modules named by a string. A package stands above
-all that it imports. An arrow is left out where a longer way of arrows says the same. Imports that close a circle are red.
+Every import counts: also imports inside functions, imports for types alone, and modules named by a string. A package is
+drawn above all packages that it imports. An arrow is left out where a longer path of arrows implies it. Imports that close
+a cycle are red.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PACKAGE = "zerobook"
 OUTSIDE = {"recipes": "What is trained: one file a recipe", "benchmarks": "Measurements, on CPUs and GPUs"}
 """Folders beside the package that import it."""
 WIDTH, HEIGHT, GAP, LEVEL = 2.5, 0.95, 0.45, 1.75
-"""Of a box, between two boxes, and between two rows; inches."""
+"""Width and height of a box, gap between boxes, and distance between rows, in inches."""
 
 
 def main(picture: Path) -> None:
@@ -46,7 +47,7 @@ def imports(root: Path) -> dict[str, set[str]]:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Return the modules that an import statement names, or the string of a command's table."""
+    """Return the modules that an import statement names, or that a string in a table of commands names."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -61,11 +62,11 @@ def node_of(parts: list[str]) -> str:
 
 
 def without_circles(graph: dict[str, set[str]]) -> tuple[dict[str, set[str]], set[tuple[str, str]]]:
-    """Return the graph without the fewest imports found that close circles, and those imports.
+    """Return the graph without the fewest imports found that close cycles, and those imports.
 
-    Nodes are taken away one after another: those that import nothing that is left, then those that nothing left imports; in a
-    circle, the one that is imported most compared with what it imports. Imports from what was taken first are against the
-    direction.
+    Nodes are removed one after another: first nodes that import no remaining node, then nodes that no remaining node
+    imports; in a cycle, the node that is imported most compared with what it imports. Imports of a node that is removed
+    later are against the direction.
     """
     low: list[str] = []
     left = set(graph)
@@ -81,7 +82,7 @@ def without_circles(graph: dict[str, set[str]]) -> tuple[dict[str, set[str]], se
 
 
 def levels(graph: dict[str, set[str]]) -> dict[str, int]:
-    """Return the row of each node, from 0 at the bottom: one above the highest that it imports."""
+    """Return the row of each node, from 0 at the bottom: one above the highest node that it imports."""
     found: dict[str, int] = {}
 
     def level(node: str) -> int:
@@ -95,7 +96,7 @@ def levels(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the graph without the arrows that longer ways imply."""
+    """Return the graph without the arrows that longer paths imply."""
     reach: dict[str, set[str]] = {}
 
     def below(node: str) -> set[str]:
@@ -107,7 +108,7 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def first_sentence(root: Path, name: str) -> str:
-    """Return what the docstring of a package or module says first; empty where there is none."""
+    """Return the first sentence of the docstring of a package or module; empty where there is none."""
     for file in (root / PACKAGE / name / "__init__.py", root / PACKAGE / f"{name}.py"):
         if file.is_file():
             lines = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].replace("`", "")
@@ -117,7 +118,7 @@ def first_sentence(root: Path, name: str) -> str:
 
 # --- the picture
 def ordered(graph: dict[str, set[str]], level: dict[str, int]) -> dict[str, tuple[float, float]]:
-    """Return the middle of each box. In a row, boxes stand near those that they are linked with."""
+    """Return the middle of each box. In a row, boxes are near the boxes that they are linked with."""
     rows: dict[int, list[str]] = defaultdict(list)
     for node in sorted(graph):
         rows[level[node]].append(node)

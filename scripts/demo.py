@@ -1,7 +1,7 @@
 """The tutorial as one command: a real model, real dialogues, real ZeRO on two CPU processes.
 
-SmolLM2-135M-Instruct gets LoRA adapters under ZeRO-2, is killed in the middle, and goes on under ZeRO-3. Then
-the order of the samples is checked against that of a run that was never stopped.
+SmolLM2-135M-Instruct gets LoRA adapters under ZeRO-2, is killed in the middle, and resumes under ZeRO-3. Then the order of
+the samples is compared with that of a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-# said before the launcher asks, or DeepSpeed warns about it; a GPU machine's demo runs on its CPU too
+# set before the launcher reads it, or DeepSpeed warns; on a machine with GPUs, the demo runs on the CPU too
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,7 +63,7 @@ def title(text: str) -> None:
 
 
 def answers(adapter: Path | None) -> list[str]:
-    """Greedy answers to `QUESTIONS`, of the base model or with the adapter."""
+    """Return greedy answers to `QUESTIONS`, of the base model or with the adapter."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -92,7 +92,7 @@ def answers(adapter: Path | None) -> list[str]:
 
 
 def run(strategy: str, kill_at: int | None = None) -> int:
-    """Launch the recipe; kill launcher and workers once ``kill_at`` steps are logged. Returns the last step seen."""
+    """Launch the recipe; kill launcher and workers once ``kill_at`` steps are logged. Return the last step seen."""
     line = COMMAND.format(strategy=strategy, steps=STEPS, save=SAVE_EVERY, output=OUTPUT)
     print(f"$ {line}\n", flush=True)
     program, *arguments = line.split()
@@ -129,7 +129,7 @@ def checkpoints() -> list[Path]:
 
 
 def report() -> bool:
-    """Print figures read from the runlog and the live engines' own words; True where all is as promised."""
+    """Print figures from the runlog and from the live engines. Return whether all are as expected."""
     from zerobook.data.sampler import SampleOrder
 
     events, steps = read("events.jsonl"), read("steps.jsonl")

@@ -1,8 +1,9 @@
-"""A run that goes wrong and mends itself, as one command: bad rows in the data, and the logbook that tells of them.
+"""Demonstration of spike handling as one command: a run with bad rows in its data recovers, and its runlog shows how.
 
-A small Llama learns dialogues from scratch under ZeRO-2 on two CPU processes. The rows that eight of its steps will take
-have answers that are not language. The run sees the spike, goes back, finds that it comes again, leaves those rows out, and
-ends as if they had never been there. Then the same data without the watch, to compare, and without the bad rows.
+A small Llama learns dialogues from scratch under ZeRO-2 on two CPU processes. The rows that eight of its steps will use
+have answers that are not language. The run detects the spike, rolls back, finds that the spike occurs again, skips those
+rows, and ends as if they had never been there. For comparison, the same data is trained without rollbacks, and then without
+the bad rows.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def title(text: str) -> None:
 
 
 def make_model() -> None:
-    """Two layers of the real class with random weights, and SmolLM2's tokenizer."""
+    """Write a model of two layers of the real class with random weights, and SmolLM2's tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -79,7 +80,7 @@ def make_model() -> None:
 
 
 def make_data() -> set[int]:
-    """Write the dialogues, as they are and with the answers of some spoilt; returns the numbers of the spoilt rows."""
+    """Write the dialogues, unchanged and with the answers of some spoilt. Return the numbers of the spoilt rows."""
     import numpy as np
 
     from zerobook.data import embedded
@@ -113,7 +114,7 @@ def run(name: str, data: str, policy: str) -> None:
 
 
 def report(bad: set[int]) -> bool:
-    """Print and check what the logs say; True where all is as promised."""
+    """Print and check what the runlogs show. Return whether all is as expected."""
     from zerobook.runlog.history import History
 
     logs = {name: History.read(OUTPUT / name) for name in ("mended", "harmed", "clean")}

@@ -1,11 +1,11 @@
-"""Our spike detector and the published rules on a folder of labelled loss curves; writes docs/guides/detector.md.
+"""Compare the spike detector with published rules on labelled loss curves; writes docs/guides/detector.md.
 
     python scripts/detector_table.py FOLDER [--write docs/guides/detector.md]
 
 FOLDER holds `curves/NAME.csv` (step,loss), `grad_norm/NAME.csv` where there is one, and `labels.json`: per curve its
 `label`, `source_repo` and `events` (`onset`, `recovered`, `points`, `kind`).
 
-Published rules, each as its repository has it (read in November 2026):
+Published rules, as implemented in their repositories (read in November 2026):
   llm-foundry KillLossSpike    5 losses in a row at least twice the mean of the last 100, or half of the last 100 above the cap
   Lightning SpikeDetection     a loss thrice the running mean of 10 (rtol 2.0) and above the one before, or not finite
   OLMo-core SkipStepOptimizer  loss or gradient norm 6 standard deviations above the mean of the last 128
@@ -34,9 +34,9 @@ from zerobook.monitor.curves import read, replay
 from zerobook.monitor.detector import Point, Settings
 
 LONG = 5
-"""logged points of a long spike"""
+"""Minimum of logged points of a long spike."""
 SLACK = 20
-"""logged points after a planned restart within which a rollback would be blamed on it"""
+"""Logged points after a planned restart within which a rollback counts as caused by the restart."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Curve:
 
 @dataclass
 class Verdict:
-    """Steps at which a rule spoke: alarms, and those that would have rolled back, each as (onset, noticed)."""
+    """Steps at which a rule reacted: alarms, and those that would have rolled back, each as (onset, noticed)."""
 
     alarms: list[tuple[int, int]]
     rollbacks: list[tuple[int, int]]
@@ -156,7 +156,7 @@ GOOD = (1, 1, -1, -1, -1)
 
 
 def score(curve: Curve, verdict: Verdict) -> dict[str, tuple[int, int]]:
-    """Column -> (hits, cases) of one curve."""
+    """Return column -> (hits, cases) of one curve."""
     place = {p.step: i for i, p in enumerate(curve.points)}
     last = curve.points[-1].step
     counts = {column: [0, 0] for column in COLUMNS}
@@ -200,12 +200,13 @@ def load(folder: Path) -> list[Curve]:
 
 
 def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """Settings chosen on all sources but one and judged on that one, for each; and how often each setting was chosen."""
+    """Choose settings on all sources but one and score them on that one, for each source. Return the total scores, and how
+    often each setting was chosen."""
     options = [
         replace(Settings(), near=near, window=window, drift=drift, evidence=evidence)
         for near, window, drift, evidence in itertools.product((16, 24, 48), (64, 128, 256), (1.0, 1.5, 2.0), (4.0, 5.0, 7.0))
     ]
-    options.sort(key=lambda s: s != Settings())  # of equals, the defaults
+    options.sort(key=lambda s: s != Settings())  # among equals, the defaults come first
     marks = [[score(c, ours(c.points, s)) for c in curves] for s in tqdm(options, desc="settings", unit="setting")]
     summed = {column: [0, 0] for column in COLUMNS}
     chosen: dict[str, int] = {}
@@ -224,7 +225,8 @@ def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict
 
 
 def _worth(marks: list[dict[str, tuple[int, int]]]) -> float:
-    """Share found less share of false alarms, a false alarm on a healthy curve counting as much as a spike missed."""
+    """Return the share found minus the share of false alarms. A false alarm on a healthy curve counts as much as a missed
+    spike."""
     value = 0.0
     for column, sign in zip(COLUMNS, GOOD, strict=True):
         cases = sum(m[column][1] for m in marks)

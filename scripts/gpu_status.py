@@ -1,4 +1,4 @@
-"""Writes what has run on GPUs into docs/measured/gpu.md, between two marks, from the results of benchmarks/gpu.py.
+"""Write what has run on GPUs into docs/measured/gpu.md, between two marks, from the results of benchmarks/gpu.py.
 
 usage: gpu_status.py
 """
@@ -22,7 +22,7 @@ MORE = "Several GPUs together were not run. How to run it, and what each part sh
 
 
 def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Return what the rows of a part show together; empty where there is nothing to say beside how many ran."""
+    """Return a summary of a part's rows; empty where there is nothing to add to the number of rows."""
     if part == "tests":
         return "; ".join(row["said"] for row in rows.values() if "said" in row)
     if part == "parity":
@@ -38,7 +38,7 @@ def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def words(results: Path) -> str:
-    """Markdown: a table for each GPU, or that there is nothing yet."""
+    """Return Markdown: a table for each GPU, or a note that there are no results yet."""
     sections = []
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
         parts = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
@@ -61,10 +61,10 @@ def words(results: Path) -> str:
 
 
 def written(text: str, results: Path) -> str:
-    """``text`` with what stands between the marks as ``results`` have it.
+    """Return ``text`` with the part between the marks replaced by a summary of ``results``.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the two marks do not occur exactly once.
     """
     found, count = re.subn(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{words(results)}\n{END}", text, flags=re.S

@@ -1,4 +1,4 @@
-"""Writes parity.md, resume.md and plan_errors.md from what the tests of whole matrices measured.
+"""Write parity.md, resume.md and plan_errors.md from the measurements of the tests of whole matrices.
 
 usage: parity_table.py MEASURED.jsonl FOLDER
 """
@@ -58,7 +58,7 @@ The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA 
 
 
 def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Markdown: the text, what it was measured with, and a table."""
+    """Return Markdown: the text, the hardware and versions of the measurement, and a table."""
     found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
     lines = [f"Hardware: {processor()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {found}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
@@ -66,7 +66,7 @@ def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
 
 
 def error(planned: float, measured: float) -> str:
-    """Relative to what was measured."""
+    """Return the error relative to the measured figure."""
     if planned == measured:
         return "0"
     found = planned / measured - 1

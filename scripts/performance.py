@@ -1,4 +1,4 @@
-"""Writes docs/measured/performance.md from the results of benchmarks/checkpoint.py, data.py and runlog.py.
+"""Write docs/measured/performance.md from the results of benchmarks/checkpoint.py, data.py and runlog.py.
 
 usage: performance.py
 """
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page as Markdown."""
     saved, data, log = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("checkpoint", "data", "runlog"))
     machine, data_date = saved["machine"], data["packing"]["date"]
     parts = [

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ that are made of the code.
+"""Write the pages of docs/reference/ that are generated from the code.
 
 usage: reference.py [FOLDER]
 """
@@ -98,7 +98,7 @@ def fields(config: Any, names: Iterable[str], dashes: str = "--") -> str:
 
 
 def kind(field: Any) -> str:
-    """Return the type of a field as it is typed: names of classes, choices, and bounds."""
+    """Return the type of a field as a user writes it: names of classes, choices, and bounds."""
     bounds = [
         f"{sign} {getattr(limit, name):g}"
         for limit in field.metadata
@@ -133,7 +133,7 @@ def default(field: Any) -> str:
 
 # --- strategies
 def strategies() -> str:
-    """Return the page of strategy files, made of their headers."""
+    """Return the page of strategy files, made from their headers."""
     rows = []
     order = ("single", "ddp", "zero", "fsdp")
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"), key=lambda f: (prefix(f.stem, order), f.stem)):
@@ -152,7 +152,7 @@ def strategies() -> str:
 
 
 def prefix(name: str, order: Sequence[str]) -> int:
-    """Return the place in ``order`` of what ``name`` begins with; the end where it is not there."""
+    """Return the index in ``order`` of the prefix of ``name``; the length of ``order`` where none matches."""
     return next((place for place, start in enumerate(order) if name.startswith(start)), len(order))
 
 
@@ -210,10 +210,10 @@ def checkpoint() -> str:
 
 # --- helpers
 def field_docs(record: type) -> dict[str, str]:
-    """Return field -> the docstring behind it, of a dataclass.
+    """Return field -> the docstring after it, of a dataclass.
 
     Raises:
-        ValueError: a field has none.
+        ValueError: a field has no docstring.
     """
     (body,) = [node.body for node in ast.parse(inspect.getsource(record)).body if isinstance(node, ast.ClassDef)]
     found = {}

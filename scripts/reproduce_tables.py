@@ -1,4 +1,4 @@
-"""Runs the published comparisons again on this machine and sets both beside each other.
+"""Run the published comparisons again on this machine and show both results side by side.
 
     python scripts/reproduce_tables.py --scale tiny                          two CPU processes, under 15 minutes
     python scripts/reproduce_tables.py --scale full --device_memory 24GB     GPUs, the published sizes
@@ -54,7 +54,7 @@ def main() -> int:
         print(f"\n{error}\n", file=sys.stderr)
         return 2
     failed = [what for _, what in ops.compile_ops() if what.startswith("FAILED")]
-    if failed:  # under a budget the compiler would be refused its memory, which says nothing of the run
+    if failed:  # under a budget, the compiler itself could fail for lack of memory, which says nothing about the run
         print(f"\nDeepSpeed's ops could not be compiled: {'; '.join(failed)}\n", file=sys.stderr)
         return 2
     ranks = asked.processes or (2 if where.cpu else where.gpus)

@@ -1,6 +1,6 @@
-"""What ``make setup`` does once the packages are there: DeepSpeed's ops and the embedded model. Idempotent.
+"""Finish ``make setup`` after the packages are installed: DeepSpeed's ops and the embedded model. Idempotent.
 
-usage: setup.py [OP ...]    only those ops; all that this machine can use where none is named
+usage: setup.py [OP ...]    only these ops; without names, all that this machine can use
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What to train: the typed recipe config, read from YAML and flags, with the source of every value.
+"""The typed recipe config, read from YAML and flags, with the source of every value.
 
-Keys carry the names of the transformers examples. A YAML file (``--config FILE.yaml``) holds the
+Keys have the names of the transformers examples. A YAML file (``--config FILE.yaml``) holds the
 same keys as the flags, and flags override it. All problems are reported at once.
 """
 
@@ -64,7 +64,7 @@ class RecipeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     trains_adapters: ClassVar[bool] = False
-    """The recipe freezes the model that it loads, and trains what it adds to it."""
+    """The recipe freezes the model that it loads, and trains the weights that it adds."""
     length_key: ClassVar[str]
     """The field that limits a row's ``input_ids``, in tokens. Advice names it."""
 
@@ -176,7 +176,7 @@ class RecipeConfig(BaseModel):
 
     @property
     def in_4bit(self) -> bool:
-        """Whether the frozen weights are quantised to 4 bits."""
+        """Return whether the frozen weights are quantised to 4 bits."""
         return False
 
     @property
@@ -195,10 +195,10 @@ class RecipeConfig(BaseModel):
         return "no" if value is False else value  # YAML 1.1 reads a bare no as false
 
     def loaded_dtype(self, precision: str) -> Dtype:
-        """Return the dtype that the model is loaded in: ``dtype`` where a person gave it, or where its weights are trained.
+        """Return the dtype that the model is loaded in: ``dtype`` where the user set it, or where its weights are trained.
 
-        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. The weights of a 4-bit
-        one that are not quantised decide in which dtype its layers hand on activations.
+        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. In a 4-bit base,
+        the weights that are not quantised decide the dtype of the activations between its layers.
 
         Args:
             precision: of the run: ``no``, ``bf16`` or ``fp16``.
@@ -209,12 +209,12 @@ class RecipeConfig(BaseModel):
         return halves.get(precision, self.dtype)
 
     def dataset_specs(self) -> list[DatasetSpec]:
-        """The training datasets."""
+        """Return the training datasets."""
         path = self.dataset_name or self.train_file
         return self.datasets or [self._spec(path=str(path), config_name=self.dataset_config_name)]
 
     def validation_spec(self) -> DatasetSpec:
-        """The validation file as a dataset of its own, all of it held out."""
+        """Return the validation file as a dataset of its own, all of it held out."""
         return self._spec(path=str(self.validation_file), name="validation")
 
     def _spec(self, **given: Any) -> DatasetSpec:
@@ -222,7 +222,7 @@ class RecipeConfig(BaseModel):
         return DatasetSpec(**given, **shape)
 
     def problems(self) -> list[str]:
-        """Disagreements between keys, and files that are not there. Subclasses add their own."""
+        """Return disagreements between keys, and files that are not there. Subclasses add their own."""
         found = []
         named = {key: getattr(self, key) for key in ("dataset_name", "train_file", "datasets") if getattr(self, key)}
         if len(named) > 1:
@@ -274,15 +274,15 @@ class RecipeConfig(BaseModel):
             raise ConfigError(f"chat_template: {self.chat_template} cannot be read: {reason}. Give a Jinja file.") from None
 
     def names_data(self) -> bool:
-        """Whether there is any training data."""
+        """Return whether the config names training data."""
         return bool(self.dataset_name or self.train_file or self.datasets)
 
     def checkpoints_at_once(self, steps: int) -> int:
-        """How many lie on the disk together, in a run of so many ``steps``."""
+        """Return how many checkpoints are on the disk at the same time, in a run of ``steps`` steps."""
         saves = 1 + (max(steps - 1, 0) // self.save_steps if self.save_steps else 0)  # the end is always saved
         if self.save_total_limit is None:
             return saves
-        # the best stays besides, and the newest that is proven good; one more is there while it is written
+        # the best and the newest that is proven good are kept as well; one more is there while it is written
         return min(saves, self.save_total_limit + bool(self.eval_steps) + (self.on_spike in ("rollback", "lower_rate")) + 1)
 
     def _streaming_problems(self) -> list[str]:
@@ -297,7 +297,7 @@ class RecipeConfig(BaseModel):
 
 
 def _unusable_folder(key: str, path: str) -> list[str]:
-    """Why nothing can be written under ``path``, which need not be there yet; empty where it can."""
+    """Return why ``path``, which may not exist yet, cannot be a folder to write to; an empty list where it can."""
     folder = Path(path).absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not there.is_dir():
@@ -311,14 +311,14 @@ ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
 class Resolved(dict[str, str]):
-    """key -> where its value came from: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
+    """Source of the value of each key: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
 
     def given(self, key: str) -> bool:
-        """True where a person set the key, in YAML or by flag."""
+        """Return whether the user set the key, in YAML or by flag."""
         return self.get(key, "default") != "default"
 
     def typed(self, key: str) -> bool:
-        """True where a person gave the key by flag."""
+        """Return whether the user set the key by flag."""
         return self.get(key, "default").startswith("flag ")
 
 
@@ -391,10 +391,10 @@ def from_python(config: RecipeConfig) -> Resolved:
 
 
 def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], changes: dict[str, Any]) -> tuple[ConfigT, Resolved]:
-    """What was given for one recipe, as another recipe's config; keys that the other does not have are left out.
+    """Return the values given for one recipe as another recipe's config; keys that the other does not have are left out.
 
     Raises:
-        ConfigError: with what disagrees in it, or is no value there.
+        ConfigError: with every disagreement, or every value that is not valid there.
     """
     given = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
     taken = {key: value for key, value in given.items() if key in kind.model_fields}
@@ -443,7 +443,7 @@ def _kind(annotation: Any) -> str:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping; plain YAML takes the last without a word."""
+    """Refuses a key that is given twice in one mapping, where plain YAML silently takes the last value."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

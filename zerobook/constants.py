@@ -1,4 +1,4 @@
-"""Numbers that stand for something else, shared by data, loss and evaluation. This module imports nothing."""
+"""Special numbers, shared by data, loss and evaluation. This module imports nothing."""
 
 IGNORE = -100
 """Label of a token that the loss does not count, as in ``torch.nn.functional.cross_entropy`` and transformers."""

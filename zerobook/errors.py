@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ZerobookError(Exception):
-    """Base of every error that is a user's to fix. Entry points print it without a traceback."""
+    """Base class of every error that a user can fix. Entry points print such an error without a traceback."""
 
 
 class ConfigError(ZerobookError):

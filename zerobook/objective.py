@@ -1,4 +1,4 @@
-"""Objectives: the loss of a batch as a sum over its rows, and what the sum is divided by.
+"""Objectives: the loss of a batch as a sum over its rows, and the divisor of the sum.
 
 A mean over a batch would depend on how the batch is cut into micro-batches and ranks, so nothing here is a mean.
 """
@@ -19,11 +19,11 @@ from zerobook.constants import IGNORE
 Metrics = Mapping[str, torch.Tensor]
 
 FP32_LOGITS = 2**23
-"""fp32 logits that a loss without a gradient makes at once; the log-probabilities beside them are as many. 32 MiB each."""
+"""Number of fp32 logits, and of log-probabilities, that a loss without a gradient makes at once: 32 MiB each."""
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of predicting each supervised token from those before it, in fp32 nats.
+    """Return the summed cross-entropy of predicting each supervised token from those before it, in fp32 nats.
 
     Args:
         logits: float [rows, length, vocabulary].
@@ -32,14 +32,14 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Returns:
         Scalar. 0, with a gradient of 0, where nothing is supervised.
     """
-    # The labels are shifted, not the logits: to leave out each row's last position would copy all others.
+    # The labels are shifted, not the logits: leaving out each row's last position would copy all other logits.
     return _summed(logits, pad(labels[:, 1:], (0, 1), value=IGNORE))
 
 
 def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of each supervised target token, in fp32 nats.
+    """Return the summed cross-entropy of each supervised target token, in fp32 nats.
 
-    Nothing is shifted here: the decoder's input was (see `zerobook.data.collate.Seq2SeqCollator`).
+    The labels are not shifted, since the decoder's input is (see `zerobook.data.collate.Seq2SeqCollator`).
 
     Args:
         logits: float [rows, target length, vocabulary].
@@ -54,7 +54,7 @@ def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum the cross-entropy over positions, in fp32.
 
-    Where no gradient is asked for, `FP32_LOGITS` at a time: nothing of a chunk is kept. With a gradient all at once, since
+    Without a gradient, `FP32_LOGITS` are converted at a time, and no chunk is kept. With a gradient, all at once, since
     autograd keeps the log-probabilities of every position anyway.
 
     Args:
@@ -70,10 +70,10 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Objective(ABC):
-    """What a run minimises: ``loss(model, batch)``, summed over rows, divided by the sum of ``weight(row)``.
+    """The loss that a run minimises: ``loss(model, batch)``, summed over rows, divided by the sum of ``weight(row)``.
 
     The weights are counted once, when the data is prepared. The divisor of a step, over all ranks and micro-batches, is
-    therefore known on every rank without asking another, and the training does not depend on how a batch is cut.
+    therefore known on every rank without communication, and the training does not depend on how a batch is cut.
 
     A batch that lacks rows is filled up with rows in which every array whose name ends with ``labels`` is `IGNORE`
     throughout. ``loss`` must be 0 for them.
@@ -99,7 +99,7 @@ class Objective(ABC):
         """Return how much ``row`` counts in the divisor, an integer of at least 0. A row that weighs 0 is dropped.
 
         Args:
-            row: one prepared row, ``input_ids`` and ``labels`` (int [tokens]) and what else the encoder gives.
+            row: one prepared row, ``input_ids`` and ``labels`` (int [tokens]) and further arrays of the encoder.
         """
 
 
@@ -116,7 +116,7 @@ class NextToken(Objective):
     """
 
     shifted = True
-    """A row's first label has no token before it, so it counts nothing."""
+    """A row's first label has no token before it, so it is not counted."""
 
     def __init__(self, router_weight: float | None = None):
         self.router_weight = router_weight
@@ -127,7 +127,7 @@ class NextToken(Objective):
         if balance == 0:
             return causal_lm_loss(model(**inputs).logits, labels)
         output = model(**inputs, output_router_logits=True)
-        # with its gradient, where no token is supervised too: every rank's backward pass has to run the same modules
+        # added also where no token is supervised: the backward pass of every rank has to run the same modules
         router = output.aux_loss.to(output.logits.device) * (labels[:, 1:] != IGNORE).sum()
         return causal_lm_loss(output.logits, labels) + balance * router, {"router_aux_loss": router.detach()}
 

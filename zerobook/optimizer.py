@@ -1,4 +1,4 @@
-"""Optimizers: what a strategy, a checkpoint and the planner need to know about one.
+"""Optimizers, and their properties that strategies, checkpoints and the planner use.
 
 ``--optimizer`` names one of `OPTIMIZERS`, or a class of a user's own as ``FILE.py:Class``. Imports nothing heavy.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class OptimizerSpec(ABC):
     """An optimizer, and the state that it keeps for each weight.
 
-    State tensors are fp32 and begin as zeros. They lie under their names in ``optimizer.state[weight]``, where a checkpoint
+    State tensors are fp32 and begin as zeros. They are stored by name in ``optimizer.state[weight]``, where a checkpoint
     reads and writes them.
     """
 
     elementwise: ClassVar[bool] = False
     """Each number of a weight is updated from its own gradient and state alone, and the state has the weight's shape. DeepSpeed
-    steps flat parts of weights, and FSDP2 steps parts of their rows; only such an optimizer is right there."""
+    steps flat parts of weights, and FSDP2 steps parts of their rows; only such an optimizer is correct there."""
     skips_nonfinite: ClassVar[bool] = False
     """The step reads ``optimizer.found_inf``, a flag on the device, and changes nothing where it is 1. Without it, the host
     decides and waits for the device in every step."""
@@ -64,7 +64,7 @@ class OptimizerSpec(ABC):
         return None
 
     def set_step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
-        """Let the optimizer go on after ``n`` steps. Its state is there."""
+        """Let the optimizer continue after ``n`` steps. Its state has been created."""
         return None
 
 
@@ -93,7 +93,7 @@ class _Counting(OptimizerSpec):
 
 
 class AdamW(_Counting):
-    """torch's AdamW, fused. DeepSpeed steps with its own where the state is offloaded or its JSON brings one."""
+    """torch's AdamW, fused. DeepSpeed uses its own where the state is offloaded or its JSON names one."""
 
     elementwise = True
     skips_nonfinite = True
@@ -159,7 +159,7 @@ class SGD(OptimizerSpec):
 class Adafactor(_Counting):
     """torch's Adafactor. It keeps means over rows and columns of a matrix, and each step waits for the device.
 
-    The learning rate is the most that the relative step size, ``1 / sqrt(step)``, may be.
+    The learning rate is the maximum of the relative step size, ``1 / sqrt(step)``.
     """
 
     def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
@@ -220,10 +220,10 @@ def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:
     """Return why a strategy cannot step with an optimizer, and the way out; None where it can.
 
     Args:
-        strategy: its name for people.
+        strategy: its name in messages.
         kind: ``single``, ``ddp``, ``deepspeed`` or ``fsdp``.
-        offload: where the optimizer's state lies: ``none``, ``cpu`` or ``nvme``.
-        said: what ``--optimizer`` says.
+        offload: where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``.
+        said: the value of ``--optimizer``.
 
     Raises:
         ConfigError: there is no such optimizer.

@@ -1,1 +1,1 @@
-"""Published comparisons, run again on the hardware at hand and set beside what was printed."""
+"""Published comparisons, run again on this hardware and shown beside the printed figures."""

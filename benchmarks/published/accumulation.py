@@ -1,4 +1,4 @@
-"""Table G: what gradient accumulation saves in collectives."""
+"""Table G: collectives that gradient accumulation saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _seconds(bench: Bench, file: str, ranks: int, steps: int) -> float:
 
 
 def run(bench: Bench) -> Table:
-    """Collectives and bytes a sample, with and without accumulation, at the same micro-batch."""
+    """Count collectives and bytes a sample, with and without accumulation, at the same micro-batch."""
     ranks = bench.worlds[-1]
     table = Table(
         "G",

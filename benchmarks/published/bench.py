@@ -27,15 +27,15 @@ CONFIGS = ROOT / "benchmarks" / "models"
 
 @dataclass
 class Bench:
-    """What a table asks.
+    """Machine, scale, materials and limits of the tables.
 
     Args:
         tiny: small models of the same classes, for CPU processes; otherwise the published sizes, for GPUs.
-        ranks: processes there are, at most.
-        budget: bytes of a process; None leaves each table to its own.
-        quick: the published batches are tried, and no larger ones looked for.
-        until: `time.monotonic` after which no run lasts; unset: each has its own limit.
-        say: tells the user what is run now.
+        ranks: the largest number of processes.
+        budget: bytes of a process; None means each table's own budget.
+        quick: try the published batches only, without a search for larger ones.
+        until: `time.monotonic` at which runs are stopped; unset: each run has its own limit.
+        say: shows the user what is run now.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Bench:
 
     @property
     def precision(self) -> dict[str, object]:
-        """Of the published runs; a CPU trains in fp32."""
+        """Flags for the precision of the published runs; empty on a CPU, which trains in fp32."""
         return {} if self.where.cpu else {"mixed_precision": "fp16"}
 
     @cached_property
@@ -83,7 +83,7 @@ class Bench:
 
     @cached_property
     def llama(self) -> Path:
-        """The model whose states, traffic and dtypes are looked at; its size does not matter there."""
+        """The model whose states, traffic and dtypes are measured; its size does not matter there."""
         from transformers import LlamaConfig
 
         width = 128 if self.tiny else 2048
@@ -104,44 +104,44 @@ class Bench:
         return kind
 
     def replicated(self, ranks: int) -> Arm:
-        """Return the arm that shards nothing, by the name of what runs: accelerate wraps one process on a GPU in no DDP."""
+        """Return the arm that shards nothing, named after what runs: accelerate does not wrap one process on a GPU in DDP."""
         if ranks == 1 and not self.where.cpu:
             return Arm.of("single", 1, "one process")
         return Arm.of("ddp", ranks, "DDP")
 
     @property
     def worlds(self) -> list[int]:
-        """Numbers of processes that states and traffic are looked at with: powers of two."""
+        """Numbers of processes for which states and traffic are measured: powers of two."""
         return [2**power for power in range(self.ranks.bit_length()) if 2**power <= self.ranks]
 
     @property
     def plain(self) -> dict[str, object]:
-        """Flags of a run that trains `llama` on text and holds nothing out."""
+        """Flags of a run that trains `llama` on text without held-out data."""
         return {
             "model_name_or_path": self.llama, "train_file": self.materials.text, "cache_dir": self.folder / "data",
             "block_size": 64, "validation_split_percentage": 0,
         }  # fmt: skip
 
     def attempt(self, arm: Arm, recipe: str, flags: dict[str, object], budget: int) -> Outcome:
-        """`benchmarks.published.trial.attempt`, in the time there is.
+        """Run `benchmarks.published.trial.attempt` within the time that is left.
 
         Raises:
-            TrialError: it died, and not of its budget; or there was no time for it.
+            TrialError: the run failed, and not because of its budget; or no time was left for it.
         """
         return attempt(arm, recipe, flags, budget, self._seconds(f"{arm.name}, {recipe}"))
 
     def _seconds(self, what: str) -> float:
-        """That a run may take."""
+        """Return the seconds that a run may take."""
         left = self.until - time.monotonic()
         if left <= 0:
             raise TrialError(f"{what}: not begun, the time for all runs was over")
         return min(left, LIMIT_S)
 
     def measured(self, file: str, ranks: int, **flags: object) -> Measured:
-        """`zerobook.plan.measure` of a few steps of `llama`, each combination once.
+        """Measure a few steps of `llama` with `zerobook.plan.measure`, each combination once.
 
         Raises:
-            TrialError: the run died.
+            TrialError: the run failed.
         """
         given = self.plain | {"per_device_train_batch_size": 2, **flags}
         key = (file, ranks, *sorted(flags.items()))
@@ -161,7 +161,8 @@ class Bench:
         return self._measured[key]
 
     def variant(self, file: str, ranks: int, name: str, **changes: Any) -> Arm:
-        """A strategy file with other values in its DeepSpeed JSON's ``zero_optimization``; given a dict, in a part of that."""
+        """Return the arm of a strategy file with other values in its DeepSpeed JSON's ``zero_optimization``. A dict changes
+        part of a section there."""
         source = ROOT / "accelerate_configs" / f"{file}.yaml"
         launch = yaml.safe_load(source.read_text())
         facts = json.loads((ROOT / launch["deepspeed_config"]["deepspeed_config_file"]).read_text())

@@ -1,13 +1,13 @@
-"""Runs a recipe under a byte budget that is enforced, times it, and saves nothing.
+"""Run a recipe under an enforced budget of bytes, time it, and save nothing.
 
     accelerate launch ... benchmarks/published/capped.py RESULT.json BUDGET recipes/NAME.py [flags]
 
-The budget is for the model, its states and its activations. On a GPU the allocator refuses what goes beyond it. On a CPU the
-kernel does: RLIMIT_DATA counts a process's private writable memory, malloc is told to hand every larger block straight back,
-and libraries and data are left out, by counting from where they are in memory. 0 is no budget.
+The budget is for the model, its states and its activations. On a GPU, the allocator refuses what exceeds it. On a CPU, the
+kernel does: RLIMIT_DATA counts a process's private writable memory, malloc is set to return every larger block at once, and
+libraries and data are left out, because counting starts when they are in memory. 0 means no budget.
 
-Every rank writes ``RESULT.RANK.json``: seconds of each step and of the evaluation, each ended by waiting for the device, bytes
-held at the seam of the last step; or what was refused.
+Every rank writes ``RESULT.RANK.json``: seconds of each step and of the evaluation, each ended by waiting for the device,
+and bytes held between the backward pass and the update of the last step; or the allocation that was refused.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 
 RESULT, BUDGET = "ZEROBOOK_CAPPED_RESULT", "ZEROBOOK_CAPPED_BUDGET"
-"""The environment variables that the hook reads."""
+"""Environment variables that the hook reads."""
 REFUSED = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memoryerror", "start new thread",
     "nullptr != pinned_buffer",
 )  # fmt: skip
-"""What a refused allocation is called by torch's CPU allocator, the kernel, CUDA's allocator, C++, Python, and DeepSpeed's
-pinned buffers."""
+"""Words for a refused allocation in the messages of torch's CPU allocator, the kernel, CUDA's allocator, C++, Python, and
+DeepSpeed's pinned buffers."""
 
 
 def is_refusal(text: str) -> bool:
-    """True where an allocation was refused to the run itself, and not to a compiler that it called."""
+    """Return whether an allocation was refused to the run itself, and not to a compiler that it called."""
     said = text.lower()
     return any(word in said for word in REFUSED) and "error building extension" not in said
 
 
 def limit(budget: int, model: torch.nn.Module) -> None:
-    """Let this process have ``budget`` bytes, of which the model, all that it holds so far of them, takes its share."""
+    """Limit this process to ``budget`` bytes more than it has without the model's weights, which count towards the budget."""
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / torch.cuda.get_device_properties(0).total_memory))
         return
@@ -57,7 +57,7 @@ def limit(budget: int, model: torch.nn.Module) -> None:
 
 
 def lift() -> None:
-    """So that what was refused can still be told."""
+    """Remove the limit, so that the refusal can be reported."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -65,7 +65,7 @@ def lift() -> None:
 
 
 def private() -> int:
-    """Bytes of private writable memory, as RLIMIT_DATA counts them."""
+    """Return the bytes of private writable memory, as RLIMIT_DATA counts them."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     return int(line.split()[1]) * 1024
 
@@ -73,21 +73,21 @@ def private() -> int:
 def own_memory(model: torch.nn.Module) -> None:
     """Move the weights into memory of this process.
 
-    Mapped from its file, the whole file counts as the process's own memory until the last view of it is gone.
+    While they are mapped from a file, the whole file counts as the process's own memory until the last view of it is freed.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
 
 class Capped(Hook):
-    """Sets the budget before the model is spread, times the steps, and lets nothing be saved."""
+    """Hook that sets the budget before the strategy prepares the model, times the steps, and turns off saving."""
 
     def __init__(self) -> None:
         self.result, self.budget = result_file(), int(os.environ[BUDGET])
         self.found: dict[str, Any] = {}
 
     def before_prepare(self, trainer: TrainerView, model: torch.nn.Module) -> None:
-        trainer.save_results = False  # what was trained is of no use to anybody
+        trainer.save_results = False  # the trained weights are not needed
         if self.budget:
             own_memory(model)
             limit(self.budget, model)
@@ -137,6 +137,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.published import capped  # the module that the recipe's process has the hook from
+    from benchmarks.published import capped  # the hook is imported from this module, not from __main__
 
     capped.main()

@@ -32,7 +32,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 
 def run(bench: Bench) -> Table:
-    """Largest batches of both arms, then their epochs, as printed and at an equal batch."""
+    """Find the largest batches of both arms, then run their epochs, as printed and at an equal batch."""
     budget = bench.budget or (BUDGET if bench.tiny else 24 * 2**30)
     ranks = min(2, bench.ranks)
     ddp, zero2 = Arm.of("ddp", ranks, "DDP"), _zero2(bench, ranks)
@@ -63,7 +63,7 @@ def run(bench: Bench) -> Table:
 
 
 def _search(bench: Bench, arm: Arm, budget: int) -> tuple[Search, Search]:
-    """The largest training batch, and the largest evaluation batch behind two steps of one sample."""
+    """Return the largest training batch, and the largest evaluation batch after two steps of one sample."""
     ranks, flags, start = arm.ranks, _flags(bench), PUBLISHED[arm.name]
 
     def trains(batch: int) -> Outcome:
@@ -95,7 +95,8 @@ def _epoch(outcome: Outcome, batch: int, eval_batch: int) -> dict[str, object]:
 
 
 def shape(bench: Bench) -> Table:
-    """Both arms on one device, a few steps with each of the published batches: there ZeRO-2 has nobody to share with."""
+    """Run both arms on one device, a few steps with each of the published batches. There, ZeRO-2 has no other rank to share
+    with."""
     budget = bench.budget or (BUDGET if bench.tiny else 24 * 2**30)
     batches = (8, 16) if bench.tiny else (100, 200)
     plain, zero2 = bench.replicated(1), _zero2(bench, 1)
@@ -117,12 +118,12 @@ def shape(bench: Bench) -> Table:
 
 
 def _lengths(bench: Bench) -> tuple[int, int, int]:
-    """Tokens of a source, of a target, and generated at least."""
+    """Return the tokens of a source, the tokens of a target, and the minimum of generated tokens."""
     return (32, 16, 8) if bench.tiny else (128, 64, 20)
 
 
 def _flags(bench: Bench) -> dict[str, object]:
-    """What all of this table's runs have in common."""
+    """Return the flags that all runs of this table have in common."""
     source, target, least = _lengths(bench)
     return {
         "model_name_or_path": bench.blenderbot, "train_file": bench.materials.pairs, "num_train_epochs": 1,
@@ -141,13 +142,13 @@ def _zero2(bench: Bench, ranks: int) -> Arm:
 
 
 def _for_an_epoch(bench: Bench, budget: int) -> int:
-    """Bytes of a process. The batches of the tiny scale were found in runs of two steps, and apart; an epoch has both of them
-    in one process, and leaves more behind."""
+    """Return the bytes of a process for an epoch. At the tiny scale, the batches were found in separate runs of two steps;
+    an epoch has training and evaluation in one process, and needs more."""
     return budget + budget // 10 if bench.tiny else budget
 
 
 def _batches(bench: Bench, arm: str, fits: tuple[Search, Search]) -> tuple[int, int]:
-    """Training and evaluation batch of an epoch as printed."""
+    """Return the training and the evaluation batch of an epoch: the published ones, or the largest found at the tiny scale."""
     if bench.tiny:
         return fits[0].largest, fits[1].largest
     return int(PUBLISHED[arm]["batch"]), int(PUBLISHED[arm]["eval batch"])

@@ -1,8 +1,8 @@
-"""Runs a recipe for two steps and writes down the types of its numbers, read from the live objects.
+"""Run a recipe for two steps and record the dtypes of its tensors, read from the live objects.
 
     accelerate launch ... benchmarks/published/dtypes.py RESULT.json accelerate|zerobook recipes/NAME.py [flags]
 
-``accelerate`` hands the model to ``Accelerator.prepare`` as it was loaded; ``zerobook`` prepares it as the recipes do.
+``accelerate`` passes the model to ``Accelerator.prepare`` as it was loaded; ``zerobook`` prepares it as the recipes do.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zerobook.strategy.fsdp import FullyShardedStrategy
 from zerobook.training.hooks import Hook, TrainerView
 
 RESULT, HOW = "ZEROBOOK_DTYPES_RESULT", "ZEROBOOK_DTYPES_HOW"
-"""The environment variables that the hook reads."""
+"""Environment variables that the hook reads."""
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def names(tensors: Iterable[torch.Tensor]) -> str:
-    """The types of floating-point numbers among ``tensors``, ``-`` where there are none."""
+    """Return the dtypes of the floating-point tensors among ``tensors``, ``-`` where there are none."""
     found = {SHORT.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point() and t.numel() > 1}
     return ", ".join(sorted(found)) or "-"
 
 
 class AsLoaded(FullyShardedStrategy):
-    """FSDP2 without fp32 masters of the trained weights, as accelerate alone prepares a model."""
+    """FSDP2 without fp32 master weights, as accelerate alone prepares a model."""
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
         self.max_grad_norm = config.max_grad_norm
@@ -42,7 +42,7 @@ class AsLoaded(FullyShardedStrategy):
 
 
 class Types(Hook):
-    """Reads the types, writes them down on rank 0, and lets nothing be saved."""
+    """Hook that reads the dtypes, writes them on rank 0, and turns off saving."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
@@ -79,6 +79,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.published import dtypes  # the module that the recipe's process has the hook from
+    from benchmarks.published import dtypes  # the hook is imported from this module, not from __main__
 
     dtypes.main()

@@ -18,7 +18,7 @@ class Materials:
     """A folder with data, from the Python standard library's own source text, and models that fit its tokenizer.
 
     Args:
-        vocabulary: tokens of the byte-level tokenizer at most.
+        vocabulary: the largest number of tokens of the byte-level tokenizer.
     """
 
     def __init__(self, folder: Path, vocabulary: int = 8000):
@@ -37,9 +37,9 @@ class Materials:
         self.tokenizer = _tokenizer(lines, vocabulary)
 
     def model(self, name: str, config: Any) -> Path:
-        """Write a model of ``config``, transformers' own, with random weights and this tokenizer; returns its folder.
+        """Write a model of ``config``, a config of transformers, with random weights and this tokenizer. Return its folder.
 
-        Its vocabulary has to hold the tokenizer's.
+        The config's vocabulary has to hold the tokenizer's.
         """
         import torch
         import transformers
@@ -56,7 +56,7 @@ class Materials:
 
     @property
     def special(self) -> dict[str, int]:
-        """What a model's config says of the tokenizer."""
+        """Values of a model's config that depend on the tokenizer."""
         return SPECIAL | {"vocab_size": len(self.tokenizer)}
 
 
@@ -75,6 +75,6 @@ def _tokenizer(lines: list[str], vocabulary: int) -> Any:
 
 
 def seq2seq_sides(layers: int, heads: int, width: int) -> dict[str, int]:
-    """Of BART's and BlenderBot's configs, the same for encoder and decoder; feed-forward four times as wide."""
+    """Return sizes for BART's and BlenderBot's configs, the same for encoder and decoder; feed-forward four times as wide."""
     parts = (("layers", layers), ("attention_heads", heads), ("ffn_dim", 4 * width))
     return {f"{side}_{what}": number for side in ("encoder", "decoder") for what, number in parts}

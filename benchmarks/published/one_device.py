@@ -1,4 +1,4 @@
-"""Table B: a model that one device does not hold, DDP against ZeRO-3 with offload."""
+"""Table B: a model that is too large for one device, DDP against ZeRO-3 with offload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ EPOCH = 1168
 
 
 def run(bench: Bench) -> Table:
-    """The largest batch of each, and tokens a second with it (16 at the published size, where it fits)."""
+    """Find the largest batch of each arm, and measure tokens a second with it (with 16 at the published size, where it
+    fits)."""
     budget = bench.budget or (BUDGET if bench.tiny else 24 * 2**30)
     block, steps = (64, 4) if bench.tiny else (128, 12)
     flags = {
@@ -60,7 +61,7 @@ def _arms(bench: Bench) -> list[Arm]:
         published = ROOT / "ds_configs" / "published" / "zero3_offload_config_accelerate.json"
         offload = ("--use_deepspeed", "--deepspeed_config_file", str(published))
         return [bench.replicated(1), Arm("ZeRO-3, CPU offload", offload, 1)]
-    # as shipped, buffers, sub-groups and what may stay gathered are larger than all of this model
+    # the shipped limits of buffers, sub-groups and gathered weights are larger than this whole model
     smaller = {
         "offload_param": {"buffer_size": 1_100_000}, "sub_group_size": 2_000_000, "stage3_max_live_parameters": 4_000_000,
         "stage3_max_reuse_distance": 0,

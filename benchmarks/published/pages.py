@@ -1,4 +1,4 @@
-"""The tables as one JSON, one page, and pictures."""
+"""Output of the tables: one JSON file, one page, and pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = "On GPUs, `python scripts/reproduce_tables.py --scale full --device_memor
 
 
 def record(tables: Sequence[Table], scale: str, where: Cluster, ranks: int, *, seconds: float) -> dict[str, Any]:
-    """All of it, as JSON has it."""
+    """Return all results as JSON values."""
     from zerobook.utils.versions import versions
 
     return {
@@ -62,7 +62,7 @@ def write(result: dict[str, Any], tables: Sequence[Table], folder: Path) -> list
 
 
 def markdown(result: dict[str, Any], tables: Sequence[Table], drawn: Sequence[Path]) -> str:
-    """The page."""
+    """Return the page as Markdown."""
     found = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "zerobook")
     made = (
         f"Hardware: {result['hardware']}, {result['cores']} cores, {result['processes']} processes. Date: {result['date']}, in "

@@ -1,4 +1,4 @@
-"""Bars of the tables: what fits and what is held, published and here, and the time it takes."""
+"""Bar charts of the tables: batches that fit, memory and time, published and measured here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = {"weights, MB": "#3b6ea5", "gradients, MB": "#e08e45", "optimizer, MB": 
 
 
 def memory(tables: dict[str, Table], file: Path) -> None:
-    """A PNG: largest batches of table A and B, and the states of table C."""
+    """Write a PNG: largest batches of table A and B, and the states of table C."""
     pyplot = _pyplot()
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12.5, 3.9), layout="constrained", width_ratios=(1, 1, 1.7))
     batches = [(line.name, line.published.get("batch"), line.here.get("largest batch")) for line in tables["A"].lines[:2]]
@@ -47,7 +47,7 @@ def memory(tables: dict[str, Table], file: Path) -> None:
 
 
 def seconds(tables: dict[str, Table], file: Path) -> None:
-    """A PNG: the epochs of table A, published and here, and the step of table F."""
+    """Write a PNG: the epochs of table A, published and here, and the step of table F."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(12.5, 3.7), layout="constrained", width_ratios=(1, 1.5, 1))
     lines = tables["A"].lines
@@ -73,7 +73,7 @@ def _pyplot() -> Any:
 
 
 def _pairs(axes: Any, rows: Sequence[tuple[str, Any, Any]], title: str) -> None:
-    """Published and here beside each other, each on its own scale where both are there: they are other machines' figures."""
+    """Draw published figures beside those from here. Where both exist, each has its own scale, since the machines differ."""
     numbers = [[row[side] for row in rows if isinstance(row[side], int | float)] for side in (1, 2)]
     tops = [max(found, default=0) for found in numbers]
     for side, (colour, label) in enumerate(((PUBLISHED, "published"), (HERE, "here"))):

@@ -1,4 +1,4 @@
-"""Table E: which types FSDP and DeepSpeed really hold and compute in."""
+"""Table E: dtypes in which FSDP and DeepSpeed really hold and compute."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def run(bench: Bench) -> Table:
-    """Two steps in each mode; the types are those of rank 0's live tensors."""
+    """Run two steps in each mode. The dtypes are those of rank 0's live tensors."""
     ranks = min(2, bench.ranks)
     table = Table(
         "E",

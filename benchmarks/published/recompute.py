@@ -1,4 +1,4 @@
-"""Table F: activation checkpointing, memory saved against time paid."""
+"""Table F: activation checkpointing, the memory that it saves and the time that it costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 9
 
 
 def run(bench: Bench) -> Table:
-    """The same steps with activations kept and with activations recomputed."""
+    """Run the same steps with activations kept and with activations recomputed."""
     from transformers import AutoConfig
 
     from zerobook.plan import formulas
@@ -69,7 +69,8 @@ def run(bench: Bench) -> Table:
 
 
 def findings(seconds: list[float], saved: list[float]) -> list[Finding]:
-    """Of both runs, the one that keeps its activations first: seconds a step, and bytes saved."""
+    """Return the findings of both runs, given seconds a step and bytes saved; the run that keeps its activations comes
+    first."""
     more = seconds[1] / seconds[0] - 1
     share = f"{1 - saved[1] / saved[0]:.0%} of what is saved for the backward pass"
     return [

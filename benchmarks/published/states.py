@@ -1,4 +1,4 @@
-"""Tables C and D: what each ZeRO stage holds and sends, counted in live runs, against the paper's formulas."""
+"""Tables C and D: bytes that each ZeRO stage holds and sends, counted in live runs, against the paper's formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 1e6
 
 
 def run(bench: Bench) -> list[Table]:
-    """A few steps of every stage on every number of processes."""
+    """Run a few steps of every stage on every number of processes."""
     worlds = " and ".join(map(str, bench.worlds))
     settings = (
         f"a Llama in fp32, {worlds} process(es), counted between backward pass and step on the fullest rank; MB are 10^6 bytes."

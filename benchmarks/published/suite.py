@@ -1,4 +1,4 @@
-"""All tables, one after the other."""
+"""Runner of all tables, one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLES: dict[str, Callable[[Bench], Table | list[Table]]] = {
 
 
 def run(bench: Bench, letters: str) -> list[Table]:
-    """The tables of ``letters``. One whose runs die says so in its place, and the others go on."""
+    """Return the tables of ``letters``. Where a run fails, its table says so, and the other tables still run."""
     found: list[Table] = []
     for keys, make in TABLES.items():
         if not set(keys) & set(letters):
@@ -38,7 +38,8 @@ def run(bench: Bench, letters: str) -> list[Table]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A bar that counts runs and names the one at work; lines where nobody looks at a terminal."""
+    """Yield a function that shows the current run: in a bar that counts runs, or in lines where the output is not a
+    terminal."""
     from zerobook.utils.bars import tqdm
 
     start, watched = time.monotonic(), sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""A published table beside its rerun: as data, and as Markdown."""
+"""A published table with the figures of its rerun, as data and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from benchmarks.published.trial import TrialError
 
 @dataclass
 class Line:
-    """An arm of a comparison. Values by column, whose name has the unit; ``config`` is the fingerprint of what was run."""
+    """An arm of a comparison, with values by column. A column's name has the unit; ``config`` is the fingerprint of the
+    run."""
 
     name: str
     published: dict[str, Any] = field(default_factory=dict)
@@ -22,8 +23,8 @@ class Line:
 
 @dataclass
 class Finding:
-    """What the published figures say, whether it is so here, and why not where it is not. The cause is the run's own words,
-    or follows from its figures."""
+    """A claim of the published figures, whether it holds here, and the cause where it does not. The cause is quoted from
+    the run, or follows from its figures."""
 
     claim: str
     holds: bool
@@ -32,8 +33,8 @@ class Finding:
 
 @dataclass
 class Table:
-    """``source`` is where the published figures stand; ``not_run`` says why there are none from here, ``died`` how a run ended
-    that should not have."""
+    """A table. ``source`` names where the published figures are from. ``not_run`` says why there are no figures from here,
+    ``died`` how a run failed."""
 
     letter: str
     title: str
@@ -47,7 +48,7 @@ class Table:
 
     @contextmanager
     def keeping_what_ran(self) -> Iterator[None]:
-        """A run that dies ends what is inside; the lines before it stay, and ``died`` says how."""
+        """End the block at a run that fails. The lines before it are kept, and ``died`` says how it failed."""
         try:
             yield
         except TrialError as error:
@@ -57,7 +58,7 @@ class Table:
         return asdict(self)
 
     def markdown(self) -> str:
-        """A section; published columns come first, so that none can be taken for a figure from here."""
+        """Return a section of Markdown. Published columns come first, so that they are not mistaken for figures from here."""
         parts = [f"## {self.letter}. {self.title}", f"Published: {self.source}"]
         if self.not_run:
             parts.append(f"**Not run here:** {self.not_run}")
@@ -90,7 +91,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    """Three figures; ``-`` where there is nothing."""
+    """Return a value with three digits, ``-`` where there is none."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""One run in fresh processes under a budget, and the largest batch that such runs find to fit."""
+"""Runs in fresh processes under a budget, and a search for the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zerobook.utils import subprocess_launch
 ROOT = Path(__file__).resolve().parents[2]
 CAPPED = Path(__file__).with_name("capped.py")
 LIMIT_S = 480.0
-"""Seconds a run may take where nobody says."""
-# Blocks of 64 KiB and more go back to the kernel when they are freed, and threads keep no heaps of their own: what a process
-# holds is then what its tensors hold.
+"""Default limit in seconds for a run."""
+# Blocks of 64 KiB and more are returned to the kernel when they are freed, and threads have no own heaps: a process then
+# holds only what its tensors hold.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 class TrialError(ZerobookError):
-    """A run ended badly for another reason than its budget."""
+    """Error for a run that failed for another reason than its budget."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,15 @@ class Arm:
 
     @classmethod
     def of(cls, file: str, ranks: int, name: str | None = None) -> Arm:
-        """A file of accelerate_configs/."""
+        """Return the arm of a file of accelerate_configs/."""
         return cls(name or file, ("--config_file", str(ROOT / "accelerate_configs" / f"{file}.yaml")), ranks)
 
 
 @dataclass
 class Outcome:
-    """What a run did. ``seconds`` of each step and of the evaluation, on the slowest rank; ``held`` bytes at the seam, on the
-    fullest; ``losses`` of the steps; ``refused`` is the allocation that went over the budget."""
+    """Result of a run. ``steps`` and ``evaluation`` are seconds on the slowest rank. ``held`` is the bytes between the
+    backward pass and the update, on the fullest rank. ``losses`` are those of the steps. ``refused`` is the allocation that
+    exceeded the budget."""
 
     refused: str = ""
     steps: list[float] = field(default_factory=list)
@@ -66,15 +67,15 @@ class Outcome:
 
     @property
     def step(self) -> float:
-        """Median seconds of a step, the first left out."""
+        """Median seconds of a step, without the first."""
         return statistics.median(self.steps[1:] or self.steps)
 
 
 def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit: float = LIMIT_S) -> Outcome:
-    """Run the recipe to its end under ``budget`` bytes a process (0: no budget), in ``limit`` seconds with its start.
+    """Run the recipe to its end under ``budget`` bytes a process (0: no budget), in ``limit`` seconds including its start.
 
     Raises:
-        TrialError: it died, and not of its budget.
+        TrialError: the run failed, and not because of its budget.
     """
     with tempfile.TemporaryDirectory() as folder:
         result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
@@ -113,8 +114,8 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
 
 @dataclass
 class Search:
-    """``largest`` that fits, 0 where not even 1 does; ``refused`` the smallest that did not, None where none was met, and
-    ``why``; ``tried`` in order."""
+    """Result of a search. ``largest`` is the largest number that fits, 0 where not even 1 does. ``refused`` is the smallest
+    that did not fit, None where there was none, and ``why`` its reason. ``tried`` has all numbers in order."""
 
     largest: int = 0
     refused: int | None = None
@@ -123,12 +124,12 @@ class Search:
 
 
 def largest(run: Callable[[int], Outcome], *, start: int, most: int) -> Search:
-    """Bisect for the largest number that fits, to an eighth of it or to 2, each try in fresh processes.
+    """Find the largest number that fits by bisection, to within an eighth of it or 2. Each try has fresh processes.
 
     Args:
-        run: a try; a larger number never fits where a smaller one did not.
-        start: tried first; doubled while it fits, halved while it does not.
-        most: never more than this.
+        run: runs one try; where a number does not fit, no larger number fits.
+        start: the first number; doubled while it fits, halved while it does not.
+        most: the largest number to try.
     """
     found = Search()
 
@@ -154,13 +155,14 @@ def largest(run: Callable[[int], Outcome], *, start: int, most: int) -> Search:
 
 
 def fingerprint(arm: Arm, recipe: str, flags: dict[str, object]) -> str:
-    """Of all that decides a run: the launcher's files by their contents, recipe and flags, folders by their names."""
+    """Return a hash of everything that decides a run: the launcher's files by their contents, recipe and flags, folders by
+    their names."""
     state = hashlib.sha256()
     for word in (*arm.launcher, recipe, *sorted(f"{key}={_bare(value)}" for key, value in flags.items())):
         path = Path(word)
         content = path.read_text() if path.is_absolute() and path.is_file() else word
         for name in _deepspeed_files(content):
-            content = content.replace(name, (ROOT / name).read_text())  # wherever it lies
+            content = content.replace(name, (ROOT / name).read_text())  # wherever the file is
         state.update(content.encode())
     return state.hexdigest()[:12]
 

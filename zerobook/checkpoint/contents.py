@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and their fields. The reference of the docs is made of this."""
+"""The files of a checkpoint, and their fields. The reference in the docs is generated from them."""
 
 from __future__ import annotations
 

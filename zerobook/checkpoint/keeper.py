@@ -1,4 +1,4 @@
-"""A run's own checkpoints, from its first look at the folder to its last save."""
+"""The checkpoints of a run: find, load, save, protect and report them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TORCHRUN_S = 30
 
 
 class Keeper:
-    """Holds ``config.output_dir``'s checkpoints for this run. All methods are collective, `report` in the background excepted.
+    """Manages the checkpoints in ``config.output_dir``. All methods are collective, except `report` in the background.
 
     Attributes:
-        checkpoint: what the run goes on from, or None.
-        passed_over: checkpoints that were not taken because they are damaged, each with the reason; rank 0 alone knows.
-        proven: steps of checkpoints that training went on well from; rank 0 alone knows.
+        checkpoint: the checkpoint that the run resumes from, or None.
+        passed_over: damaged checkpoints that were not used, each with the reason; on rank 0 only.
+        proven: steps of the checkpoints that were proven good; on rank 0 only.
 
     Raises:
-        CheckpointError: another run writes there, or what was asked for is not whole.
-        ConfigError: a node does not see the folder, or it is an earlier run's and this one does not resume.
+        CheckpointError: another run writes to the folder, or the requested checkpoint is not complete.
+        ConfigError: a node does not see the folder, or the folder is an earlier run's and this run does not resume.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig):
@@ -92,7 +92,7 @@ class Keeper:
             tqdm.write(f"  warning: {problem}")
 
     def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
-        """Bring `checkpoint` back, or the one of ``step``.
+        """Load `checkpoint`, or the one of ``step``.
 
         Returns:
             (the loop's state in it, bytes of tensors that each rank read).
@@ -103,19 +103,19 @@ class Keeper:
         return progress, self.strategy.gather(mine)
 
     def take_back(self) -> None:
-        """Give the checkpoint that the run resumes from its name back, where it stands aside in the run's folder. Rank 0."""
+        """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         found = self.checkpoint
         if found is not None and found.parent.resolve() == self.folder.resolve() and store.step_of(found) < 0:
             store.take_back(found, store.read_json(found / store.MANIFEST)["step"])
 
-    # --- what there is to go back to; rank 0
+    # --- checkpoints to go back to; rank 0
     def steps(self) -> tuple[list[int], list[int]]:
-        """Steps of the whole checkpoints: those proven good, and the others."""
+        """Return the steps of complete checkpoints: (those proven good, the others)."""
         there = [store.step_of(c) for c in store.complete(self.folder)]
         return [s for s in there if s in self.proven], [s for s in there if s not in self.proven]
 
     def prove(self, steps: Collection[int], log: RunLog | None) -> None:
-        """Training went on well from these; the newest of them is not pruned until another is."""
+        """Mark the checkpoints of ``steps`` as proven good. The newest one is not pruned until another one is proven."""
         if log is None:
             return
         for step in sorted(set(steps) & set(self.steps()[1])):
@@ -124,7 +124,7 @@ class Keeper:
         self.protect()
 
     def is_whole(self, step: int) -> bool:
-        """Read every byte of the checkpoint of ``step``, before the run goes back to it; say where it is damaged."""
+        """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage."""
 
         def look() -> bool:
             reason = store.damage(self._of(step), thorough=True)
@@ -136,16 +136,18 @@ class Keeper:
         return self.strategy.on_main(look)
 
     def protect(self, *steps: int) -> None:
-        """From now on, the newest proven checkpoint and those of ``steps`` are not pruned."""
+        """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
         self.saver.protected = frozenset([*self.steps()[0][-1:], *steps])
 
     def before(self, step: int) -> Path | None:
-        """The newest whole checkpoint from before ``step``."""
+        """Return the newest complete checkpoint from before ``step``; None if there is none."""
         whole = [checkpoint for checkpoint in store.complete(self.folder) if store.step_of(checkpoint) < step]
         return whole[-1] if whole else None
 
     def reads_before(self, step: int) -> Callable[[str, int], float] | None:
-        """(weight's name, place in it) -> its value in that checkpoint, NaN for a frozen weight; None where there is none."""
+        """Return a function (weight's name, place in it) -> value in the checkpoint before ``step``; None without a checkpoint.
+
+        The value of a frozen weight is NaN."""
         checkpoint = self.before(step)
         if checkpoint is None:
             return None
@@ -161,7 +163,7 @@ class Keeper:
     # --- saving
 
     def save(self, progress: Progress, log: RunLog | None) -> None:
-        """Save the state after a whole step; in the background, only begin to."""
+        """Save the state after a whole step. In the background, only start the save."""
         self.saver.save(
             progress,
             {
@@ -185,22 +187,22 @@ class Keeper:
         )
 
     def finish(self, log: RunLog | None) -> None:
-        """Wait for what is under way."""
+        """Wait for a save in progress, and report it."""
         self.saver.wait()
         self.strategy.barrier()
         self.strategy.on_main(lambda: self.report(log))
 
     def report(self, log: RunLog | None) -> None:
-        """Write down what became of the saves that ended since the last call. Rank 0 knows, and the launcher stops all with it.
+        """Log the results of the saves that ended since the last call. Runs on rank 0; after its error the launcher stops all.
 
         Raises:
-            CheckpointError: one failed, and ``on_save_error`` is stop.
+            CheckpointError: a save failed, and ``on_save_error`` is stop.
         """
         for folder, seconds, problem in self.saver.results():
             step = store.step_of(folder)
             assert log is not None
             if problem is None:
-                self.proven.discard(step)  # after a rollback, a step is saved anew
+                self.proven.discard(step)  # after a rollback, a step is saved again
                 self.passed_over.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")

@@ -1,4 +1,4 @@
-"""The table of all ranks' pieces, in which each number of each tensor must stand once."""
+"""The table of all ranks' pieces, in which each element of each tensor must occur once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def merge(parts: list[dict[str, list[Entry]]], shapes: dict[str, list[int]]) -> 
         shapes: of all tensors, by names as ``exp_avg/PARAMETER``.
 
     Raises:
-        CheckpointError: a number is missing, or there twice.
+        CheckpointError: an element is missing, or occurs twice.
     """
     merged: dict[str, list[Entry]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights stand on: the config that makes a function of them, and beside adapters, the base's weights."""
+"""The base model of a checkpoint: its config and, for adapters, a digest of its weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _SAMPLES, _SAMPLE = 64, 1 << 16
-"""Blocks of a weights file that its digest is of, and bytes of each: 4 MiB, a moment's work for the largest model too."""
+"""Number of blocks of a weights file in its digest, and bytes of each: 4 MiB, which is fast for the largest model too."""
 _SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
 _NOT_GENERATION = ("top_k", "pad_token_id", "decoder_start_token_id")
-"""Settings of generation that a model's config has with another meaning, or that training depends on."""
+"""Generation settings that have another meaning in a model's config, or that training depends on."""
 
 
 def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]:
-    """Return what a checkpoint records of the model that its run loads.
+    """Return the facts that a checkpoint records about the model that its run loads.
 
     Args:
         model_config: transformers' config, as the model was found.
-        folder: where its weights lie, for adapters; None where the checkpoint holds all weights itself.
+        folder: folder of its weights, for adapters; None if the checkpoint holds all weights itself.
     """
-    # an object's words could hold its address
+    # the text of an object could hold its address
     config = json.loads(json.dumps(model_config.to_dict(), default=lambda value: type(value).__name__, skipkeys=True))
     return {"config": config, "weights": None if folder is None else weights_digest(folder)}
 
@@ -34,10 +34,10 @@ def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]
 def weights_digest(folder: Path) -> str | None:
     """Return a digest of a folder's weights that is cheap for large files; None where it finds none.
 
-    It is of the files' names and sizes, of the headers of safetensors files (names, shapes and dtypes of the tensors), and of
-    `_SAMPLES` blocks spread over each file: to read all of a large base would take as long as to load it. Files of up to 4 MiB
-    are read whole. Another training of a model changes nearly all of its numbers, so samples tell the two apart; a change of a
-    few rows of one tensor can escape them. The folder's own path is not in it.
+    It covers the files' names and sizes, the headers of safetensors files (names, shapes and dtypes of the tensors), and
+    `_SAMPLES` blocks spread over each file: reading all of a large base would take as long as loading it. Files of up to 4 MiB
+    are read whole. Further training of a model changes nearly all of its numbers, so samples tell the two apart; a change of a
+    few rows of one tensor may not be noticed. The path of the folder is not covered.
     """
     import xxhash
 
@@ -57,10 +57,10 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:
-    """Refuse a model beside which the weights of ``checkpoint`` would be another function than the one that was trained.
+    """Refuse a model with which the weights of ``checkpoint`` would compute another function than the trained one.
 
     Args:
-        kept: the content of its config.json. That of a checkpoint from before this record has no ``base``.
+        kept: the content of the checkpoint's config.json. It has no ``base`` in older checkpoints.
         now: `facts` of the model.
         weights: compare the weights' digests too, where both are known. Two equal commits of the hub need no other proof.
     """
@@ -75,7 +75,7 @@ def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *,
 
 
 def difference(was: dict[str, Any], now: dict[str, Any], *, weights: bool = True) -> str | None:
-    """Return how two models' `facts` differ, with both values, or None where the same weights are the same function in both.
+    """Return how two models' `facts` differ, with both values, or None if the same weights compute the same in both.
 
     Args:
         weights: compare the digests of the weights too, where both are known.
@@ -90,7 +90,7 @@ def difference(was: dict[str, Any], now: dict[str, Any], *, weights: bool = True
 
 
 def _ignored() -> set[str]:
-    """Return the keys of a config that say nothing about the function: of generation, of loading, of where it was found."""
+    """Return the keys of a config that do not affect the function: of generation, of loading, of its location."""
     from transformers import GenerationConfig
 
     return {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
@@ -99,13 +99,13 @@ def _ignored() -> set[str]:
 def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, strict: bool) -> dict[str, tuple[Any, Any]]:
     """Return key -> both values, with dots before the keys of inner dicts.
 
-    A key that only one has is no difference of two configs: versions of transformers add keys, with values that change nothing.
-    It is one inside of a setting, such as the parameters of rotary positions, where the same version wrote both (``strict``).
+    A key that only one config has is ignored: versions of transformers add keys, with values that change nothing. Inside a
+    setting, such as the parameters of rotary positions, it is a difference if the same version wrote both (``strict``).
     """
     a_config = "model_type" in was and "model_type" in now
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*was, *now} if strict and not a_config else was.keys() & now.keys()):
-        # dropout is of training, and may be changed like a learning rate
+        # dropout is a training setting, and may be changed like a learning rate
         if key in ignored or key.startswith("_") or "drop" in key:
             continue
         a, b = was.get(key), now.get(key)

@@ -28,9 +28,9 @@ class Progress:
     epoch: float = 0.0
     """passes over the data, cursor / samples per epoch"""
     seed: int = 0
-    """of the sample order and the random numbers"""
+    """seed of the sample order and the random numbers"""
     total_steps: int = 0
-    """steps the learning-rate schedule is laid out for"""
+    """length of the learning-rate schedule, in optimizer steps"""
     global_batch: int = 0
     """samples per optimizer step"""
     world_size: int = 0
@@ -38,7 +38,7 @@ class Progress:
     data_size: int = 0
     """samples per epoch; 0 for a stream"""
     data_fingerprint: str = ""
-    """of the tokenized training data; another one means another run"""
+    """fingerprint of the tokenized training data; a run resumes only on the same data"""
     stream: list[list[int]] | None = None
     """rows of each shard that a stream has reached, in the order of the run, per dataset"""
     skip_ranges: list[list[int]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Progress:
-        """Raises `CheckpointError` where keys are missing or unknown: a half-read record resumes wrongly."""
+        """Return the record. Raises `CheckpointError` if keys are missing or unknown: part of a record would resume wrongly."""
         known = {f.name for f in fields(cls)}
         missing, unknown = known - set(record), set(record) - known
         if missing or unknown:

@@ -1,4 +1,4 @@
-"""Continuing on another number of processes without changing the training."""
+"""Checks of the run's folder and checkpoint before a start, and a resume on another number of processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerobook.optimizer import optimizer_name
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
-    """Return the sentence that refuses a new run in the folder of another, or None where the folder is free.
+    """Return the error message for a new run in the folder of an earlier one, or None if the folder is free.
 
     Two runs in one folder would leave checkpoints of both, and ``auto`` would take whichever has more steps.
     """
@@ -28,7 +28,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
 
 
 def earlier_result(config: RecipeConfig) -> str | None:
-    """Return the sentence that refuses to write the result over another one, or over the model that is trained from; else None.
+    """Return the error message for a run that would overwrite an earlier result, or the model that it starts from; else None.
 
     A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
     """
@@ -43,7 +43,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
     try:
         checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
     except CheckpointError:
-        return None  # a problem of its own, which `zerobook.launch.resolve` tells
+        return None  # a problem of its own, which `zerobook.launch.resolve` reports
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (
@@ -53,7 +53,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
 
 
 def hold(config: RecipeConfig) -> None:
-    """Lock the run's folder until this process ends, and look at it once more: see `store.hold` and `earlier_run`.
+    """Lock the run's folder until this process ends, and check it again: see `store.hold` and `earlier_run`.
 
     The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
     """
@@ -64,7 +64,7 @@ def hold(config: RecipeConfig) -> None:
 
 
 def other_optimizer(config: RecipeConfig) -> str | None:
-    """Return the sentence that refuses a checkpoint of another optimizer, whose state is another; None where it is the same.
+    """Return the error message for a checkpoint of another optimizer, whose state differs; None if it is the same one.
 
     Raises:
         CheckpointError: there is no checkpoint to resume.
@@ -76,7 +76,7 @@ def other_optimizer(config: RecipeConfig) -> str | None:
 
 
 def differing_optimizer(checkpoint: Path, name: str) -> str | None:
-    """Return the sentence that refuses ``checkpoint`` to another optimizer than its own; None where that is ``name``."""
+    """Return the error message for ``checkpoint`` if its optimizer is not ``name``; else None."""
     said = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
     if optimizer_name(said) == name:
         return None
@@ -87,14 +87,14 @@ def differing_optimizer(checkpoint: Path, name: str) -> str | None:
 
 
 def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:
-    """Where only the number of processes changed, cut the same global batch another way.
+    """Keep the checkpoint's global batch if only the number of processes changed.
 
-    The global batch decides the training (steps, schedule, noise); the number of processes must
-    not. A batch size or accumulation that a person changed, in whatever file, is left as it is: so
-    ``config`` holds what flags, YAML and JSON ask for together, as ``asked`` in the checkpoint does.
+    The global batch decides the training (steps, schedule, noise); the number of processes must not. A batch size or
+    accumulation that a person changed, in any file, is kept. So ``config`` must hold the values of flags, YAML and JSON
+    together, as ``asked`` in the checkpoint does.
 
     Returns:
-        A sentence about what was done, or None where nothing had to be.
+        A note on what was changed or could not be, or None.
     """
     checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
     if checkpoint is None:

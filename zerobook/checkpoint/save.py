@@ -1,6 +1,6 @@
-"""Writing checkpoints: each rank its own share, rank 0 makes one checkpoint of them, here or in the background.
+"""Write checkpoints: each rank writes its own share, and rank 0 makes one checkpoint of them, at once or in the background.
 
-Ranks talk through files only, so that a thread can do it while collectives of the training are under way: each leaves
+Ranks communicate through files only, so that a thread can write while the training runs collectives: each rank leaves
 ``rank-N.json`` in the staging folder when its files are durable, or ``rank-N.failed`` with the reason.
 """
 
@@ -28,7 +28,7 @@ from zerobook.strategy import Piece, Strategy
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
-"""Kept for a file's header: some 400 tensors; with more, another file begins."""
+"""Bytes reserved for a file's header: about 400 tensors; with more, another file begins."""
 INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
@@ -37,15 +37,15 @@ ADAM_STEPS, STEPS = "adam_steps", "optimizer_steps"
 STATE_SHAPES = "state_shapes"
 """Key of the index for the shapes of state that is not of its weight's shape."""
 _POLL_S = (0.02, 0.5)
-"""Between two looks at the folder, at first and at most."""
+"""Seconds between two reads of the folder, at first and at most."""
 _BEGIN_S = 600
-"""Within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
+"""Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
 _BLOCK = (1 << 22, 1 << 27)
-"""Numbers in the first block of host memory, and the most: powers of two, to which torch rounds pinned memory up."""
+"""Elements of the first block of host memory, and of the largest: powers of two, to which torch rounds pinned memory up."""
 
 
 class Saved(NamedTuple):
-    """What became of one save: ``problem`` is None where ``checkpoint`` is complete."""
+    """The result of one save: ``problem`` is None if ``checkpoint`` is complete."""
 
     checkpoint: Path
     seconds: float
@@ -58,7 +58,7 @@ class Saver:
     Args:
         keep: complete checkpoints that stay, see `store.prune`.
         background: copy this rank's share to host memory (kept from save to save) and write it while training goes on.
-            Without it the share is written from where it lies.
+            Otherwise the share is written directly.
     """
 
     def __init__(self, strategy: Strategy, output_dir: str, *, keep: int | None, background: bool = False):
@@ -75,8 +75,8 @@ class Saver:
     def save(self, progress: Progress, config: dict[str, Any]) -> None:
         """Save the state after a whole step. Collective.
 
-        Returns when the checkpoint is complete or has failed, in the background when the state is copied. `results` says
-        which.
+        Returns when the checkpoint is complete or has failed; in the background, when the state is copied. `results` returns
+        the outcome.
         """
         self.wait()
         strategy, staging = self.strategy, store.staging_of(self.checkpoints, progress.step)
@@ -105,14 +105,14 @@ class Saver:
             strategy.barrier()
 
     def results(self) -> list[Saved]:
-        """What became of the saves that ended since the last call; on rank 0 alone."""
+        """Return the results of the saves that ended since the last call; on rank 0 only."""
         done = []
         while self._results:  # one at a time: the writing thread may append meanwhile
             done.append(self._results.pop(0))
         return done
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until no save is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -161,7 +161,7 @@ class Saver:
             _publish_file(staging / f"rank-{rank}.json", json.dumps(index))
         except OSError as error:
             _leave_word(staging / f"rank-{rank}.failed", f"{error.strerror or error} ({error.filename or staging})")
-        except Exception as error:  # of a thread nobody would hear of it
+        except Exception as error:  # an error in a thread would go unnoticed
             _leave_word(staging / f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
         if not self.strategy.is_main:
             return
@@ -240,7 +240,7 @@ def _appears(staging: Path) -> bool:
 
 
 def _prefix(rank: int) -> str:
-    """Return how the names of a rank's files begin."""
+    """Return the prefix of the names of a rank's files."""
     return f"tensors-{rank:05d}-"
 
 
@@ -281,7 +281,7 @@ def entry_name(full: str, offset: Sequence[int]) -> str:
 
 
 class _File:
-    """A safetensors file that is written from the front, tensor by tensor, and its header last, into room kept for it.
+    """A safetensors file, written tensor by tensor. The header is written last, into space reserved at the front.
 
     The format: 8 bytes with the header's length, the header (JSON, filled up with spaces), the tensors' bytes
     (https://github.com/huggingface/safetensors#format). The library wants all tensors at once, and copies them twice.
@@ -310,7 +310,7 @@ class _File:
         self._end += 4 * values.numel()
 
     def abandon(self) -> None:
-        """Give its room back: on a full disk, nobody could even write down that it is full."""
+        """Free the file's space: on a full disk, otherwise not even the error could be written."""
         os.truncate(self.path, 0)
         with suppress(OSError):  # what is buffered does not fit either
             self._file.close()
@@ -343,16 +343,16 @@ def _shapes(strategy: Strategy) -> dict[str, list[int]]:
 
 
 def _publish_file(file: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file that appears complete or not at all."""
     partial = file.with_suffix(".part")
     partial.write_text(text)
     partial.rename(file)
 
 
 def _leave_word(file: Path, reason: str) -> None:
-    """Say that this rank failed: an empty file needs no room, the reason is written where there is some.
+    """Report that this rank failed. An empty file needs no space; the reason is written if there is space.
 
-    Where the folder is gone, rank 0 has given the save up already, and says why.
+    If the folder is gone, rank 0 has given the save up already, and reports why.
     """
     with suppress(FileNotFoundError):
         file.touch()

@@ -1,7 +1,7 @@
 """The training state by parameter name: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
 
-Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is flattened and cut as
-the strategy that wrote it spread it; any stretch can be read, so any other cut can continue from it.
+Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is cut as the
+strategy that wrote it sharded it. Any range of a tensor can be read, so any other strategy can resume from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
-    """Rank 0 writes the checkpoints, and every rank reads them: all nodes must see one ``output_dir``. Collective.
+    """Check that all nodes see one ``output_dir``: all ranks write and read checkpoints there. Collective.
 
     Raises:
         ConfigError: on every rank, naming the nodes that do not see rank 0's folder.
@@ -65,7 +65,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
-    """Bring weights, optimizer state and step count back, in this process, under any strategy. Collective.
+    """Load weights, optimizer state and step count, under any strategy. Collective.
 
     Each rank reads its own share of the state; weights that every rank holds whole are read by rank 0 and sent.
 
@@ -73,8 +73,8 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
         (the loop's state, bytes of tensors that this rank read).
 
     Raises:
-        CheckpointError: on every rank, where the checkpoint is of another model: names the first
-            tensor that differs, with both shapes. Or where it is of another optimizer.
+        CheckpointError: on every rank. The checkpoint is of another optimizer or of another model; the message names the
+            first tensor that differs, with both shapes.
     """
     problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
     if problem is not None:
@@ -127,7 +127,7 @@ def read_buffers(checkpoint: Path, there: dict[str, torch.Tensor]) -> dict[str, 
 class Reader:
     """Reads any stretch of a checkpoint's tensors, however they were cut when they were written.
 
-    ``bytes_read`` counts what was asked of the files.
+    ``bytes_read`` counts the bytes requested from the files.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any] | None = None):
@@ -138,12 +138,12 @@ class Reader:
         self._buffer = torch.empty(0)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """fp32 [stop - start] of the flattened tensor ``name``, such as ``exp_avg/PARAMETER``."""
+        """Return elements ``start`` to ``stop`` of the flattened tensor ``name``, such as ``exp_avg/PARAMETER``, in fp32."""
         found = self._parts(name, start, stop)
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
 
     def borrow(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """`read`, into memory that the next call uses again: fresh pages for each tensor cost as much as reading it."""
+        """Return the same as `read`, in memory that the next call reuses: new pages cost as much as reading."""
         found = self._parts(name, start, stop)
         if len(found) == 1:
             return found[0]
@@ -170,7 +170,7 @@ class Reader:
         return found
 
     def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """fp32 [last - first, ...]: places ``first`` to ``last`` of the first dimension, from slices and stretches."""
+        """Return rows ``first`` to ``last`` of the first dimension, fp32 [last - first, ...], from slices and stretches."""
         whole = self.shape(name)
         found = torch.empty(last - first, *whole[1:])
         flat, row = found.view(-1), math.prod(whole[1:])
@@ -191,7 +191,7 @@ class Reader:
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor ``name`` in its shape."""
+        """Return the tensor ``name`` in its shape."""
         shape = self.shape(name)
         return self.read(name, 0, shape.numel()).view(shape)
 
@@ -199,7 +199,7 @@ class Reader:
         return torch.Size(self.index.get(STATE_SHAPES, {}).get(name) or self.index["shapes"][name.partition("/")[2]])
 
     def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """fp32 of ``shape``, the slice of the tensor ``name`` that begins at ``offset``."""
+        """Return the slice of ``shape`` that begins at ``offset`` in the tensor ``name``, in fp32."""
         self.bytes_read += 4 * math.prod(shape)
         rows = self._rows(name, offset[0], offset[0] + shape[0])
         for dimension, (at, size) in enumerate(zip(offset, shape, strict=True)):
@@ -217,7 +217,7 @@ class Reader:
 
 
 class TensorReader:
-    """`zerobook.strategy.pieces.Read` of the tensor ``name``."""
+    """Implementation of `zerobook.strategy.pieces.Read` for the tensor ``name``."""
 
     def __init__(self, reader: Reader, name: str):
         self._reader, self._name = reader, name
@@ -230,7 +230,7 @@ class TensorReader:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, by names such as ``weight/PARAMETER``."""
+    """Return all tensors of a checkpoint, whole, by names such as ``weight/PARAMETER``."""
     reader = Reader(checkpoint)
     return {name: reader.whole(name) for name in reader.index["pieces"]}
 
@@ -256,7 +256,7 @@ def _check(
 
 
 def _check_state(strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], reader: Reader) -> None:
-    """Refuse a checkpoint without the state that this run's optimizer keeps, as where a user has changed its class."""
+    """Refuse a checkpoint without the state that this run's optimizer keeps, such as after a change of a user's class."""
     for name, parameter in parameters:
         for key, shape in strategy.state_shapes(parameter).items():
             full = f"{key}/{name}"

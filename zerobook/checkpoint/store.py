@@ -1,12 +1,12 @@
-"""Folders on disk: staged, made durable, renamed when complete, and only then old ones pruned.
+"""Checkpoint folders on disk: staged, made durable, renamed when complete. Only then are old ones pruned.
 
 checkpoints/step-000012             complete: every file is in its manifest, with size and digest
 checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
 checkpoints/step-000018.abandoned   complete, but of a branch that was given up; may be pinned too
-checkpoints/step-000024.unreadable  could not be read, and its place was needed; never removed
+checkpoints/step-000024.unreadable  could not be read, and another one took its name; never removed
 checkpoints/.step-...               being written, replaced or deleted; `sweep` deletes it
 
-Where a name is taken, a number follows: ``step-000018.abandoned-2``.
+If a name is taken, a number is added: ``step-000018.abandoned-2``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zerobook.utils import locks
 from zerobook.utils.terminal import say
 
 FORMAT_VERSION = 5
-"""Of a checkpoint with another optimizer's state than AdamW's, or with slices. Others are of format 4 still, which earlier
-versions read, too."""
+"""Format of a checkpoint with slices, or with the state of another optimizer than AdamW. Others have format 4, which earlier
+versions can read."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _LISTED: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
@@ -43,7 +43,7 @@ _LEFTOVER = re.compile(r"\.(step-\d+).*\.(partial|replaced|deleted)(-\d+)?$")
 _PIN = ".pinned"
 _BLOCK = 1 << 22
 _GRACE_S = 15
-"""Loaders' processes hold a killed run's lock until they notice that it is gone."""
+"""Seconds to wait for a lock: loader processes of a killed run hold it until they notice its end."""
 
 
 def folder_of(output_dir: str | Path) -> Path:
@@ -51,7 +51,7 @@ def folder_of(output_dir: str | Path) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step that a checkpoint folder's name says."""
+    """Return the optimizer step in the name of a checkpoint's folder; -1 if there is none."""
     match = _NAME.search(checkpoint.name)
     return int(match.group(1)) if match else -1
 
@@ -73,7 +73,7 @@ def hold(checkpoints: Path) -> None:
 def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     """Lock ``checkpoints`` for this process, and sweep it. Another process that tries to lock it is refused.
 
-    On a file system without locks nobody is refused, and nothing is swept: another process may be writing there.
+    On a file system without locks, no process is refused, and nothing is swept: another process may be writing there.
 
     Args:
         wait: seconds to wait for another process that holds the lock. The default is long enough for a killed run to end.
@@ -108,7 +108,7 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
 
 
 def staging_of(checkpoints: Path, step: int) -> Path:
-    """Return where a checkpoint is written before it is complete."""
+    """Return the folder in which a checkpoint is written before it is complete."""
     return checkpoints / f".step-{step:06d}.partial"
 
 
@@ -153,13 +153,13 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     fsync(checkpoints)
     if replaced is not None:
         with _warned(replaced):
-            _delete(_hide(replaced))  # `sweep` takes what is called replaced for whole
+            _delete(_hide(replaced))  # `sweep` treats a folder named replaced as complete
 
 
 def sweep(checkpoints: Path) -> None:
-    """Delete what a killed writer left half written or half deleted, and pins without a checkpoint.
+    """Delete folders that a killed writer left half written or half deleted, and pins without a checkpoint.
 
-    What cannot be deleted stays, with a warning, until the next time.
+    A folder that cannot be deleted stays, with a warning, until the next sweep.
     """
     for folder in sorted(checkpoints.iterdir()):
         leftover = _LEFTOVER.match(folder.name)
@@ -204,7 +204,7 @@ def _warned(path: Path) -> Iterator[None]:
 
 
 def _free(path: Path) -> Path:
-    """Return ``path``, with a number behind it where that name is taken."""
+    """Return ``path``, with a number added if that name is taken."""
     found, number = path, 1
     while os.path.lexists(found):
         number += 1
@@ -223,7 +223,7 @@ def _put_aside(checkpoint: Path, kind: str) -> Path:
 
 
 def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
-    """xxh3_128 of the content; ``tell`` is called with the bytes of every block read."""
+    """Return the xxh3_128 digest of a file. ``tell`` is called with the bytes of every block read."""
     import xxhash
 
     found = xxhash.xxh3_128()
@@ -240,7 +240,7 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """Return all that is called a checkpoint, damaged or not, oldest step first."""
+    """Return all folders with a checkpoint's name, damaged or not, oldest step first."""
     if not checkpoints.is_dir():
         return []
     return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
@@ -262,8 +262,8 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
 def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
     """Return why a folder is not a complete checkpoint, or None where it is one.
 
-    The digests of JSON files are always compared: they are cheap, and who reads values from them (the batch size, the losses)
-    must not take a checkpoint that a thorough look passes over. Of all other files, sizes are.
+    The digests of JSON files are always compared: they are cheap, and values from them (the batch size, the losses) must not
+    be of a checkpoint that a thorough check rejects. Of all other files, the sizes are compared.
 
     Args:
         thorough: read every byte of the other files too, and compare their digests.
@@ -316,7 +316,7 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
 
 
 def bytes_of(checkpoint: Path) -> int:
-    """Of all files that the manifest lists."""
+    """Return the bytes of all files in the manifest."""
     return sum(facts["bytes"] for facts in read_json(checkpoint / MANIFEST)["files"].values())
 
 
@@ -387,7 +387,7 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
 
 
 def none_to_take(output_dir: str | Path) -> str | None:
-    """Return the sentence that refuses a run beside checkpoints of which ``auto`` takes none; None where there are none.
+    """Return the error message for a folder with checkpoints of which ``auto`` takes none; None if it has none.
 
     For folders without a complete checkpoint.
     """
@@ -400,7 +400,7 @@ def none_to_take(output_dir: str | Path) -> str | None:
 
 
 def _newest_whole(order: list[Path], thorough: bool, reasons: dict[Path, str]) -> Path | None:
-    """Return the last of ``order`` that is whole, or None; those behind it are added to ``reasons``."""
+    """Return the last of ``order`` that is whole, or None; later ones are added to ``reasons``."""
     for checkpoint in reversed(order):
         reason = damage(checkpoint, thorough=thorough)
         if reason is None:
@@ -410,7 +410,7 @@ def _newest_whole(order: list[Path], thorough: bool, reasons: dict[Path, str]) -
 
 
 def _way_back(checkpoint: Path, thorough: bool) -> str:
-    """Return what to resume from where ``checkpoint`` was named and is damaged. In a new folder, ``auto`` would begin anew."""
+    """Return advice on what to resume from instead of a damaged ``checkpoint``. In a new folder, ``auto`` would begin anew."""
     named = _NAME.match(checkpoint.name.partition(".")[0])
     older = [c for c in candidates(checkpoint.parent) if named is None or step_of(c) < int(named.group(1))]
     found = _newest_whole(older, thorough, {})
@@ -420,7 +420,7 @@ def _way_back(checkpoint: Path, thorough: bool) -> str:
 
 
 def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
-    """Return the sentence that refuses to start beside checkpoints of which none can be read."""
+    """Return the error message for a folder with checkpoints of which none can be read."""
     return (
         f"{_listed(output_dir, reasons)}\n"
         "Another run there would replace them. Make one of them readable, or give another --output_dir."
@@ -433,7 +433,7 @@ def _listed(folder: str | Path, reasons: dict[Path, str]) -> str:
 
 
 def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
-    """Return the sentence that refuses to start beside checkpoints that were all given up."""
+    """Return the error message for a folder with checkpoints that were all given up."""
     return (
         f"{output_dir}: all {len(given_up)} checkpoint(s) there are of branches that were given up: "
         f"{', '.join(c.name for c in given_up)}. Another run there would prune them. Go on from one with "
@@ -489,9 +489,9 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
 
 
 def take_back(checkpoint: Path, step: int) -> Path:
-    """Give a checkpoint that stands aside its name back, with its pin, for a run that goes on from it. Returns its path.
+    """Restore the name and the pin of a checkpoint that was set aside, for a run that resumes from it. Returns its path.
 
-    Another one of that step is set aside. Without it, a restart before the next save would go on from the other branch.
+    Another one of that step is set aside: otherwise a restart before the next save would resume from the other branch.
     """
     own = checkpoint.with_name(f"step-{step:06d}")
     if os.path.lexists(own):
@@ -504,7 +504,7 @@ def take_back(checkpoint: Path, step: int) -> Path:
 
 
 def pin(checkpoint: Path, wanted: bool = True) -> None:
-    """Keep a checkpoint from being pruned, or no longer."""
+    """Keep a checkpoint from being pruned, or with ``wanted`` False, allow it again."""
     marker = _marker(checkpoint)
     marker.touch() if wanted else marker.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ _NEW_TOKENS = 256
 
 
 def chat(argv: list[str]) -> int:
-    """Read lines, print answers. Returns 0 at the end of the input, or when told to leave."""
+    """Read lines, print answers. Returns 0 at the end of the input, or at /quit."""
     parser = argparse.ArgumentParser("zerobook chat", description="Talk to a trained model: /reset forgets, /quit leaves.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
@@ -77,7 +77,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _say(note: str) -> None:
-    """A word of the program's own; stdout is for the model's."""
+    """Print a note of the program on stderr; stdout is for the model's answers."""
     say(f"({note})", file=sys.stderr)
 
 
@@ -94,10 +94,10 @@ class _Answer(TextStreamer):
 
 
 class Conversation:
-    """A model and what was said so far.
+    """A model and the turns so far.
 
-    A causal model with a chat template sees the turns in its template; one without continues the text of them; a
-    seq2seq model reads them joined by line ends after ``source_prefix``.
+    A causal model with a chat template gets the turns in its template, and one without continues their text. A seq2seq
+    model gets the turns, joined by newlines, after ``source_prefix``.
 
     Raises:
         ConfigError: the template refuses the system message, or it names a special token.
@@ -127,7 +127,7 @@ class Conversation:
         self.turns = []
 
     def answer(self, line: str) -> str:
-        """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; what was said counts."""
+        """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; the turn is kept."""
         refusal = self._control.refusal("this message", line)
         if refusal:  # as in training: a message is text and holds no control token
             _say(f"{refusal}; leave it out")
@@ -160,7 +160,7 @@ class Conversation:
         None where the last message alone does not fit.
         """
         turns = self.turns
-        for start in range(0, len(turns), 2):  # a question and its answer go together: templates insist on it
+        for start in range(0, len(turns), 2):  # a question and its answer go together: templates need both
             self.turns = turns[start:]
             ids = self._prompt()
             if self.room is None or ids.shape[1] <= self.room:

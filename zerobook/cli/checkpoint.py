@@ -68,7 +68,7 @@ def _pin(one: Path, wanted: bool) -> None:
 
 
 def _run(path: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     for folder in (store.folder_of(path), path):
         if store.candidates(folder) or store.unreadable(folder):
             return folder
@@ -122,7 +122,7 @@ def _step(one: Path) -> str:
 
 
 def _verify(checkpoints: list[Path]) -> int:
-    """Read every byte; one line a checkpoint."""
+    """Read every byte, and print one line per checkpoint. Return 1 if one is damaged, else 0."""
     from zerobook.utils.bars import tqdm
 
     found = {}

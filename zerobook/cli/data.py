@@ -3,7 +3,7 @@
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3 --png lengths.png
 
-All flags but those below are the recipe's, so what is prepared is what a launch of it will find.
+All other flags than those below belong to the recipe, so a launch of the recipe finds the prepared data.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData,
 
 
 def _parts(data: PreparedData) -> list[tuple[str, Any]]:
-    """(name, view) of every dataset, held-out ones last."""
+    """Return (name, view) of every dataset, held-out ones last."""
     names = [name for name in data.report if not name.endswith(", held out")]
     return [*zip(names, data.train.views, strict=True), *((f"{n}, held out", p.views[0]) for n, p in data.held_out.items())]
 
@@ -81,7 +81,7 @@ def _table(data: PreparedData) -> None:
 
 
 def _lengths(data: PreparedData) -> None:
-    """Histograms of tokens per row."""
+    """Print histograms of tokens per row."""
     out = console()
     for name, view in _parts(data):
         counts, edges = np.histogram(view.lengths, bins=min(_BINS, max(1, len(np.unique(view.lengths)))))
@@ -92,9 +92,9 @@ def _lengths(data: PreparedData) -> None:
 
 
 def _rows(data: PreparedData, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
-    """Rows as the model gets them, as text: supervised tokens green on a terminal, and between guillemets elsewhere.
+    """Print rows as the model gets them, as text: supervised tokens green on a terminal, and between guillemets elsewhere.
 
-    What would steer a terminal is shown as its escape, and so are a row's own guillemets where they are marks. Rows are
+    Control characters are shown as escapes, and so are a row's own guillemets where they are marks. Rows are
     indented, so that no row looks like the next one's heading.
     """
     from rich.padding import Padding
@@ -118,7 +118,7 @@ def _rows(data: PreparedData, tokenizer: PreTrainedTokenizerBase, samples: int) 
 
 
 def _stretches(row: dict[str, np.ndarray]) -> list[tuple[np.ndarray, bool, bool]]:
-    """(token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
+    """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
     ids, labels = row["input_ids"], row["labels"]
     if len(ids) != len(labels):
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
@@ -130,7 +130,7 @@ def _stretches(row: dict[str, np.ndarray]) -> list[tuple[np.ndarray, bool, bool]
 
 
 def draw_lengths(data: PreparedData, file: str) -> None:
-    """Histograms of tokens per row, one panel a dataset, as a picture."""
+    """Draw histograms of tokens per row, one panel per dataset, as a picture."""
     import matplotlib
 
     matplotlib.use("Agg")

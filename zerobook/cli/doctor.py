@@ -1,6 +1,6 @@
-"""``zerobook doctor``: where a strategy file leads on this machine, before anything is started.
+"""``zerobook doctor``: how a strategy file is resolved on this machine, before anything is started.
 
-Takes what would follow ``accelerate launch``: its flags, and optionally a recipe with its own flags.
+Takes the arguments of ``accelerate launch``: its flags, and optionally a recipe with its own flags.
 Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, as in a real run.
 """
 
@@ -63,7 +63,7 @@ def doctor(argv: list[str]) -> int:
 
 
 def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, Resolved]:
-    """What ``accelerate launch ARGV`` would hand to its workers, resolved.
+    """Resolve what ``accelerate launch ARGV`` would pass to its workers.
 
     Returns:
         (plan, problems found before it, the recipe's config, the source of each of its values).

@@ -1,4 +1,4 @@
-"""``zerobook export``: a checkpoint as a plain transformers folder, reloaded and compared before it is called done.
+"""``zerobook export``: write a checkpoint as a plain transformers folder, then reload and compare it.
 
 zerobook export outputs/run --output exported
 zerobook export outputs/run/checkpoints/step-000200 --output exported --dtype bfloat16

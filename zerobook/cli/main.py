@@ -11,14 +11,14 @@ HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
 commands:
   init        a folder to work in: recipes, strategy files and a config to start from
-  doctor      where a strategy file leads on this machine, and everything that disagrees
-  plan        what a run will hold, send and take under every strategy file, before it is paid for
+  doctor      how a strategy file is resolved on this machine, and every conflict in it
+  plan        memory, traffic and time of a run under every strategy file, before it is started
   data        prepare a recipe's data ahead, and look at it
   checkpoint  what a run has saved, whether it is whole, and what is kept
   runlog      what happened to a run, why, and what it cost; the logbook
   export      a checkpoint as a plain transformers folder
   chat        talk to a trained model in the terminal
-  eval        its accuracy on multiple-choice task files
+  eval        accuracy of a model on multiple-choice task files
 
 Recipes are started with accelerate, in a clone or in a folder that zerobook init has made:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has had enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a folder that cannot be read or written

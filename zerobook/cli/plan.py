@@ -1,4 +1,4 @@
-"""``zerobook plan``: what a run will hold, send and take under every strategy file, before anything is paid for."""
+"""Command ``zerobook plan``: what a run will hold, send and take under every strategy file, before it starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
 
 MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
-recipes/seq2seq_chatbot.py for an encoder-decoder; name a recipe to plan another, and give its flags behind.
+recipes/seq2seq_chatbot.py for an encoder-decoder; to plan another recipe, name it and give its flags after it.
 To read its flags, {RUNS}; nothing is trained.
 
 examples:
@@ -39,25 +39,25 @@ examples:
 
 
 def plan(argv: list[str]) -> int:
-    """Print a row for each strategy file. Returns 0 where one fits, 1 where none does."""
+    """Print a row for each strategy file. Return 0 where at least one fits, 1 where none does."""
     parser = argparse.ArgumentParser(
         "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpus", default=None, help="GPUs of a node (default 1)")
     parser.add_argument("--nodes", help="nodes (default 1)")
-    parser.add_argument("--gpu", help=f"which: {', '.join(DEVICES)} (default a100-80gb)")
-    parser.add_argument("--gpu_memory", help="of one GPU, such as 80GB")
+    parser.add_argument("--gpu", help=f"GPU model: {', '.join(DEVICES)} (default a100-80gb)")
+    parser.add_argument("--gpu_memory", help="memory of one GPU, such as 80GB")
     parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
     parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
     parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
     parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
-    parser.add_argument("--parameters", help="with --formulas: of the model, such as 7.5B")
+    parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
     parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
-    parser.add_argument("--recommend", action="store_true", help="say what to take, and by which rule")
+    parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
     parser.add_argument("--autotune", metavar="FOLDER", help="with --here: find the fastest by running it, and write it there")
     parser.add_argument("--global_batch", help="with --autotune: samples of a step")
@@ -87,7 +87,7 @@ def plan(argv: list[str]) -> int:
     file, _, recipe, sources = _read(argv[place], argv[place + 1 :], data=False)
     subject, rows, traced = _plan(recipe, sources, where, asked.strategies)
     advice = _advice(file, recipe, sources, where, asked.strategies, rows, traced) if asked.recommend else None
-    # what is printed as JSON is alone
+    # where JSON is printed, nothing else is
     tell = partial(say, file=sys.stderr if asked.json == "-" else sys.stdout)
     if asked.json:
         told = {} if advice is None else {"advice": advice.record()}
@@ -117,21 +117,21 @@ _EXCLUDED = {
     "measure": ("recommend", "png", "autotune"),
     "autotune": ("recommend", "png", "json"),
 }
-"""mode -> flags that say nothing in it"""
+"""Mode -> flags that have no effect in it."""
 _NEEDED = {"parameters": "formulas", "precision": "formulas", "global_batch": "autotune"}
 
 
 def _check(asked: argparse.Namespace, parser: argparse.ArgumentParser, model: list[str]) -> None:
-    """Raise `ConfigError` for flags that would be ignored, stand in the wrong place, or cannot be written to."""
+    """Raise `ConfigError` for flags that have no effect, are in the wrong place, or name files that cannot be written."""
     given = vars(asked)
     problems = [
-        f"--{mode} and --{flag}: with the first the second says nothing. Leave one of them out."
+        f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out."
         for mode, flags in _EXCLUDED.items()
         for flag in flags
         if given[mode] and given[flag]
     ]
     problems += [
-        f"--{flag}: it says something with --{mode} alone, which is not given."
+        f"--{flag}: it has an effect only with --{mode}, which is not given."
         for flag, mode in _NEEDED.items()
         if given[flag] and not given[mode]
     ]
@@ -153,13 +153,14 @@ def _check(asked: argparse.Namespace, parser: argparse.ArgumentParser, model: li
 
 
 def _stands_alone(argv: list[str], place: int) -> bool:
-    """Whether a token is the model or the recipe, and not the value of the flag before it."""
+    """Return whether a token is the model or the recipe, and not the value of the flag before it."""
     before = argv[place - 1] if place else ""
     return not before.startswith("--") or "=" in before or before in _SWITCHES
 
 
 def here(processes: str | None) -> Cluster:
-    """This machine; ``processes`` as ``--gpus`` says, of what there is by default."""
+    """Return this machine as a cluster of ``processes`` processes, the value of ``--gpus``; None means one for each GPU or
+    physical core."""
     import shutil
 
     import psutil
@@ -184,7 +185,7 @@ def here(processes: str | None) -> Cluster:
             f"--gpus: {processes}, and there are {found.gpus} here. Leave --here out to plan for another machine."
         )
     gpus = int(processes or found.gpus)
-    (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))  # ranks are alike
+    (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))  # ranks hold the same
     if free < 0.9 * total:
         taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
         print(f"note: {taken}; planned with what is free.", file=sys.stderr)
@@ -202,7 +203,7 @@ def here(processes: str | None) -> Cluster:
 
 
 def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], Resolved]:
-    """Return the recipe's file, its flags, and the recipe with the config that they come to."""
+    """Return the recipe's file, its flags, the recipe with the config from these flags, and the source of each value."""
     from zerobook.config import parse
     from zerobook.plan.job import NoClass, read_config
     from zerobook.training.recipe_file import recipe_class
@@ -252,7 +253,7 @@ def _rows(recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | 
 def _plan(
     recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None
 ) -> tuple[Subject, list[Row], Traced | None]:
-    """What was planned and its rows; without traces where there are but formulas."""
+    """Return what was planned, its rows, and its traces; None in place of traces for a plan by formula."""
     from zerobook.plan.job import NoClass
 
     try:
@@ -268,7 +269,7 @@ def _advice(
     file: Path, recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
     traced: Traced | None,
 ) -> Advice | None:  # fmt: skip
-    """What to take; None where there are but formulas, on which no rule can be tried."""
+    """Return the recommendation; None for a plan by formula, on which no rule can be tried."""
     from zerobook.config import changed
     from zerobook.plan.recommend import recommend
     from zerobook.training.recipe_file import recipe_class
@@ -285,7 +286,7 @@ def _advice(
 
 
 def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
-    """Print planned beside measured. Returns 0 where every run came through."""
+    """Print planned and measured figures side by side. Return 0 where no run failed, otherwise 1."""
     from rich.table import Table
 
     from zerobook.plan.job import job
@@ -321,7 +322,7 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
 
 
 def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:
-    """Print what was tried. Returns 0 where something came through."""
+    """Print the candidates that were measured. Return 0 where at least one run succeeded, otherwise 1."""
     from zerobook.plan.autotune import autotune, write
     from zerobook.plan.job import job
     from zerobook.utils.bars import tqdm

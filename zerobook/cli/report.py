@@ -15,7 +15,7 @@ from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import say
 
 SECONDS = 15
-"""The page of --watch asks for a new one every so many seconds."""
+"""Seconds after which the page of --watch loads itself again."""
 
 
 def report(arguments: list[str]) -> int:
@@ -23,7 +23,7 @@ def report(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("zerobook runlog report", description=__doc__)
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument(
-        "--watch", action="store_true", help=f"serve it on localhost, made anew every {SECONDS} s as the run goes on"
+        "--watch", action="store_true", help=f"serve it on localhost, rendered again every {SECONDS} s as the run goes on"
     )
     parser.add_argument("--port", type=int, default=8765, help="of --watch")
     known = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def _host(header: str) -> str:
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """Answers with the page of a run, made anew where the log has grown."""
+    """Serves the page of a run, rendered again when the log has grown."""
 
     _made: dict[Path, tuple[int, bytes]] = {}
 
@@ -81,4 +81,4 @@ class PageHandler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, *args: Any) -> None:
-        """Nobody wants to read each request."""
+        """Print nothing about requests."""

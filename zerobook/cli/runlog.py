@@ -1,19 +1,19 @@
 """``zerobook runlog``: what happened to a run, why, and what it cost.
 
-zerobook runlog status outputs/run           how it is, in one sentence
+zerobook runlog status outputs/run           the state of the run, in a sentence or two
 zerobook runlog why outputs/run [STEP]       the last decision (or the one about STEP), from what was seen to what came of it
 zerobook runlog spikes outputs/run           every spike and what was done
 zerobook runlog lost outputs/run             where the time and the steps went
 zerobook runlog good outputs/run             the checkpoints, and which are proven good
 zerobook runlog skipped outputs/run          samples that are left out, and why
-zerobook runlog path outputs/run             the branches that the run as it is now came along
+zerobook runlog path outputs/run             the branches of the run, and the steps of each that are still part of it
 zerobook runlog diff A B                     two runs, or two attempts of one: diff RUN 1 2
 zerobook runlog note outputs/run "..."       write into the logbook, while it runs or later
 zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
 zerobook runlog export outputs/run [--all]   the living steps (or all) as CSV
 zerobook runlog replay outputs/run STEP      a spike's steps again through the detector, and the command that does them again
 zerobook runlog report outputs/run           the logbook as one HTML page and as Markdown [--watch serves it]
-zerobook runlog test-detector FILE           what would it have done on this curve?
+zerobook runlog test-detector FILE           what the spike detector would have done on this curve
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def export(known: argparse.Namespace) -> None:
 
 
 def replay(known: argparse.Namespace) -> int | None:
-    """A spike's steps through the detector, one by one."""
+    """Print the steps of a spike, each with what the detector says."""
     from zerobook.monitor.curves import points_of
     from zerobook.monitor.detector import Detector
 
@@ -295,7 +295,7 @@ def replay(known: argparse.Namespace) -> int | None:
 
 
 def story(history: History) -> list[dict[str, Any]]:
-    """The events that a reader of the logbook wants, without series and samples."""
+    """Return the events of the logbook, without series and samples."""
     return [event for event in history.events if event["type"] not in QUIET]
 
 

@@ -1,4 +1,4 @@
-"""``zerobook runlog test-detector FILE``: what would the detector have done on this curve?"""
+"""``zerobook runlog test-detector FILE``: what the detector would have done on this curve."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_detector(arguments: list[str]) -> int:
 
 
 def summary(points: list[Point], found: list[Finding]) -> dict[str, Any]:
-    """What was found, in counts and one by one; numbers that are not finite become null in JSON."""
+    """Return the findings, in counts and one by one; numbers that are not finite become null in JSON."""
     return {
         "points": len(points),
         "steps": [points[0].step, points[-1].step],
@@ -85,7 +85,7 @@ def _print(points: list[Point], found: list[Finding], *, everything: bool) -> No
 
 
 def draw(points: list[Point], found: list[Finding], file: str, title: str) -> None:
-    """The loss over the steps as a PNG, with alarms, rollbacks and odd data marked."""
+    """Draw the loss over the steps as a PNG, with alarms, rollbacks and odd data marked."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, at_least: int = 0) -> torch.Tensor:
-    """Sequences of ids, padded on the right with ``fill``, as int64 [rows, length].
+    """Pad sequences of ids on the right with ``fill``. Return int64 [rows, length].
 
-    The length is that of the longest (or ``at_least``), rounded up to a ``multiple``.
+    The length is that of the longest sequence, at least ``at_least``, rounded up to a multiple of ``multiple``.
     """
     longest = max(at_least, *(len(ids) for ids in sequences))
     batch = torch.full((len(sequences), -(-longest // multiple) * multiple), fill, dtype=torch.long)
@@ -30,7 +30,7 @@ def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, 
 
 
 def attention_mask(sequences: Sequence[Sequence[int]], length: int) -> torch.Tensor:
-    """1 on ids, 0 on padding: int64 [rows, length]. By position, since the pad token may be a real one too."""
+    """Return 1 on ids and 0 on padding, int64 [rows, length]. Positions decide: a real token may have the pad token's id."""
     sizes = torch.tensor([len(ids) for ids in sequences])
     return (torch.arange(length) < sizes[:, None]).long()
 
@@ -38,12 +38,12 @@ def attention_mask(sequences: Sequence[Sequence[int]], length: int) -> torch.Ten
 class NoCache:
     """A key-value cache that keeps nothing, for ``past_key_values``.
 
-    Where a model of transformers gets neither a mask nor a cache, it reads the positions back from the device in every
-    forward pass, to see whether the rows are packed. With a cache it does not.
+    Without a mask and a cache, a model of transformers copies the positions to the host in every forward pass, to check
+    whether the rows are packed. With a cache it does not.
     """
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what came: there is nothing before it."""
+        """Return the given keys and values: none are stored."""
         return keys, values
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -58,9 +58,9 @@ class NoCache:
 
 
 class SampleMask:
-    """A block-diagonal causal mask that is not built until it is moved to a device: ``to`` returns it, built there.
+    """A block-diagonal causal mask that ``to`` builds on the device.
 
-    What travels is one int32 a token; the mask has one number for each pair of tokens.
+    One int32 a token is copied to the device; the mask has one number for each pair of tokens.
 
     Args:
         samples: int32 [rows, length], the number of each token's sample in its row.
@@ -84,27 +84,27 @@ class SampleMask:
         return mask.masked_fill_(attends.logical_not_(), torch.finfo(self.dtype).min)
 
     def pin_memory(self) -> SampleMask:
-        """Return the same in pinned memory; the DataLoader calls it."""
+        """Return a copy in pinned memory. The DataLoader calls this method."""
         return SampleMask(self.samples.pin_memory(), self.dtype)
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A collator's batch with its tensors and masks on ``device``; numbers stay on the host."""
+    """Return a collator's batch with its tensors and masks on ``device``; numbers stay on the host."""
     return {key: value.to(device, non_blocking=True) if hasattr(value, "to") else value for key, value in batch.items()}
 
 
 def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Return the lengths that variable-length flash attention needs, by the names that transformers gives them.
+    """Return the arguments of variable-length flash attention, under the names that transformers gives them.
 
-    Without them it derives them from the positions in every layer, and the host waits for the device there.
+    Without them, transformers derives them from the positions in every layer, and each time the host waits for the device.
 
     Args:
-        position_ids: int64 [rows, length], on the host. A sample begins with each row, and where a position does not
-            follow the one before.
+        position_ids: int64 [rows, length], on the host. A sample begins at the start of each row, and at each position
+            that is not the previous position plus 1.
 
     Returns:
-        ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [samples + 1], where each sample begins in the flattened rows, and the
-        end; ``max_length_q``, ``max_length_k``: int, tokens of the longest sample.
+        ``cu_seq_lens_q``, ``cu_seq_lens_k``: int32 [samples + 1], the start of each sample in the flattened rows, and
+        the end; ``max_length_q``, ``max_length_k``: int, tokens of the longest sample.
 
     >>> sequence_lengths(torch.tensor([[0, 1, 2, 0, 1]]))["cu_seq_lens_q"].tolist()
     [0, 3, 5]
@@ -122,15 +122,15 @@ class CausalCollator:
     """Pads a list of rows on the right.
 
     Args:
-        pad_token_id: id that fills ``input_ids``; it is masked from loss, and no token before it sees it, so any id serves.
+        pad_token_id: id that fills ``input_ids``. It is masked from the loss, and no token before it sees it, so any id works.
         pad_to_multiple_of: round the length up to this (8 suits tensor cores); 1 pads to the longest row.
-        mask: hand over an attention mask. A model with causal attention needs none: see `zerobook.models.isolation.settled`.
-        lengths: hand over the `sequence_lengths`, for flash attention.
-        no_cache: hand over a `NoCache`.
+        mask: add an attention mask. A model with causal attention needs none: see `zerobook.models.isolation.settled`.
+        lengths: add the `sequence_lengths`, for flash attention.
+        no_cache: add a `NoCache`.
 
     Returns (by calling):
         ``input_ids``, ``labels``: int64 [rows, length]; with ``mask`` also ``attention_mask``, int64 [rows, length]; with
-        ``lengths`` and ``no_cache`` what they name.
+        ``lengths`` and ``no_cache`` also the arguments that they add.
 
     >>> batch = CausalCollator(0)([{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["attention_mask"].tolist()
@@ -161,26 +161,26 @@ class CausalCollator:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Rows of several samples each, told apart by ``position_ids`` that begin anew with every sample.
+    """Pads rows of several samples each. ``position_ids`` restart at 0 with every sample.
 
     Without ``mask`` there is no attention mask: transformers' masks, and its variable-length flash attention, take the
-    samples' borders from the positions. Padding on the right is a sample of its own that nothing supervises.
+    samples' borders from the positions. Padding on the right is a sample of its own, which is not supervised.
 
     Args:
-        pad_token_id: fills ``input_ids``.
+        pad_token_id: id that fills ``input_ids``.
         pad_to_multiple_of: round the length up to this.
-        flatten: join all rows into one, without padding between; variable-length flash attention needs it so.
-        mask: for models that do not look at the positions, a block-diagonal causal mask: torch.bool (True attends) or a
+        flatten: join all rows into one, without padding between them, as variable-length flash attention needs.
+        mask: dtype of a block-diagonal causal mask, for models that ignore the positions: torch.bool (True attends) or a
             floating dtype (0 attends, the lowest number does not).
-        at_least: pad every row to this many tokens: with the packs' capacity, all batches have one shape, and flex attention
-            compiles once.
-        lengths: hand over the `sequence_lengths`, for flash attention.
-        no_cache: hand over a `NoCache`, with ``lengths`` only: the model then looks for no borders itself.
+        at_least: pad every row to at least this many tokens. With the packs' capacity, all batches have one shape, and flex
+            attention compiles once.
+        lengths: add the `sequence_lengths`, for flash attention.
+        no_cache: add a `NoCache`, with ``lengths`` only: the model then does not search for borders itself.
 
     Returns (by calling):
         ``input_ids``, ``position_ids``, ``labels``: int64 [rows, length], or [1, tokens] flattened; with ``mask`` also
         ``attention_mask``, a `SampleMask` that is [rows, 1, length, length] on a device; with ``lengths`` and ``no_cache``
-        what they name.
+        also the arguments that they add.
 
     >>> row = {"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]}
     >>> batch = PackedCollator(0, pad_to_multiple_of=4)([row])
@@ -218,14 +218,14 @@ class PackedCollator:
 
 
 def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of running text among packed ones is one sample."""
+    """Return ``row`` with ``position_ids``. A row of running text has none; it is one sample."""
     return row if "position_ids" in row else row | {"position_ids": np.arange(len(row["input_ids"]))}
 
 
 def length_multiple(model: nn.Module) -> int:
-    """Return what lengths of batches are rounded up to: 8 on a GPU, which suits tensor cores, and 1 elsewhere.
+    """Return the multiple to which lengths of batches are rounded up: 8 on a GPU, which suits tensor cores, and 1 elsewhere.
 
-    Where a model's number of positions is no multiple of 8, it is 1: the longest rows would be padded beyond them.
+    It is also 1 where the model's number of positions is no multiple of 8: the longest rows would be padded beyond them.
     """
     positions = getattr(model.config, "max_position_embeddings", None) or 0
     return 8 if torch.cuda.is_available() and positions % 8 == 0 else 1
@@ -234,26 +234,26 @@ def length_multiple(model: nn.Module) -> int:
 def causal_collator(
     tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, packed: bool, length: int
 ) -> CausalCollator | PackedCollator:
-    """The collator that suits ``model``, where it is and how it attends.
+    """Return the collator for ``model``, by its device and its attention implementation.
 
     Args:
         packed: rows hold several samples.
-        length: tokens that a row may have.
+        length: maximum number of tokens in a row.
     """
     multiple = length_multiple(model)
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
     attention = str(cast("PreTrainedModel", model).config._attn_implementation)
-    # flex attention is compiled anew for every length
+    # flex attention is compiled again for every length
     at_least = length if attention == "flex_attention" else 0
     return PackedCollator(tokenizer.pad_token_id, multiple, "flash" in attention, at_least=at_least)
 
 
 class DecoderInput:
-    """What a seq2seq model's decoder reads where it must predict ``labels``: the model's own rule, without its weights.
+    """Decoder input of a seq2seq model that is to predict ``labels``, by the model's own rule but without its weights.
 
-    The rule is a method that looks at the config only, so it runs on an empty shell of the model's class. The shell
-    is a few kilobytes to send to a DataLoader worker, and stays as it is when the model is sharded.
+    The rule is a method that reads only the config, so it runs on an empty instance of the model's class. This instance
+    has a few kilobytes to send to a DataLoader worker, and does not change when the model is sharded.
 
     Args:
         model: an encoder-decoder model of transformers, before it is wrapped.
@@ -270,7 +270,7 @@ class DecoderInput:
         own = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
         if own is not None:
             return own(labels)
-        # BlenderBot has no such method; its forward applies the function beside it in its module
+        # BlenderBot has no such method; its forward calls this function of its module
         config = self.shell.config
         shift = sys.modules[type(self.shell).__module__].shift_tokens_right
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
@@ -280,10 +280,10 @@ class Seq2SeqCollator:
     """Pads sources and targets on the right, each to its own length, and makes the decoder's input.
 
     Args:
-        pad_token_id: id that fills ``input_ids``; it is masked from attention, so any id serves.
+        pad_token_id: id that fills ``input_ids``. Padding is masked from attention, so any id works.
         decoder_input: labels -> decoder input ids, both int64 [rows, target length]: `DecoderInput` of the model.
         pad_to_multiple_of: round both lengths up to this (8 suits tensor cores); 1 pads to the longest row.
-        source_length: pad every source to this many tokens, so that all batches have one shape; 0: to the longest.
+        source_length: pad every source to this many tokens, so that all batches have one shape; 0: pad to the longest.
         target_length: the same for targets.
 
     Returns (by calling):
@@ -325,7 +325,7 @@ class Seq2SeqCollator:
         }
 
     def sources(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``attention_mask`` alone: what generation reads."""
+        """Return only ``input_ids`` and ``attention_mask``, the inputs of generation."""
         ids = [row["input_ids"] for row in rows]
         batch = padded(ids, self.pad_token_id, multiple=self.multiple, at_least=self.source_length)
         return {"input_ids": batch, "attention_mask": attention_mask(ids, batch.size(1))}

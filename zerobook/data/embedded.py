@@ -1,4 +1,4 @@
-"""Data and a model that come with packages, so that everything runs where no hub is reached.
+"""Datasets and a model from Python packages, so that everything runs without access to the hub.
 
 ``embedded:chatterbot``  question-and-answer dialogues of the chatterbot-corpus package (BSD-3)
 ``embedded:stdlib``      the Python standard library's own sources
@@ -23,7 +23,7 @@ PREFIX = "embedded:"
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The samples of an embedded dataset: ``messages`` or ``text`` rows.
+    """Return the samples of an embedded dataset, as rows of ``messages`` or ``text``.
 
     Raises:
         DataError: no such name, or its package is not installed.
@@ -35,7 +35,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def digest(name: str, found: list[dict[str, Any]]) -> str:
-    """Of the samples `rows` gave for ``name``."""
+    """Return a digest of the samples that `rows` returned for ``name``."""
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(f"{name} {found}".encode(errors="replace"))
@@ -72,7 +72,7 @@ def _stdlib() -> list[dict[str, Any]]:
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: ``$XDG_CACHE_HOME/zerobook``, else ``~/.cache/zerobook``."""
+    """Return the folder of converted models: ``$XDG_CACHE_HOME/zerobook``, else ``~/.cache/zerobook``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobook"
 
 
@@ -90,10 +90,10 @@ def located(name: str) -> str:
 
 
 def smollm2() -> Path:
-    """A plain transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
+    """Return a transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
 
-    The package carries a 4-bit GGUF file. A model loaded from one refuses to be saved, so its
-    weights move into a fresh model of the same config. The folder appears under its final name only when whole.
+    The package contains a 4-bit GGUF file. transformers does not save a model that was loaded from such a file, so the
+    weights are copied into a new model of the same config. The folder gets its final name only when it is complete.
     """
     target = cache_dir() / "SmolLM2-135M-Instruct"
     if (target / "config.json").exists():

@@ -1,4 +1,4 @@
-"""From the order of samples to this process's micro-batches, one optimizer step at a time."""
+"""Micro-batches of this process, cut from the order of the samples, one optimizer step at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rows(Protocol):
 
 
 class Order(Protocol):
-    """The order of those rows: `SampleOrder`, or `zerobook.data.stream.StreamOrder`."""
+    """The order in which a feed reads rows: `SampleOrder`, or `zerobook.data.stream.StreamOrder`."""
 
     @property
     def passed(self) -> list[list[int]] | None: ...
@@ -47,7 +47,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a global batch is cut. ``micro`` is samples per micro-batch and process."""
+    """Division of a global batch. ``micro`` is the number of samples per micro-batch and process."""
 
     world_size: int
     rank: int
@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def arithmetic(self) -> str:
-        """``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
+        """The global batch as a product: ``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
         return (
             f"{self.micro} micro x {self.accumulation} accumulation x {self.world_size} processes "
             f"= {self.global_batch} samples a step"
@@ -70,10 +70,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One optimizer step's samples, known on every process without asking another.
+    """The samples of one optimizer step. Every process computes them without communication.
 
     ``ids`` is int64 [global batch] in run order, fillers at the end; ``tokens`` is the
-    sum of their loss weights, for most objectives their supervised tokens; ``cursor`` is the run's position behind them.
+    sum of their loss weights, for most objectives their supervised tokens; ``cursor`` is the run's position after them.
     """
 
     ids: np.ndarray
@@ -102,11 +102,11 @@ class Feed:
     Args:
         part: the tokenized rows.
         order: the rows' order.
-        layout: this process's cut of each global batch.
+        layout: this process's part of each global batch.
         collate: list of rows -> dict of tensors.
         cursor: position to start from.
-        end: position to stop at; the last step is filled up with rows that weigh nothing.
-        workers: processes that collate ahead.
+        end: position to stop at; the last step is filled up with rows of weight 0.
+        workers: processes that collate in advance.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class Feed:
         self._planned: deque[StepPlan] = deque()
 
     def steps(self) -> int:
-        """Optimizer steps left from the cursor on. A stream's are not known."""
+        """Return the number of optimizer steps from the cursor to the end. It is not known for a stream."""
         assert isinstance(self.order, SampleOrder)
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
 
     def padding(self, rows: int = 2_000) -> float:
-        """Return the share of padding in micro-batches' tokens over the next ``rows`` rows at most; 0 where none is left."""
+        """Return the share of padding among the tokens of the next ``rows`` rows' micro-batches; 0 if no rows are left."""
         ids = self.order.preview(self.cursor, min(rows, self.end - self.cursor))
         if not len(ids):
             return 0.0
@@ -155,7 +155,7 @@ class Feed:
             )
         )  # fmt: skip
         for first in batches:
-            # the loader plans ahead of us; the oldest plan belongs to the batch just received
+            # the loader plans further steps in advance; the oldest plan belongs to the batch just received
             plan = self._planned.popleft()
             yield plan, self._micro_batches(first, batches)
 

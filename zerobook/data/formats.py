@@ -1,4 +1,4 @@
-"""Rows as people publish them, to one of four canonical samples.
+"""Conversion of published rows to one of four canonical samples.
 
 ``tokenized``          ``input_ids``, optional ``labels``                          -> `Tokens`
 ``messages``           ``messages``: turns of ``role`` and ``content``             -> `Chat`
@@ -8,8 +8,8 @@
 ``pairs``              ``source`` and ``target``, or as `PAIR_COLUMNS` names them  -> `Pair`
 ``text``               ``text`` or ``content``                                     -> `Text`
 
-`detect` tries them in this order, the more telling columns first: a table of chats that also has
-a ``prompt`` column is one of chats, a table of ``text`` and ``summary`` is one of pairs.
+`detect` tries them in this order, the more specific columns first: a table of chats that also has
+a ``prompt`` column is read as chats, a table of ``text`` and ``summary`` as pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerobook.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document, or a part of a long one; every token of it is learnt.
+    """A document, or a part of a long one. Every token is supervised.
 
     ``begins`` and ``ends`` say whether the document begins and ends here. Only its beginning gets a BOS, and only its end an
     end-of-text token.
@@ -41,8 +41,8 @@ class Text:
 class Chat:
     """Turns of ``{"role", "content"}``: an optional system turn, then user and assistant in alternation.
 
-    ``tool`` turns stand between two assistant turns. What follows the last assistant turn is
-    allowed, and simply not supervised. At least one turn is the assistant's.
+    ``tool`` turns come between two assistant turns. Turns after the last assistant turn are
+    allowed, but not supervised. At least one turn is the assistant's.
     """
 
     messages: list[dict[str, str]]
@@ -50,7 +50,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is given and what is to be said."""
+    """A source text, and the target text that the model learns to answer."""
 
     source: str
     target: str
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids from elsewhere. ``labels`` are as many; `IGNORE` where a token is not supervised."""
+    """Token ids that were made elsewhere, and as many ``labels``; `IGNORE` where a token is not supervised."""
 
     input_ids: list[int]
     labels: list[int]
@@ -68,7 +68,7 @@ Sample = Text | Chat | Pair | Tokens
 
 
 class Stretch(dict[str, str]):
-    """A row ``{"text": ...}`` that may be a part of a longer text. ``begins``, ``ends``: whether it begins and ends here."""
+    """A row ``{"text": ...}`` that may be a part of a longer text. ``begins``, ``ends``: whether it begins or ends here."""
 
     def __init__(self, text: str = "", begins: bool = True, ends: bool = True):
         super().__init__(text=text)
@@ -76,15 +76,15 @@ class Stretch(dict[str, str]):
 
 
 class BadSample(Exception):
-    """One sample that cannot be used. The message is the reason alone; who reads the file adds file and line."""
+    """One sample that cannot be used. The message is the reason alone; the caller adds the file and the line."""
 
 
 class EmptyText(BadSample):
-    """A document without text. Corpora that keep lines as rows are full of them; leaving them out loses nothing."""
+    """A document without text. Corpora with one line per row have many of them; they are left out without loss."""
 
 
 def own_of(encoder: object) -> Mapping[str, Format]:
-    """Return the formats that an encoder brings itself, by name."""
+    """Return the encoder's own formats, by name."""
     return getattr(encoder, "formats", {})
 
 
@@ -96,13 +96,13 @@ def parse(
     summary_column: str | None = None,
     own: Mapping[str, Format] | None = None,
 ) -> Sample:
-    """One row to a sample.
+    """Convert one row to a sample.
 
     Args:
         format: a name of `FORMATS` or of ``own``.
         row: a mapping of columns to values. Anything else is a bad sample.
         text_column, summary_column: the columns of a pair, for ``pairs``; both or neither.
-        own: formats that the encoder brings.
+        own: the encoder's own formats.
 
     Raises:
         BadSample: a row that is not of the format, or that cannot be trained on.
@@ -124,9 +124,9 @@ def detect(
     summary_column: str | None = None,
     own: Mapping[str, Format] | None = None,
 ) -> str:
-    """The format of rows with these columns: the first of ``own``, and then of `FORMATS`, that finds what it needs.
+    """Return the format of rows with these columns: the first of ``own``, and then of `FORMATS`, whose columns are there.
 
-    Columns of a pair that are named by hand come before any other format.
+    Where the columns of a pair are named, only ``pairs`` is tried.
 
     Raises:
         DataError: no format fits, or the named columns are not there.
@@ -149,7 +149,7 @@ def detect(
 
 
 class Format(NamedTuple):
-    """``columns``: sets of columns, each of which will do, the best first. ``read(row, columns)`` takes one of them.
+    """A row format. ``columns``: alternative sets of columns, the preferred first. ``read(row, columns)`` takes one of them.
 
     ``read`` returns a sample that the encoder takes, or raises `BadSample` with the reason.
     """
@@ -198,7 +198,7 @@ def read_chat(turns: object, column: str) -> Chat:
     """Return a list of turns, ``role`` and ``content`` or ``from`` and ``value``, as a chat.
 
     Args:
-        column: where the turns stand; errors name it.
+        column: the column that holds the turns; errors name it.
 
     Raises:
         BadSample: a turn is not of that form, the roles do not alternate, or no turn is the assistant's.
@@ -255,7 +255,7 @@ PAIR_COLUMNS = (
     ("text", "summary"),
     ("description", "abstract"),
 )
-"""Column names of (source, target), the first that are there win."""
+"""Column names of (source, target). The first pair that is there is used."""
 
 FORMATS = {
     "tokenized": Format((("input_ids",),), _tokenized),
@@ -284,8 +284,8 @@ _ROLES = {
     "function": "tool",
 }
 _UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of a turn that hold a part of what the model says, beside its content."""
-_MAY_FOLLOW = {  # role -> what may stand before it; None is the start of the chat
+"""Keys of a turn that hold a part of the model's answer besides the content."""
+_MAY_FOLLOW = {  # role -> roles that may come before it; None is the start of the chat
     "system": (None,),
     "user": (None, "system", "assistant"),
     "assistant": ("user", "tool"),
@@ -302,7 +302,7 @@ def _read_turns(turns: object, column: str) -> list[dict[str, str]]:
 def _turn(turn: object, where: str) -> dict[str, str]:
     if not isinstance(turn, dict):
         raise BadSample(f"{where} is {_kind(turn)}, expected an object")
-    # published chats mix the two spellings under either column
+    # published chats use both spellings under either column
     for role, content in (("role", "content"), ("from", "value")):
         if role in turn and content in turn:
             break

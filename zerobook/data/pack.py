@@ -1,4 +1,4 @@
-"""Which samples share a row: best-fit-decreasing bin packing."""
+"""Best-fit-decreasing bin packing, which chooses the samples that share a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packing:
-    """``members[offsets[p]:offsets[p + 1]]`` are the items in pack ``p``; both int64."""
+    """Items of all packs: ``members[offsets[p]:offsets[p + 1]]`` are those of pack ``p``. Both arrays are int64."""
 
     offsets: np.ndarray
     members: np.ndarray
@@ -19,9 +19,9 @@ class Packing:
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack items of ``lengths`` into as few rows of ``capacity`` as best-fit-decreasing finds.
+    """Pack items of ``lengths`` into rows of ``capacity`` by best-fit-decreasing.
 
-    Items go in, longest first, each into the row with the least room that still holds it. The rows found are
+    Items are placed, longest first, each into the row with the least room that still holds it. The number of rows is
     at most 11/9 of the fewest possible, plus a constant (Johnson, "Near-optimal bin packing algorithms", MIT 1973).
     Items of one length are placed together: a row that was the best fit for one of them stays the best fit for the next
     until it is full, so whole groups of rows are filled at once and the time grows with the number of
@@ -41,7 +41,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     if lengths.min() < 1 or lengths.max() > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit into rows of 1 to {capacity} tokens")
     order = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), np.int64)  # by place in ``order``
+    row_of = np.empty(len(lengths), np.int64)  # by position in ``order``
     with_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # room left -> rows
     has_rows = np.zeros(capacity + 1, bool)
     rows = placed = 0

@@ -1,7 +1,7 @@
-"""From named sources to token ids on disk, once; every process of every later run maps what is there.
+"""Preparation of data: a source is tokenized to disk once, and every process of every later run maps the files.
 
-A source is tokenized into a folder named by a fingerprint of all that decides its content: the source's bytes, format,
-tokenizer, template and lengths. One process a node does it, under a lock; a folder appears under its name only when whole.
+A source's folder is named by a fingerprint of everything that decides its content: the source's bytes, format, tokenizer,
+template and lengths. One process of each node tokenizes, under a lock. A folder gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VERSION = 2
-"""Of what is written; another one is prepared again."""
+"""Version of the files. Data of another version is prepared again."""
 LISTED = 50
-"""Bad samples that are named; the others are counted."""
+"""Number of bad samples that are listed; the others are only counted."""
 _WRITTEN = {
     "settings", "source_name", "format", "lone_text", "report", "bad_samples", "documents", "tokens", "supervised", "digest",
     "bytes",
 }  # fmt: skip
 REASONS = 5
-"""Reasons that are named with their counts."""
+"""Number of reasons that are listed with their counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """``held_out`` by dataset; empty where nothing is held out. ``report`` says what became of the samples."""
+    """Prepared rows. ``held_out``: by dataset, or empty. ``report``: facts about the samples, by dataset."""
 
     train: Part | Stream
     held_out: dict[str, Part]
     weights: list[float] | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     bad_samples: dict[str, list[str]] = field(default_factory=dict)
-    """per dataset, the first that were left out: where, and why"""
+    """The first samples that were left out of each dataset: place and reason."""
 
 
 def prepare(
@@ -75,17 +75,17 @@ def prepare(
     workers: int | None = None,
     read_ahead: bool = True,
 ) -> PreparedData:
-    """Tokenize what is not there yet, on one process a node, and open all of it on every process. Collective.
+    """Tokenize data that is not prepared yet, on one process of each node, and open all data on every process. Collective.
 
     Args:
-        encoder: makes ids and labels of samples.
-        objective: weighs the rows.
+        encoder: converts samples to ids and labels.
+        objective: gives the loss weights of the rows.
         workers: processes that tokenize; None: as the config says.
-        read_ahead: processes prepare a stream's next shards while training.
+        read_ahead: prepare a stream's next shards in other processes during training.
 
     Raises:
         ConfigError: packing with an objective or an encoder that cannot be packed.
-        DataError: on every rank, where one met it.
+        DataError: on every rank, where the error occurred on one.
     """
     library = Library(config, tokenizer, encoder, objective)
     workers = workers or config.preprocessing_num_workers or 1
@@ -128,7 +128,7 @@ class Library:
         self.root = (Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()) / "data"
 
     def tokenize(self, workers: int) -> list[_Shelf]:
-        """Make every folder that is missing; says where all are."""
+        """Make every folder that is missing. Return the folders of all datasets."""
         shelves = []
         for spec in self.config.dataset_specs():
             splits = self._splits(spec)
@@ -150,7 +150,7 @@ class Library:
         return shelves
 
     def _warn_of_a_leak(self, shelves: list[_Shelf]) -> None:
-        """Warn where one source stands in ``datasets`` twice, prepared differently: each holds out other samples."""
+        """Warn where ``datasets`` names one source twice, with different settings: each entry holds out other samples."""
         if self.config.validation_file or not self.config.validation_split_percentage:
             return
         folders: dict[str, Path] = {}
@@ -168,7 +168,7 @@ class Library:
         return open_source(spec.path, config_name=spec.config_name, split=spec.split, streaming=streaming)
 
     def _train_rows(self, splits: Splits) -> int | None:
-        """So many rows are enough where a limit asks for less than the source holds; None reads it all."""
+        """Return how many rows are enough where a limit needs only a part of the source; None for the whole source."""
         config = self.config
         if config.max_train_samples is None or config.datasets:
             return None  # the parts of a mixture have limits of their own
@@ -176,7 +176,7 @@ class Library:
         return math.ceil(1.1 * config.max_train_samples / kept) + 8  # some more, since documents do not split evenly
 
     def open(self, shelves: list[_Shelf]) -> PreparedData:
-        """Views of the prepared folders, as the config splits, cuts and packs them."""
+        """Return views of the prepared folders, split, cut and packed as the config says."""
         config = self.config
         train: list[View] = []
         held_out: dict[str, View] = {}
@@ -203,20 +203,20 @@ class Library:
         )
 
     def weights(self) -> list[float] | None:
-        """Of the training datasets; None where nobody gave one."""
+        """Return the weights of the training datasets; None where the config gives none."""
         weights = [spec.weight for spec in self.config.dataset_specs()]
         return [1.0 if w is None else w for w in weights] if any(weights) else None
 
     # --- streams, see `zerobook.data.stream`
     def streaming(self, data: PreparedData, ahead: int) -> PreparedData:
-        """``data`` with a stream to train on in place of prepared rows."""
+        """Return ``data`` with a stream for training in place of prepared rows."""
         stream = self.stream(ahead)
         names = [spec.name for spec in self.config.dataset_specs()]
         facts = {name: {"shards": count} for name, count in zip(names, stream.counts, strict=True)}
         return replace(data, train=stream, report=facts | data.report)
 
     def stream(self, ahead: int) -> Stream:
-        """The training datasets, nothing of them prepared yet."""
+        """Return the training datasets as a stream, without preparing any data yet."""
         specs = self.config.dataset_specs()
         found = [self._splits(spec).train for spec in specs]
         keys = ("packing", "seed", "on_bad_sample")
@@ -233,7 +233,7 @@ class Library:
         )
 
     def shard(self, dataset: int, index: int) -> Part:
-        """One shard's rows: prepared here and now where no process has, waited for where one is about to."""
+        """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
         spec, source = self.config.dataset_specs()[dataset], self._shards(dataset)[index]
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,8 @@ class Library:
     def forget(self, dataset: int, index: int) -> None:
         """Delete a shard's folder, if it is there. Processes that have mapped its files can still read them.
 
-        It stays where another process is about to map its files, and on a file system without locks, where nobody can tell.
+        The folder stays where another process is about to map its files, and on a file system without locks, where other
+        processes cannot be noticed.
         """
         folder = self._shard_folder(dataset, index)
         with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as alone:
@@ -267,10 +268,10 @@ class Library:
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_cut_sources": {}}  # readers do not travel to other processes; they are found again there
+        return vars(self) | {"_cut_sources": {}}  # other processes do not receive the readers; they open them again
 
     def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
-        """(for training, held out) of one dataset."""
+        """Return the (training, held-out) views of one dataset."""
         given = TokenStore(shelf.held_out) if shelf.held_out else None
         held_out = self._cut(given, np.arange(len(given))) if given else None
         if shelf.train is None:
@@ -295,7 +296,7 @@ class Library:
 
     # --- views
     def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
-        """``chosen``: document numbers, or a stretch of the tokens of a lone text."""
+        """Return a view of ``chosen``: document numbers, or a slice of the tokens of a lone text."""
         if isinstance(chosen, slice):
             return self._blocks(store, np.array([chosen.start]), np.array([chosen.stop]))
         if self.config.packing:
@@ -315,14 +316,14 @@ class Library:
 
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
-        """The source's folder; made where it is missing."""
+        """Return the source's folder. Make it if it is missing."""
         settings = self._settings(spec, source.digest(), rows)
         folder = self.root / _fingerprint(settings)
         self._ensure(folder, spec, source, settings, rows, workers)
         return folder
 
     def _settings(self, spec: DatasetSpec, digest: str, rows: int | None) -> dict[str, Any]:
-        """All that decides what becomes of a source with this ``digest``."""
+        """Return the settings that decide the content prepared from a source with this ``digest``."""
         return {
             "version": VERSION,
             "source": digest,
@@ -338,7 +339,7 @@ class Library:
     def _ensure(
         self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
     ) -> None:
-        """Make ``folder`` where it is missing, or wait until another process has."""
+        """Make ``folder`` if it is missing, or wait until another process has made it."""
         if _meta(folder) is not None:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +350,7 @@ class Library:
                 self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
-        """A source that was prepared before with other content or settings is prepared again; people wonder why."""
+        """Print a line where the source was prepared before with other content: it is prepared again."""
         for other in self.root.glob(f"*/{META}"):
             meta = _meta(other.parent)  # None for a broken one, which is prepared again when it is needed
             if meta and meta["source_name"] == source.name and meta["settings"].get("source") != source.digest():
@@ -367,14 +368,14 @@ class Library:
         *,
         alone: bool,
     ) -> None:
-        """Prepare a source into ``folder``. Where this process may not be ``alone`` in it, it writes beside the others."""
+        """Prepare a source into ``folder``. If not ``alone``, other processes may do the same: use a separate staging path."""
         staging = folder.with_name(f".{folder.name}{'' if alone else f'.{uuid4().hex}'}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            if _meta(folder) is None:  # where it is whole, another process that was not alone has been faster
+            if _meta(folder) is None:  # a complete folder: another process, without a lock, was faster
                 shutil.rmtree(folder, ignore_errors=True)
                 staging.rename(folder)
         except OSError as error:
@@ -439,9 +440,9 @@ class Library:
 
 
 def _identity(thing: object) -> list[str]:
-    """Return the name of an object's class; for a class from outside this package, also digests of the files it is made by.
+    """Return the name of an object's class; for a class from outside this package, also digests of the files that define it.
 
-    Data is prepared again where such a file changes.
+    Data is prepared again when such a file changes.
     """
     files = {inspect.getsourcefile(kind) for kind in type(thing).__mro__ if not _is_known(kind)}
     digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
@@ -453,7 +454,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _weighed_by(objective: Objective) -> dict[str, Any]:
-    """Return what says how ``objective`` weighs rows, for the fingerprint of prepared data."""
+    """Return the settings by which ``objective`` weighs rows, for the fingerprint of prepared data."""
     for known in (NextToken, TargetTokens):
         if type(objective).weight is known.weight:
             return {"shifted": known.shifted}
@@ -462,10 +463,10 @@ def _weighed_by(objective: Objective) -> dict[str, Any]:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of all that decides which ids a text becomes."""
+    """Return a digest of everything in the tokenizer that decides the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    # without a backend, the tokenizer's code decides what stands around a text
+    # without a backend, the tokenizer's code decides which tokens surround a text
     return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), tokenizer("a")["input_ids"]])
 
 
@@ -480,9 +481,9 @@ def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
 
 
 def _meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a prepared folder's meta.json; None where the file is broken, or a file that it lists is not whole.
+    """Return the content of a prepared folder's meta.json; None where the file, or a file that it lists, is incomplete.
 
-    A file that was cut off (loss of power, full disk) would give shorter or empty rows without an error.
+    A truncated file (loss of power, full disk) would give shorter or empty rows without an error.
     """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
@@ -503,7 +504,7 @@ def _fingerprint(value: object) -> str:
 
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return what is chosen for training, and what is held out: a seeded share of the samples, or the end of a lone text."""
+    """Return (training, held out) parts. Held out is a seeded share of the samples, or the end of a lone text."""
     if store.meta["lone_text"]:
         total = int(store.offsets[-1])
         cut = total - round(total * share)
@@ -517,7 +518,7 @@ def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndar
 
 
 def _first(view: View, rows: int | None) -> View:
-    """The first ``rows`` rows of ``view``."""
+    """Return the first ``rows`` rows of ``view``."""
     if rows is None or rows >= len(view):
         return view
     if isinstance(view, Documents):

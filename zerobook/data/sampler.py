@@ -1,8 +1,8 @@
-"""The order of the samples: a permutation computed, not stored, and one cursor for all processes.
+"""The order of the samples: a permutation that is computed, not stored, and one cursor for all processes.
 
 The order depends on (seed, epoch, number of samples) alone. Position `cursor` of the run is
-position ``cursor % size`` of epoch ``cursor // size``, so any process can seek anywhere at once,
-and a run continued on another number of processes takes the same samples in the same order.
+position ``cursor % size`` of epoch ``cursor // size``, so any process can seek to any position at once,
+and a run that resumes on another number of processes takes the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ROUNDS = 6
 
 
 def rows_of(epochs: float, rows: int) -> int:
-    """Return how many rows ``epochs`` passes over ``rows`` take, rounded up.
+    """Return the number of rows in ``epochs`` passes over ``rows``, rounded up.
 
-    ``epochs`` is the decimal number that was written: 0.07 is 7 / 100 and not the binary fraction above it.
+    ``epochs`` is read as the decimal number that was written: 0.07 is 7 / 100 and not the binary fraction above it.
 
     >>> rows_of(0.07, 100), rows_of(1.1, 100), rows_of(0.071, 100), rows_of(3.0, 7)
     (7, 110, 8, 21)
@@ -31,8 +31,8 @@ def rows_of(epochs: float, rows: int) -> int:
 class Permutation:
     """A pseudo-random bijection of ``range(size)`` with O(1) access.
 
-    A balanced Feistel network over the smallest even number of bits that holds ``size``, walked
-    along its cycle until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite
+    A balanced Feistel network over the smallest even number of bits that holds ``size``, applied
+    again until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite
     domains", CT-RSA 2002). The round function is the mixer of SplitMix64.
 
     >>> sorted(Permutation(10, seed=1, epoch=0)(np.arange(10)).tolist()) == list(range(10))
@@ -49,7 +49,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(entropy).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Elements at ``positions`` (int array [n], each in ``range(size)``), as int64 [n]."""
+        """Return the elements at ``positions`` (int array [n], each in ``range(size)``), as int64 [n]."""
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -70,10 +70,10 @@ class Permutation:
 
 
 class Mixture:
-    """Which dataset stands at which position, by weight, evenly spread and computable anywhere.
+    """The dataset of each position: by weight, evenly spread, and computable for any position.
 
     One period of `PERIOD` positions is laid out once: dataset i gets its share of them, at even distances. So the number of
-    samples that a dataset has given before any position is known without walking there.
+    samples that a dataset has given before any position is known without iterating.
 
     Args:
         sizes: rows per dataset.
@@ -96,13 +96,13 @@ class Mixture:
         self._before = np.stack([np.cumsum(self._owner == i) - (self._owner == i) for i in range(len(shares))])
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(dataset, samples that it has given before), int64 [n] each."""
+        """Return (dataset, number of samples that it has given before), int64 [n] each."""
         period, place = np.divmod(positions, self.PERIOD)
         owner = self._owner[place]
         return owner, period * self.shares[owner] + self._before[owner, place]
 
     def given(self, dataset: int, position: int) -> int:
-        """Samples that ``dataset`` has given before ``position``."""
+        """Return the number of samples that ``dataset`` has given before ``position``."""
         period, place = divmod(position, self.PERIOD)
         return int(period * self.shares[dataset] + self._before[dataset, place])
 
@@ -110,23 +110,23 @@ class Mixture:
 class SampleOrder:
     """The endless sequence of row numbers of a run, epoch after epoch.
 
-    An epoch is as many positions as there are rows. Without weights each row comes once in it; with weights
-    the datasets come by weight, and each is passed through in a permuted order again and again.
+    An epoch has as many positions as there are rows. Without weights, each row comes once per epoch. With weights,
+    the datasets come by weight, and the rows of each are repeated, in another permutation for each pass.
 
     Args:
-        sizes: rows per dataset; rows are numbered through.
-        seed: of the order; epochs differ by themselves.
+        sizes: rows per dataset; rows are numbered across the datasets.
+        seed: of the order; each epoch has another order.
         shuffle: False keeps the rows' own order (evaluation).
-        weights: one per dataset, see `Mixture`; None mixes all rows alike.
-        dropped: bool [rows], rows left out of every epoch. They use up their positions, so lifting one later moves no
+        weights: one per dataset, see `Mixture`; None mixes all rows equally.
+        dropped: bool [rows], rows left out of every epoch. They keep their positions, so that restoring one moves no
             other row.
-        lengths: int [rows]; given, rows of like length come together (see `GROUP`), so that less is padded.
+        lengths: int [rows]; if given, rows of similar length come together (see `GROUP`), which reduces padding.
     """
 
     GROUP = 32
-    """Rows of like length that stay together; such groups come in random order."""
+    """Number of rows of similar length that stay together; these groups come in random order."""
     SORTED = 64 * GROUP
-    """Positions that are sorted by length at a time."""
+    """Number of positions that are sorted by length at a time."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class SampleOrder:
         self._sorted: tuple[int, np.ndarray] | None = None
 
     def ids(self, start: int, end: int) -> np.ndarray:
-        """Row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
+        """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
         if self.lengths is None or not self.shuffle:
             return self._unsorted(start, end)
         parts = []
@@ -180,7 +180,7 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _stretch(self, position: int) -> tuple[int, int]:
-        """The positions that are sorted together with ``position``, never over the end of an epoch."""
+        """Return the (first, end) positions that are sorted together with ``position``, within one epoch."""
         epoch, offset = divmod(position, self.size)
         first = epoch * self.size + offset // self.SORTED * self.SORTED
         return first, min(first + self.SORTED, (epoch + 1) * self.size)
@@ -196,9 +196,9 @@ class SampleOrder:
         return self._sorted[1]
 
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
-        """The next ``count`` ids from ``cursor`` on that are not dropped, and the cursor behind them.
+        """Return the next ``count`` ids from ``cursor`` on that are not dropped, and the cursor after them.
 
-        Fewer come back only where position ``end`` is reached.
+        Fewer ids are returned only where position ``end`` is reached.
         """
         taken: list[np.ndarray] = []
         missing = count
@@ -212,19 +212,19 @@ class SampleOrder:
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
-        """The next ``rows`` row numbers."""
+        """Return the next ``rows`` row numbers."""
         return self.ids(cursor, cursor + rows)
 
     def epoch(self, cursor: int) -> float:
-        """Passes behind ``cursor``."""
+        """Return the number of passes completed at ``cursor``."""
         return cursor / self.size
 
     def news(self) -> list[dict[str, Any]]:
-        """Nothing: what is there to say of the data was said before the start."""
+        """Return no events: everything about the data was reported before the start."""
         return []
 
     def remaining(self, cursor: int, end: int) -> int:
-        """Rows that `take` will still give between ``cursor`` and ``end``."""
+        """Return the number of rows that `take` returns between ``cursor`` and ``end``."""
         if self.dropped is None or not self.dropped.any():
             return max(0, end - cursor)
         total = 0

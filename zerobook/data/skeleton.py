@@ -1,9 +1,9 @@
-"""What a chat template writes around the contents of a chat, learnt once for all chats of like roles.
+"""Skeletons of chats: the text that a chat template writes around the contents, learnt once for all chats of the same roles.
 
-Rendering a short chat takes a third of the time that tokenizing it does, and finding its turns as much again. Most
-templates only write contents out, and what stands around them depends on the roles alone: there a chat is the skeleton
-with its contents put in. `only_writes_contents` proves that from the template's syntax; other templates are rendered,
-and the skeleton only places their turns where it fits exactly.
+Rendering a short chat takes a third of the time of tokenizing it, and finding its turns takes as long again. Most
+templates only write the contents out, and the text around them depends on the roles alone: then a chat is the skeleton
+with the contents inserted. `only_writes_contents` proves this from the template's syntax. Other templates are rendered,
+and the skeleton only finds their turns, where it matches exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 
 
 class Turn(NamedTuple):
-    """Characters of an assistant's turn. ``ends``: the last of them are its end-of-turn token."""
+    """Range of characters of an assistant's turn. ``ends``: the last of them are its end-of-turn token."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A turn: the text before its content, and, of an assistant's, how far the turn reaches around its content."""
+    """A turn: the text before its content and, for an assistant's turn, its range relative to its content."""
 
     lead: str
     trims: bool
@@ -33,14 +33,14 @@ class Part(NamedTuple):
 
 
 class Skeleton(NamedTuple):
-    """The parts of a chat, and the text behind the last. ``whole``: every chat of these roles is this skeleton, filled."""
+    """The parts of a chat, and the text after the last. ``whole``: every chat of these roles equals the filled skeleton."""
 
     parts: list[Part]
     tail: str
     whole: bool = False
 
     def fill(self, messages: Messages) -> tuple[str, list[Turn]]:
-        """The chat as text, and the assistant's turns in it."""
+        """Return the chat as text, and the assistant's turns in it."""
         pieces: list[str] = []
         turns: list[Turn] = []
         at = 0
@@ -55,16 +55,16 @@ class Skeleton(NamedTuple):
         return "".join(pieces), turns
 
     def place(self, messages: Messages, text: str) -> list[Turn] | None:
-        """The assistant's turns in ``text``; None where it is not exactly this skeleton with the contents put in."""
+        """Return the assistant's turns in ``text``; None where ``text`` is not exactly the filled skeleton."""
         filled, turns = self.fill(messages)
         return turns if filled == text else None
 
 
 def only_writes_contents(tree: nodes.Template) -> bool:
-    """Whether a chat template writes the contents of messages and never looks into them.
+    """Return whether a chat template only writes the contents of messages and never inspects them.
 
-    True only where every use of a content can be followed to where it is written, joined to other text and trimmed at
-    both ends at most. What cannot be followed, such as a macro or a message passed on whole, gives False.
+    True only where every use of a content can be traced to the output, and at most joins the content to other text and
+    trims it at both ends. A use that cannot be traced, such as a macro or a whole message passed on, gives False.
     """
     unfollowed = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Include, nodes.Import,
                   nodes.EvalContextModifier)  # fmt: skip
@@ -94,21 +94,21 @@ def _all(tree: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def _key(node: nodes.Node) -> Any:
-    """The constant key that ``node`` looks up; None where it is none."""
+    """Return the constant key that ``node`` looks up; None where there is none."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     return node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
 
 
 def _holds(node: nodes.Node, held: set[str]) -> bool:
-    """A message, or a list of them."""
+    """Return whether ``node`` is a message or a list of messages."""
     if isinstance(node, nodes.Name):
         return node.name in held and node.ctx == "load"
     return isinstance(node, nodes.Getitem) and not isinstance(_key(node), str) and _holds(node.node, held)
 
 
 def _passed_on(node: nodes.Node, parent: nodes.Node, held: set[str]) -> bool:
-    """Whether what becomes of a message or a list of them can be followed; notes the names it gets."""
+    """Return whether the use of a message, or of a list of them, can be traced. Add the names of its variables to ``held``."""
     target = parent.target if isinstance(parent, nodes.For | nodes.Assign) else None
     if target is not None and not (isinstance(parent, nodes.For) and node is not parent.iter):
         if isinstance(target, nodes.Name):
@@ -122,14 +122,14 @@ def _passed_on(node: nodes.Node, parent: nodes.Node, held: set[str]) -> bool:
 
 
 def _speaks(node: nodes.Node, spoken: set[str]) -> bool:
-    """A content, or a text that a name was given to and that has contents in it."""
+    """Return whether ``node`` is a content, or a variable whose text includes contents."""
     if isinstance(node, nodes.Name):
         return node.name in spoken and node.ctx == "load"
     return _key(node) == "content"
 
 
 def _written(node: nodes.Node, parents: dict[int, nodes.Node], spoken: set[str]) -> bool:
-    """Whether a text with contents in it goes to the output as it is; notes the names it gets."""
+    """Return whether a text with contents reaches the output, at most joined and trimmed. Add its variables to ``spoken``."""
     parent = parents[id(node)]
     if isinstance(parent, nodes.Output):
         return True

@@ -1,6 +1,6 @@
-"""Where samples come from: a hub name, a file, a folder, a saved dataset, or an embedded one.
+"""Sources of samples: a hub name, a file, a folder, a saved dataset, or an embedded one.
 
-A `Source` is read from the front, one sample at a time, so that memory does not grow with it.
+A `Source` is read from its beginning, one sample at a time, so that memory does not grow with its size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 LINE_LIMIT = 256 << 20
-"""Bytes. A longer line is a file that lacks its line ends, not a sample."""
+"""Bytes. A longer line is not a sample: the file lacks line ends."""
 TEXT_PART = 16 << 20
 """Bytes. Longer texts are read in parts, cut at line ends where they have any."""
 JSON_PART = 1 << 20
 """Characters of a JSON array that are read at a time."""
 SHARD_BYTES = 64 << 20
 SHARD_ROWS = 50_000
-"""Of a stream's shards, where a source can be cut that fine."""
+"""Sizes of a stream's shards, where a source can be cut into such small parts."""
 _EDGE = 1 << 16
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
            "test": "test"}  # fmt: skip
@@ -42,22 +42,22 @@ _JSON_LINES, _TEXT, _TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".c
 _KNOWN = (*_JSON_LINES, ".json", *_TABLE, ".parquet", *_TEXT)
 
 Item = tuple[str, Any, int]
-"""(where it stands, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
+"""(the place, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """A sample that could not be read, while those after it can."""
+    """A sample that could not be read. The samples after it can be read."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of one dataset. ``read`` starts from the front at each call; ``digest`` changes with the content.
+    """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
 
-    ``sketch`` is a digest that is known without reading all of it; ``cut`` gives its parts, where it can be read from
-    other places than the front.
+    ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
+    start at other places than the beginning.
     """
 
     name: str
@@ -65,25 +65,25 @@ class Source:
     digest: Callable[[], str]
     total: int
     unit: str  # "B" or " samples"
-    lone_text: bool = False  # one running text, to be held out from by its end
+    lone_text: bool = False  # one running text, of which the end is held out
     sketch: Callable[[], str] | None = None
     cut: Callable[[], list[Source]] | None = None
 
     def shards(self) -> list[Source]:
-        """The parts that a stream takes one after another; itself where it cannot be cut."""
+        """Return the parts that a stream reads one after another; the whole source where it cannot be cut."""
         return self.cut() if self.cut else [self]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """``held_out`` is None where the data has no split of its own for it."""
+    """Splits of a dataset. ``held_out`` is None where the data has no split for it."""
 
     train: Source
     held_out: Source | None = None
 
 
 def open_source(path: str, *, config_name: str | None = None, split: str | None = None, streaming: bool = False) -> Splits:
-    """Find what ``path`` names; nothing is read yet.
+    """Find the dataset that ``path`` names, without reading its samples.
 
     Args:
         path: a local file or folder, ``embedded:NAME``, or a hub name.
@@ -160,7 +160,7 @@ def _hub_stream(name: str, config_name: str | None, split: str | None) -> Splits
 
 
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
-    """``revision`` is of a dataset that is streamed, which has no fingerprint of its own."""
+    """Return the splits of a loaded dataset. ``revision``: of a streamed dataset, which has no fingerprint."""
     wanted = split or "train"
     if wanted not in loaded:
         raise DataError(f"{name}: there is no split {wanted!r}, only {', '.join(loaded)}. Name one with split.")
@@ -178,7 +178,7 @@ def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | Non
 
 
 def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
-    """A dataset that is read from the hub while it is used; its shards are the files that it is stored in there."""
+    """Return a source that reads a dataset from the hub during use. Its shards are the dataset's files on the hub."""
 
     def piece(part: IterableDataset, number: str) -> Source:
         def read() -> Iterator[Item]:
@@ -215,7 +215,7 @@ def _folder(path: Path, split: str | None) -> Splits:
     if split:
         there = ", ".join(name for name in named if name) or "none"
         raise DataError(f"{path}: there is no split {split!r}; its files are named after {there}. Name one with split.")
-    # nothing is named train: files beside the others may be held out all the same, folders such as test/ are text like any
+    # no file is named train: files such as test.txt may still be held out; folders such as test/ are ordinary text
     apart = [f for f in held_out or [] if f.parent == path]
     rest = [f for f in files if f not in apart]
     for kinds in (_JSON_LINES, (".parquet",), _TEXT):
@@ -230,19 +230,19 @@ def _folder(path: Path, split: str | None) -> Splits:
 
 
 def _hidden(file: Path, folder: Path) -> bool:
-    """Return whether a file is hidden or lies in a hidden folder: a notebook's copies, a download's notes."""
+    """Return whether a file is hidden or in a hidden folder, as copies of notebooks and notes on downloads are."""
     return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _split_of(file: Path, folder: Path, wanted: str) -> str:
-    """Return the split that a file is of: ``train.jsonl``, ``train-0-of-2.parquet``, ``train/any.txt``; "" if of none."""
+    """Return the split that a file belongs to: ``train.jsonl``, ``train-0-of-2.parquet``, ``train/any.txt``; "" if none."""
     first, *inside = file.relative_to(folder).parts
     name = first if inside else _NUMBERED.sub("", first.partition(".")[0])
     return wanted if name == wanted else _SPLITS.get(name, "")
 
 
 def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
-    """One split's files as one source."""
+    """Return one split's files as one source."""
     kinds = sorted({_suffix(file) for file in files})
     if len(kinds) > 1:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
@@ -271,7 +271,7 @@ def _joined(folder: Path, parts: list[Source]) -> Source:
 
 # --- files
 def _suffix(file: Path) -> str:
-    """The file type, whatever it is compressed with: ``a.jsonl.gz`` is ``.jsonl``."""
+    """Return the file type without the suffix of a compression: ``a.jsonl.gz`` is ``.jsonl``."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
 
@@ -287,7 +287,7 @@ def _file(file: Path) -> Source:
     return Source(
         name=str(file),
         read=lambda: readers[kind](file),
-        digest=lambda: f"{kind} {_hash_file(file)}",  # the same bytes are other samples where they are read in another way
+        digest=lambda: f"{kind} {_hash_file(file)}",  # the same bytes, read as another type, are other samples
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in _TEXT,
@@ -297,7 +297,7 @@ def _file(file: Path) -> Source:
 
 
 def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
-    """How to cut a file into shards; None for those that can only be read from the front."""
+    """Return a function that cuts a file into shards; None for a file that can only be read from its beginning."""
     if kind == ".parquet":
         return lambda: _parquet_shards(file)
     if file.suffix.lower() in (".gz", ".zst") or kind not in (*_JSON_LINES, *_TEXT):
@@ -307,7 +307,7 @@ def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
 
 
 def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source]:
-    """Stretches of a file of lines. A line belongs to the stretch in which it begins."""
+    """Return byte ranges of a file of lines as sources. A line belongs to the range in which it begins."""
     size = file.stat().st_size
     ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
     starts = [0, *ends[:-1]]
@@ -322,7 +322,7 @@ def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source
 
 
 def _parquet_shards(file: Path) -> list[Source]:
-    """Whole row groups, since those are what can be read apart."""
+    """Return whole row groups as sources, since smaller parts cannot be read separately."""
     import pyarrow.parquet
 
     with _readable(file):
@@ -346,21 +346,21 @@ def _parquet_shards(file: Path) -> list[Source]:
 
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
-    """(the content, the file itself, whose position says how far reading has come)."""
+    """Return (the content, the file itself, whose position shows how much was read)."""
     raw = file.open("rb")
     if file.suffix.lower() == ".gz":
         return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw
     if file.suffix.lower() == ".zst":
         import pyarrow
 
-        # zstandard's own reader takes a file that was cut off for a whole one
+        # zstandard's own reader accepts a truncated file without an error
         unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         return io.BufferedReader(unpacked), raw
     return raw, raw
 
 
 def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
-    """Return a function that says how far ``raw`` was read since its last call, in bytes; ``done`` were read before."""
+    """Return a function that returns the bytes of ``raw`` read since its last call; ``done`` were read before."""
 
     def cost() -> int:
         nonlocal done
@@ -371,7 +371,7 @@ def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
 
 
 def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
-    """``start`` and ``stop``: only lines that begin between these bytes."""
+    """Yield the lines of a file. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, _readable(file):
         at = _to_a_line(content, start)
@@ -389,7 +389,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
 
 
 def _to_a_line(content: BinaryIO, start: int) -> int:
-    """Move to the first line that begins at byte ``start`` or behind it, and say where that is."""
+    """Move to the first line that begins at byte ``start`` or after it. Return its position."""
     if start:
         content.seek(start - 1)
         while (part := content.readline(_EDGE)) and not part.endswith(b"\n"):
@@ -417,7 +417,7 @@ class _Array:
 
     def __init__(self, text: io.TextIOBase, file: Path):
         self.text, self.file = text, file
-        self.buffer, self.at, self.line = "", 0, 1  # the rest begins at ``at``, in this line of the file
+        self.buffer, self.at, self.line = "", 0, 1  # unread text begins at ``at``, in this line of the file
         self.whole = False  # the file's end is in the buffer
         self.decoder = json.JSONDecoder(parse_constant=_no_json)
 
@@ -434,7 +434,7 @@ class _Array:
             self._refuse(self.at, "something follows the array")
 
     def _expect(self, characters: str) -> str:
-        """Take the next character that is no white space, one of ``characters``."""
+        """Consume the next character that is no white space. It must be one of ``characters``."""
         found = self._next()
         if not found or found not in characters:
             self._refuse(self.at, f"expected {' or '.join(characters)}, found {found or 'the end'}")
@@ -447,7 +447,7 @@ class _Array:
             try:
                 found, end = self.decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as error:
-                # a value is not read to its end where a string has none, or where the error is at the buffer's end
+                # the value is incomplete where a string does not end, or where the error is at the buffer's end
                 if self.whole or not (error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD):
                     self._refuse(error.pos, error.msg)
             else:
@@ -461,9 +461,9 @@ class _Array:
             self._read(len(self.buffer) - self.at)
 
     def _next(self) -> str:
-        """Return the next character that is no white space, and move there; nothing at the file's end."""
+        """Return the next character that is no white space, and move there; an empty string at the file's end."""
         while True:
-            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it matches nothing, too
+            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it also matches an empty string
             if self.at < len(self.buffer) or self.whole:
                 return self.buffer[self.at : self.at + 1]
             self._read()
@@ -473,7 +473,7 @@ class _Array:
         self.at = end
 
     def _read(self, least: int = 0) -> None:
-        """Read more, at least ``least`` characters: as many as a value has so far, or repeated tries take quadratic time."""
+        """Read at least ``least`` more characters: as many as a value has so far, since retries would take quadratic time."""
         more = self.text.read(max(JSON_PART, least))
         self.whole = not more
         self.buffer, self.at = self.buffer[self.at :] + more, 0
@@ -485,7 +485,7 @@ class _Array:
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16
-"""Characters, more than in any token whose beginning alone is no JSON: ``-Infinity``, or an escaped surrogate pair."""
+"""Characters. Tokens whose beginning alone is not valid JSON are shorter: ``-Infinity``, an escaped surrogate pair."""
 
 
 def _no_json(constant: str) -> None:
@@ -497,7 +497,7 @@ def _read_table(file: Path) -> Iterator[Item]:
     cost = _costs(raw)
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        # strict: a quote that nothing closes would take all rows behind it into its field
+        # strict: a quote that is never closed would take all rows after it into its field
         reader = csv.DictReader(text, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
         for row in _table_rows(reader, file):
             if None in row or None in row.values():
@@ -509,7 +509,7 @@ def _read_table(file: Path) -> Iterator[Item]:
 
 
 def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
-    """Yield the rows of a table. Raises `DataError` where they cannot be told apart, or two columns have one name."""
+    """Yield the rows of a table. Raises `DataError` where rows cannot be separated, or two columns have one name."""
     ends = 0  # the line that the last row ends on
     try:
         names = [name for name in reader.fieldnames or [] if name]
@@ -528,7 +528,7 @@ def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
 
 
 def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
-    """``groups``: only these row groups; ``index`` is the number of the first row, for messages."""
+    """Yield the rows of a Parquet file. ``groups``: only these row groups; ``index``: number of the first row, for messages."""
     import pyarrow.parquet
 
     with _readable(file):
@@ -563,7 +563,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
 
 
 def _parts(content: BinaryIO, at: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_PART`; longer ones in pieces.
+    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_PART`; longer lines in pieces.
 
     ``content`` is at byte ``at``, where a line begins.
     """
@@ -582,7 +582,7 @@ def _parts(content: BinaryIO, at: int, stop: int | None) -> Iterator[bytes]:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Turns what decompressors and parsers raise about a damaged ``file`` into a `DataError`."""
+    """Convert the errors of decompressors and parsers about a damaged ``file`` to a `DataError`."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -601,7 +601,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def _sketch(file: Path) -> str:
-    """Size and both ends of a file: what can be told of one too large to read twice."""
+    """Return a digest of a file's size and both ends, for files that are too large to read twice."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         first = handle.read(_EDGE)

@@ -1,7 +1,7 @@
-"""Token ids on disk: documents one behind the other in flat files, mapped into memory by whoever reads them.
+"""Token ids on disk: documents are joined in flat files, and readers map the files into memory.
 
 ``input_ids.bin``, ``labels.bin``        int32, all documents joined; no labels file where labels equal the ids
-``*.offsets.npy``                        int64 [documents + 1], where each begins; one for both where they are of one length
+``*.offsets.npy``                        int64 [documents + 1], where each begins; one file for ids and labels of equal lengths
 ``NAME.bin``, ``NAME.offsets.npy``       further arrays of every document, int32, as an encoder names them
 ``supervised.npy``                       int32 [documents], the objective's weights: labels that the loss counts
 ``samples.npy``                          int64 [documents], the sample of each; no file where each is a sample of its own
@@ -26,7 +26,7 @@ META = "meta.json"
 
 @dataclass(frozen=True)
 class Ragged:
-    """Arrays of unlike lengths, joined: ``values`` int32 [sum of lengths], ``lengths`` int64 [arrays]."""
+    """Arrays of different lengths, joined: ``values`` int32 [sum of lengths], ``lengths`` int64 [arrays]."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -38,8 +38,7 @@ class Ragged:
 
 
 class TokenWriter:
-    """Appends documents to a folder that does not exist yet. Memory does not grow with what is written but by 20 bytes
-    a document."""
+    """Writes documents to a folder that does not exist yet. Memory grows by only 20 bytes a document."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True)
@@ -95,7 +94,7 @@ class TokenWriter:
         self._weights.append(weights.astype(np.int32))
 
     def close(self, meta: dict[str, Any]) -> None:
-        """Write the rest; ``meta`` is JSON and gets the content's digest and counts."""
+        """Write the remaining files. ``meta`` is JSON; the content's digest and counts are added to it."""
         for file in self._files.values():
             file.close()
         lengths = {name: np.concatenate([np.zeros(1, np.int64), *parts]) for name, parts in self._lengths.items()}
@@ -133,7 +132,7 @@ class TokenWriter:
 
 
 class TokenStore:
-    """A folder that `TokenWriter` closed. Maps its files when first read, so it travels to worker processes as a path."""
+    """A folder that `TokenWriter` closed. Its files are mapped when first read, so worker processes receive only its path."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -146,7 +145,7 @@ class TokenStore:
         return TokenStore, (self.folder,)
 
     def mapped(self) -> TokenStore:
-        """Itself, with all files open: what is deleted from here on can still be read."""
+        """Return this store with all files open, so that it can still be read after they are deleted."""
         for _ in (self.ids, self.labels, self.offsets, self.label_offsets, self.loss_weights, self.extra):
             pass
         return self
@@ -180,7 +179,7 @@ class TokenStore:
 
     @cached_property
     def loss_weights(self) -> np.ndarray:
-        """int32 [documents], what each counts in the divisor of the loss: labels that the loss counts"""
+        """int32 [documents], the weight of each in the divisor of the loss: labels that the loss counts"""
         return np.load(self.folder / "supervised.npy", mmap_mode="r")
 
     @cached_property

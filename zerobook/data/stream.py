@@ -1,8 +1,8 @@
-"""Data that is too large to prepare beforehand: prepared shard by shard, while training goes on.
+"""Streams: data that is too large to prepare before the start is prepared shard by shard, during training.
 
 A pass over a stream takes its shards in a permuted order, and the rows of each shard in a permuted order of its own. So the
-order of the rows depends on the seed and the shards alone. How many rows a shard has is known once it was reached; the
-counts so far stand in every checkpoint, and a run that goes on opens the shard where it stopped, none of those before.
+order of the rows depends on the seed and the shards alone. The number of rows in a shard is known once the shard is reached.
+Every checkpoint holds the counts so far. A run that resumes opens the shard where it stopped, and none of those before.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Numbers = TypeVar("Numbers", int, np.ndarray)
 
 _SHARD_SHIFT, _DATASET_SHIFT = 32, 56
 BEHIND = 3
-"""Shards that are kept on disk once passed: other processes and their loaders are a few steps behind."""
+"""Number of passed shards that are kept on disk: other processes and their loaders may be a few steps late."""
 
 
 class Shards(Protocol):
-    """Where a stream's shards come from. Can be pickled."""
+    """Provider of a stream's shards. Can be pickled."""
 
     def shard(self, dataset: int, index: int) -> Part:
-        """The rows of one shard: prepared here and now where no process has, waited for where one is about to."""
+        """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
 
     def forget(self, dataset: int, index: int) -> None:
         """Delete what `shard` wrote, if it is there."""
@@ -42,16 +42,16 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What `zerobook.data.views.Part` is for data on disk. Row numbers hold dataset, shard and row within it.
+    """Rows of a stream, as `zerobook.data.views.Part` for data on disk. Row numbers encode dataset, shard and row in the shard.
 
     Args:
-        shards: gives the rows.
+        shards: provides the rows.
         counts: shards per dataset.
         fingerprint: of the sources and of how they are read.
         isolated: rows hold several samples that must not see each other.
-        longest_sample: tokens, at most.
-        largest_id: of a token, at most.
-        ahead: shards that processes of their own prepare while others are trained on; 0 on all but one process a node.
+        longest_sample: maximum number of tokens in a sample.
+        largest_id: maximum token id.
+        ahead: number of next shards that other processes prepare during training; 0 on all but one process of each node.
     """
 
     shards: Shards
@@ -66,27 +66,27 @@ class Stream:
     _makers: dict[tuple[int, int], BaseProcess] = field(default_factory=dict)
 
     filler = -1
-    """No row: a stream has no end to be filled up."""
+    """No row: a stream has no end, so no batch is filled up."""
 
     is_empty = False
-    """Nobody has counted what is left; `StreamOrder.take` finds out."""
+    """Not known in advance: `StreamOrder.take` raises an error where all rows are skipped."""
 
     def __len__(self) -> int:
-        return 0  # rows of an epoch, which nobody has counted
+        return 0  # the rows of an epoch are not counted
 
     @property
     def views(self) -> tuple[View, ...]:
-        """One of each dataset: its first shard."""
+        """The first shard of each dataset."""
         return tuple(self.part(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
     def order(
         self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Sequence[Sequence[int]] | None = None
     ) -> StreamOrder:
-        """``passed``: rows of the shards that were reached before, as `StreamOrder.passed` says."""
+        """Return the order of the rows. ``passed``: rows of the shards that were reached before, see `StreamOrder`."""
         return StreamOrder(self, seed=seed, weights=weights, by_length=by_length, passed=passed)
 
     def part(self, dataset: int, index: int) -> Part:
-        """The rows of one shard, less those that are skipped."""
+        """Return the rows of one shard, without those that are skipped."""
         key = (dataset, index)
         if key not in self._open:
             found = self.shards.shard(dataset, index)
@@ -99,7 +99,7 @@ class Stream:
         return self._open[key]
 
     def turn_to(self, following: Sequence[tuple[int, int]], far: Sequence[tuple[int, int]]) -> None:
-        """Have other processes prepare the shards ``following``, (dataset, shard) each, and delete those ``far`` behind."""
+        """Let other processes prepare the shards ``following``, (dataset, shard) each, and delete the passed shards ``far``."""
         if not self.ahead:
             return
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
@@ -115,15 +115,15 @@ class Stream:
             self.shards.forget(*key)
 
     def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, loss weights of the rows ``ids``"""
+        """Return the loss weights of the rows ``ids``, int64."""
         return self._look_up(ids, lambda part, rows: part.loss_weights_of(rows))
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, tokens of the rows ``ids``"""
+        """Return the numbers of tokens in the rows ``ids``, int64."""
         return self._look_up(ids, lambda part, rows: part.lengths_of(rows))
 
     def is_dropped(self, ids: np.ndarray) -> np.ndarray:
-        """bool, which of the rows ``ids`` are left out"""
+        """Return which of the rows ``ids`` are left out, bool."""
         return self._look_up(ids, lambda part, rows: part.is_dropped(rows)).astype(bool)
 
     def _look_up(self, ids: np.ndarray, what: Callable[[Part, np.ndarray], np.ndarray]) -> np.ndarray:
@@ -143,36 +143,36 @@ class Stream:
         return part[own]
 
     def samples_of(self, row: int) -> list[int]:
-        """The samples in a row: what skip ranges name."""
+        """Return the numbers of the samples in a row, as skip ranges name them."""
         part, own = self._place(int(row), int(row))
         base = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
         return [base + sample for sample in part.samples_of(own)]
 
     def skipping(self, ranges: Iterable[Iterable[int]]) -> Stream:
-        """This stream without the samples in ``ranges``, [start, end) each."""
+        """Return this stream without the samples in ``ranges``, [start, end) each."""
         skipped = tuple((int(a), int(b)) for a, b in ranges)
         return replace(self, skipped=skipped, _open={}, _makers={}) if skipped != self.skipped else self
 
 
 def _make(shards: Shards, dataset: int, index: int) -> None:
-    """Prepare a shard in a process of its own. What is wrong with it is said by the run, once it gets there."""
+    """Prepare a shard in a separate process. The run raises its `DataError` when it reaches the shard."""
     with suppress(DataError):
         shards.shard(dataset, index)
 
 
 def row_number(dataset: int, shard: int, row: int) -> int:
-    """The number that a row of a stream has in the runlog and in skip ranges."""
+    """Return the number of a stream's row, as the runlog and skip ranges name it."""
     return dataset << _DATASET_SHIFT | shard << _SHARD_SHIFT | row
 
 
 class StreamOrder:
-    """The endless sequence of row numbers of a stream, as `zerobook.data.sampler.SampleOrder` of data on disk.
+    """The endless sequence of row numbers of a stream, as `zerobook.data.sampler.SampleOrder` is for data on disk.
 
     Args:
         stream: gives the shards.
-        seed: of the order of the shards and of the rows in each; passes differ by themselves.
+        seed: of the order of the shards and of the rows in each; each pass has another order.
         weights: one per dataset, their shares of the rows; None where there is one dataset.
-        by_length: rows of like length of a shard come together.
+        by_length: rows of similar length in a shard come together.
         passed: rows of each shard reached so far, in the order of the run, per dataset.
     """
 
@@ -197,19 +197,19 @@ class StreamOrder:
         self._news: list[dict[str, Any]] = []
 
     def ids(self, start: int, end: int) -> np.ndarray:
-        """Row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
+        """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
         positions = np.arange(start, end)
         if self.mixture is None:
             return self._of(0, start, end)
         owners, given = self.mixture.locate(positions)
         found = np.empty(end - start, np.int64)
         for owner in np.unique(owners):
-            mine = given[owners == owner]  # one behind the other
+            mine = given[owners == owner]  # consecutive
             found[owners == owner] = self._of(int(owner), int(mine[0]), int(mine[-1]) + 1)
         return found
 
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
-        """The next ``count`` row numbers from ``cursor`` on that are not dropped, and the cursor behind them."""
+        """Return the next ``count`` row numbers from ``cursor`` on that are not dropped, and the cursor after them."""
         taken: list[np.ndarray] = []
         missing, last = count, cursor
         while missing and cursor < end:
@@ -226,25 +226,25 @@ class StreamOrder:
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
-        """The next row numbers, ``rows`` at most, but not for many shards more."""
+        """Return the next row numbers, ``rows`` at most, without opening many more shards."""
         self.ids(cursor, cursor + 1)
         known = self._ends[0][-1] if self.mixture is None else cursor + 256
         return self.ids(cursor, min(cursor + rows, known))
 
     def epoch(self, cursor: int) -> float:
-        """Passes behind ``cursor``, counted in whole shards, of the dataset that has the fewest."""
+        """Return the number of passes completed at ``cursor``, in whole shards, of the dataset that has the fewest."""
         given = [cursor if self.mixture is None else self.mixture.given(i, cursor) for i in range(len(self.stream.counts))]
         return min(
             bisect_right(ends, rows) / count for ends, rows, count in zip(self._ends, given, self.stream.counts, strict=True)
         )
 
     def news(self) -> list[dict[str, Any]]:
-        """What there is to say of the shards that were reached since the last call."""
+        """Return the facts about shards that were reached since the last call."""
         news, self._news = self._news, []
         return news
 
     def _of(self, dataset: int, start: int, end: int) -> np.ndarray:
-        """Row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
+        """Return the row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
         parts = []
         while start < end:
             nth = self._reach(dataset, start)
@@ -257,7 +257,7 @@ class StreamOrder:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _reach(self, dataset: int, position: int) -> int:
-        """Which shard, counted along the run, holds the dataset's row at ``position``. Opens new ones as far as needed."""
+        """Return which shard, counted along the run, holds the dataset's row at ``position``. Opens new shards as needed."""
         ends, passed, count = self._ends[dataset], self.passed[dataset], self.stream.counts[dataset]
         while not ends or ends[-1] <= position:
             nth = len(ends)
@@ -281,7 +281,7 @@ class StreamOrder:
         self.stream.turn_to(near[min(nth, BEHIND) + 1 :], [far] if far and far not in near else [])
 
     def _shard(self, dataset: int, nth: int) -> int:
-        """The ``nth`` shard of the run."""
+        """Return the ``nth`` shard of the run."""
         number, place = divmod(nth, self.stream.counts[dataset])
         if (dataset, number) not in self._passes:
             count = self.stream.counts[dataset]

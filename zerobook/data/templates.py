@@ -1,9 +1,9 @@
-"""Canonical samples to token ids, and labels on what the model must say.
+"""Encoding of canonical samples as token ids, with labels on the tokens that the model must generate.
 
-The loss of a chat is on the assistant's turns: on what the model would be asked to say there, and on the one token
-that ends the turn. Where the template marks turns by ``{% generation %}``, the marks count. Otherwise a turn is the text
-behind the generation prompt when the chat is rendered up to that turn. Where the template renders a turn differently
-once more turns follow, that turn gets a row of its own.
+The loss of a chat is on the assistant's turns: on the text that the model would generate there, and on the one token
+that ends the turn. Where the template marks turns by ``{% generation %}``, the marks decide. Otherwise a turn is the text
+after the generation prompt when the chat is rendered up to that turn. Where the template renders a turn differently
+when more turns follow, that turn gets a row of its own.
 Labels are made by position, never by comparing ids, so a pad token that equals the end of turn does no harm.
 """
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """``input_ids`` and ``labels``: int32 [tokens], as many of one as of the other but for seq2seq.
+    """A row. ``input_ids`` and ``labels``: int32 [tokens], of equal length except for seq2seq.
 
-    ``cut``: something was longer than allowed. ``added_eos``: turns that got an end-of-text token
+    ``cut``: the sample was longer than allowed. ``added_eos``: turns that got an end-of-text token
     because the chat template ends them with no special token. ``shortened``: turns of which the template leaves out a
     part. ``plain``: the text names a special token, which was read as characters. ``others``: further rows of the same
     chat, each with turns that the rows before it do not supervise. ``extra``: further arrays of the row, int32, by name;
@@ -49,15 +49,15 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Makes rows of samples. It is sent to the processes that prepare data, so it must be picklable.
+    """Converts samples to rows. It is sent to the processes that prepare data, so it must be picklable.
 
-    An encoder may bring formats of its own as ``formats``, a mapping of names to `zerobook.data.formats.Format`; they are
-    looked for before the built-in ones.
+    An encoder may define formats of its own as ``formats``, a mapping of names to `zerobook.data.formats.Format`; they are
+    tried before the built-in ones.
     """
 
     @property
     def length(self) -> int | None:
-        """Tokens that ``input_ids`` of a row may have."""
+        """Maximum number of tokens in a row's ``input_ids``."""
 
     def encode(self, samples: Sequence[Any]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order; a `BadSample` says why there is no row."""
@@ -68,7 +68,7 @@ def paired(
 ) -> list[Encoded | BadSample]:
     """Return the rows of ``first`` with the ids and labels of ``second`` as the extra arrays ``PREFIXids``, ``PREFIXlabels``.
 
-    A pair is a bad sample where one of both is.
+    A pair is a bad sample where one of its samples is bad.
     """
 
     def joined(one: Encoded | BadSample, other: Encoded | BadSample) -> Encoded | BadSample:
@@ -82,18 +82,18 @@ def paired(
 
 
 class CausalEncoder:
-    """Samples for a decoder. Can be pickled.
+    """Encodes samples for a decoder. Can be pickled.
 
-    Text becomes its ids and an end-of-text token, and is never cut: the caller makes blocks of it.
-    Chats go through the chat template. Pairs do not: source, target and end of text, the loss on the
-    last two. Texts and pairs begin with a BOS where the tokenizer adds one; a template writes its own.
-    Tokens are taken as they are. No control token is read out of a sample: a chat or a pair that names one is a bad
-    sample, and in running text its name is characters.
+    A text becomes its ids and an end-of-text token, and is never cut: the caller cuts it into blocks.
+    A chat is rendered by the chat template. A pair is not: it becomes source, target and end of text, with the loss on
+    the last two. Texts and pairs begin with a BOS where the tokenizer adds one; a template writes its own.
+    Tokens are used as they are. The text of a sample cannot give control tokens: a chat or a pair that names one is a
+    bad sample, and in running text the name is encoded as characters.
 
     Args:
         tokenizer: a transformers tokenizer.
-        length: the most tokens a chat, a pair or ready tokens may have; None never cuts. What is too
-            long loses its end; a pair loses the left of its source first.
+        length: maximum number of tokens of a chat, a pair or ready tokens; None never cuts. A longer sample loses its
+            end; a pair first loses the beginning of its source.
         chat_template: Jinja text in place of the tokenizer's own.
 
     Raises:
@@ -110,10 +110,10 @@ class CausalEncoder:
         self._bos = self._control.leading
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
-        """One result for each sample, in order; a `BadSample` says why there are no tokens.
+        """Return one result for each sample, in order; a `BadSample` says why there are no tokens.
 
         Raises:
-            ConfigError: a chat, and the tokenizer cannot render one.
+            ConfigError: a sample is a chat, and the tokenizer has no chat template.
         """
         return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: self._pairs, Tokens: self._tokens})
 
@@ -190,12 +190,12 @@ class CausalEncoder:
 
 
 class Seq2SeqEncoder:
-    """Samples for an encoder-decoder. Can be pickled.
+    """Encodes samples for an encoder-decoder. Can be pickled.
 
-    Of a chat the last assistant turn is the target, and everything before it, joined by newlines, the source.
+    The last assistant turn of a chat is the target. All turns before it, joined by newlines, are the source.
 
     Args:
-        tokenizer: a transformers tokenizer; it places its own special tokens.
+        tokenizer: a transformers tokenizer; it adds its own special tokens.
         max_source_length, max_target_length: tokens, special ones included; longer ones lose their end.
         prefix: text before every source, as T5's "summarize: ".
     """
@@ -209,11 +209,11 @@ class Seq2SeqEncoder:
 
     @property
     def length(self) -> int:
-        """Tokens that ``input_ids`` may have."""
+        """Maximum number of tokens in ``input_ids``."""
         return self.max_source_length
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
-        """One result for each sample, in order. ``labels`` have their own length and are all supervised."""
+        """Return one result for each sample, in order. ``labels`` have their own length and are all supervised."""
         refuse = {
             Text: "a document has no target; a seq2seq model needs source and target",
             Tokens: "ready tokens are for causal models; a seq2seq model needs source and target as text",
@@ -249,7 +249,7 @@ class Around(NamedTuple):
     """The text that a template writes around the last turn of a chat with certain roles.
 
     ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
-    text behind the turn's content; None where it cannot be told.
+    text after the turn's content; None where it cannot be determined.
     """
 
     opened: str = ""
@@ -257,7 +257,7 @@ class Around(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A turn as the model is asked for it: ``text`` is the chat up to the turn's end, and the turn begins at ``start``.
+    """A turn as the model would generate it: ``text`` is the chat up to the turn's end, and the turn begins at ``start``.
 
     ``ends``: the last characters are an end-of-turn token. ``shortened``: the template left out a part of the content.
     """
@@ -273,7 +273,7 @@ class Asked(NamedTuple):
 
 
 class ChatTemplate:
-    """Chats to text, and where in it the assistant speaks."""
+    """Renders chats as text, and finds the assistant's turns in the text."""
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase):
         self.source = source
@@ -290,13 +290,13 @@ class ChatTemplate:
         self._writes_only = only_writes_contents(_compiled(source).environment.parse(source))
 
     def render(self, messages: list[dict[str, str]]) -> list[Rendered]:
-        """Return the chat as rows of text that supervise each assistant turn once, closed by its end-of-turn token.
+        """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
 
-        Most templates need one row, the whole chat. Where one rewrites a turn once the chat goes on, a further row
-        holds the chat up to that turn, as it is rendered when the model is asked for it.
+        Most templates need one row, the whole chat. Where a template rewrites a turn when more turns follow, a further
+        row holds the chat up to that turn, as it is rendered when the model generates the turn.
 
         Raises:
-            BadSample: the template refuses the chat, its turns cannot be told apart, or a turn has a
+            BadSample: the template refuses the chat, its turns cannot be separated, or a turn has a
                 special token of the tokenizer in its text.
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
@@ -323,19 +323,20 @@ class ChatTemplate:
         ]
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
-        # the compiled template is cached there; it cannot be pickled, so it is not kept here
+        # transformers caches the compiled template; it cannot be pickled, so it is no attribute of this object
         compiled = _compiled(self.source)
         try:
             return compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
 
     def _written_around_turns(self, added: set[str]) -> set[str]:
-        """Return which ``added`` tokens the template writes around turns: those steer as special tokens do.
+        """Return which ``added`` tokens the template writes around turns: they act as special tokens do.
 
-        What stands in pairs beside the assistant's content, such as ``<think>`` and ``</think>``, may stand in one as well.
+        Pairs of tokens beside the assistant's content, such as ``<think>`` and ``</think>``, are left out: contents may
+        have them as well.
         """
         texts = []
         for roles in (("user",), ("user", "assistant", "user"), ("user", "assistant")):
@@ -351,7 +352,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            rendered: Any = render_jinja_template(  # the texts and their spans; its annotation says str
+            rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
                 [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
             )
             (text,), (spans,) = rendered
@@ -369,21 +370,21 @@ class ChatTemplate:
         return text, turns, shortened
 
     def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> Turn:
-        """Return a marked turn, up to and with the token that ends it. The marks may leave that token out."""
+        """Return a marked turn, including the token that ends it. The marks may exclude this token."""
         end = self._end.search(closing)
         if end:
             for marked in range(len(closing), -1, -1):  # the marks may include any part of ``closing``, from its beginning
                 behind = stop - marked
                 if text[start:stop].endswith(closing[:marked]) and text.startswith(closing[: end.end()], behind):
                     return Turn(start, behind + end.end(), True)
-            beside = self._end.match(text, stop)  # turns that are not the last end in another way
+            beside = self._end.match(text, stop)  # turns before the last one may end differently
             if beside:
                 return Turn(start, beside.end(), True)
         length, ends = self._end_of(text[start:stop], content, None)
         return Turn(start, start + length, ends)
 
     def _asked(self, messages: list[dict[str, str]], i: int) -> Asked:
-        """Return turn ``i`` as the model would be asked for it, also where the template rewrites it later."""
+        """Return turn ``i`` as the model would generate it, also where the template rewrites it later."""
         content = messages[i]["content"].strip()
         prompt, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1])
         opened, closing = self._around_last(tuple(message["role"] for message in messages[: i + 1]))
@@ -427,7 +428,7 @@ class ChatTemplate:
         return Around(prompt[shared:], closing)
 
     def _skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
-        """Return what was learnt from a stand-in chat with the same roles; None where nothing could be."""
+        """Return the skeleton that was learnt from a placeholder chat with the same roles; None where there is none."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._skeletons:
             self._skeletons[roles] = self._learn(roles)
@@ -461,9 +462,9 @@ class ChatTemplate:
         return Skeleton(parts, text[at:], self._writes_only)
 
     def _end_of(self, spoken: str, content: str, closing: str | None) -> tuple[int, bool]:
-        """Return the place in ``spoken`` where the turn ends, and whether a token stands there that ends it.
+        """Return the position in ``spoken`` where the turn ends, and whether a token ends it there.
 
-        The end is the first added token behind the content, or the content's last character where there is no such token.
+        The end is the first added token after the content, or the content's last character where there is no such token.
         """
         if closing is not None and spoken.endswith(closing):
             behind = len(spoken) - len(closing)
@@ -476,7 +477,7 @@ class ChatTemplate:
         return (end.end(), True) if end else (max(len(spoken.rstrip()), behind), False)
 
     def _closed(self, text: str, turns: list[Turn], shortened: int = 0) -> Rendered:
-        """Return the row with an end-of-text token behind each turn that has no end."""
+        """Return the row with an end-of-text token after each turn that no token ends."""
         if all(turn.ends for turn in turns):
             return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0, shortened)
         if self.eos is None:
@@ -494,9 +495,9 @@ class ChatTemplate:
 
 
 def _rows(text: str, asked: list[Asked]) -> list[tuple[str, list[Asked]]]:
-    """Return as few rows as hold every turn as it was asked for: (text, turns) each, the whole chat first.
+    """Return as few rows as are needed to supervise every turn: (text, turns) each, the whole chat first.
 
-    A row holds a turn where the row begins with exactly the text that the model would have seen and said.
+    A row supervises a turn where it begins with exactly the prompt of the model and the turn.
     """
     rows = []
     for whole in (text, *(turn.text for turn in reversed(asked))):
@@ -508,21 +509,21 @@ def _rows(text: str, asked: list[Asked]) -> list[tuple[str, list[Asked]]]:
 
 
 def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return a chat of these roles to look at a template with, and the contents of its turns.
+    """Return a placeholder chat of these roles, with which a template is examined, and the contents of its turns.
 
-    Tabs around the contents tell whether the template trims, and no template writes such characters of its own.
+    Tabs around the contents show whether the template trims. No template writes such characters itself.
     """
     contents = [f"\x02{i}\x02" for i in range(len(roles))]
     return [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)], contents
 
 
 def _shared(one: str, other: str) -> int:
-    """Return how many characters the two begin with in common."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _twin(token: str) -> str:
-    """``</a>`` of ``<a>``, and the other way round."""
+    """Return ``</a>`` for ``<a>``, and ``<a>`` for ``</a>``."""
     return f"<{token[2:]}" if token.startswith("</") else f"</{token[1:]}"
 
 
@@ -534,7 +535,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     """Return the tokens that end a supervised answer: the tokenizer's end of text, and the chat template's end of turn.
 
     Args:
-        chats: the template counts; an encoder-decoder's answers are no turns of a template.
+        chats: use the template, too; an encoder-decoder's answers are no turns of a template.
     """
     ends = {tokenizer.eos_token_id} - {None}
     if chats and getattr(tokenizer, "chat_template", None):
@@ -549,9 +550,9 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
 
 
 def _compiled(source: str) -> Template:
-    """Return a chat template as transformers compiles it, which keeps it in a cache.
+    """Return a chat template, compiled and cached by transformers.
 
-    transformers is imported here, because a recipe imports this module before it knows whether anything is trained.
+    transformers is imported in this function, because a recipe imports this module before it knows whether anything is trained.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -587,7 +588,7 @@ def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], li
 def _each_pair(
     samples: list[Pair], control: ControlTokens, encode: Callable[[list[Pair]], list[Encoded]]
 ) -> list[Encoded | BadSample]:
-    """Return what ``encode`` makes of the pairs that name no special token; the others are bad."""
+    """Encode the pairs that name no special token. The others are bad samples."""
     pairs = [Pair(control.bare(pair.source, ends=False), control.bare(pair.target, begins=False)) for pair in samples]
     refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
     good = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
@@ -605,5 +606,5 @@ def _assistant_turns(messages: list[dict[str, str]]) -> list[int]:
 
 
 def _behind(text: str, part: str) -> int:
-    """The position behind ``part``; 0 where a template changed it beyond recognition."""
+    """Return the position after ``part``; 0 where ``text`` does not contain it, since a template changed it."""
     return text.find(part) + len(part) if part in text else 0

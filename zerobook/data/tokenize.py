@@ -1,4 +1,4 @@
-"""Raw samples to token ids, chunk by chunk, on as many processes as asked for, in order."""
+"""Conversion of raw samples to token ids, chunk by chunk and in order, on several processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Chunk = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Reading:
-    """How the samples of a source become token ids; travels to worker processes."""
+    """Settings that convert the samples of a source to token ids. Sent to worker processes."""
 
     format: str
     columns: dict[str, str | None]
@@ -56,10 +56,10 @@ class Reading:
 
 @dataclass
 class EncodedChunk:
-    """``ids`` and ``labels`` (None: equal) of the documents, and their ``extra`` arrays by name.
+    """Encoded documents: ``ids``, ``labels`` (None: equal to the ids), and ``extra`` arrays by name.
 
-    ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], are the first of their sample;
-    ``bad`` are (where, reason); ``counts`` say what was done.
+    ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], marks the first of each sample;
+    ``bad`` holds (place, reason) of bad samples; ``counts`` says what was done.
     """
 
     ids: Ragged
@@ -72,7 +72,7 @@ class EncodedChunk:
 
 
 def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
-    """Items in chunks of about a megabyte; moves ``bar`` by what was read."""
+    """Yield items in chunks of about a megabyte. Advances ``bar`` by the amount that was read."""
     chunk: Chunk = []
     size = 0
     for where, row, cost in items:
@@ -87,7 +87,7 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
 
 
 def _size(row: object) -> int:
-    """About how many bytes of text."""
+    """Return the approximate number of bytes of text."""
     if isinstance(row, dict):
         return sum(len(value) if isinstance(value, str) else 200 for value in row.values())
     return len(row) if isinstance(row, bytes) else 200
@@ -105,7 +105,7 @@ def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, forma
 
 
 def encode_all(reading: Reading, parts: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
-    """Encoded chunks in their order. Memory holds about two chunks a worker."""
+    """Yield encoded chunks in their order. Memory holds about two chunks a worker."""
     if workers == 1:
         yield from (_encode(reading, chunk) for chunk in parts)
         return
@@ -159,7 +159,7 @@ def _reason(row: object) -> str:
 
 
 def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
-    """Parse and tokenize one chunk. Bad samples come back with where they stand and why."""
+    """Parse and tokenize one chunk. Bad samples are returned with place and reason."""
     bad: list[tuple[str, str]] = []
     counts: Counter = Counter()
     samples, places = [], []
@@ -221,7 +221,7 @@ def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:
 
 
 def _pieces(sample: formats.Sample) -> list[formats.Sample]:
-    """A long text in pieces that a tokenizer takes at a time; any other sample whole."""
+    """Return a long text in pieces for the tokenizer, and any other sample whole."""
     if not isinstance(sample, formats.Text) or len(sample.text) <= TEXT_PIECE:
         return [sample]
     pieces: list[formats.Sample] = []

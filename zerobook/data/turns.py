@@ -1,4 +1,4 @@
-"""Rendered chats to token ids, and which of the tokens are the assistant's turns."""
+"""Tokenization of rendered chats, with the tokens of the assistant's turns."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Rendered(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """``ids`` int32 [tokens]; ``turns``: (first, behind the last) token of each of the assistant's turns."""
+    """A tokenized chat. ``ids``: int32 [tokens]; ``turns``: (first token, end) of each of the assistant's turns."""
 
     ids: np.ndarray
     turns: list[Span]
 
 
 class TurnTokenizer:
-    """Tokenizes chats. A turn begins with the token that holds its first character, be it with the end of the prompt.
+    """Tokenizes chats. A turn begins with the token of its first character, even if this token also holds the prompt's end.
 
-    Offsets tell which token that is, but the library takes a fifth longer to keep them. So special tokens are counted
-    instead: text and ids have the same ones in the same order. What stands between one and the turn's first character,
-    such as ``assistant`` and a newline, has known ids; where they are not found there, that chat is done with offsets.
+    Offsets show which token that is, but the library needs a fifth more time to keep them. So special tokens are counted
+    instead: text and ids have the same ones in the same order. The text between one and the turn's first character,
+    such as ``assistant`` and a newline, has known ids. Where these ids are not found, the chat is encoded with offsets.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self._special = any_of(token.content for token in added.values() if token.special)
-        # a token that swallows the white space beside it leaves no place for a turn's first character
+        # a token that includes the white space beside it may include a turn's first character
         self._countable = not any(token.special and (token.lstrip or token.rstrip) for token in added.values())
         self._is_special = np.zeros(max([len(tokenizer), *(number + 1 for number in added)]), bool)
         self._is_special[[number for number, token in added.items() if token.special]] = True
         self._between: dict[str, list[int]] = {}
 
     def encode(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
-        """One result for each chat, in order; a `BadSample` where a turn's tokens cannot be told."""
+        """Return one result for each chat, in order; a `BadSample` where a turn's tokens cannot be determined."""
         if not self.tokenizer.is_fast:
             return self._by_prefixes(chats)
         if not self._countable:
@@ -70,12 +70,12 @@ class TurnTokenizer:
         return results
 
     def _by_count(self, chat: Rendered, row: list[int]) -> Tokenized | None:
-        """None where counting special tokens does not tell."""
+        """Find the turns by counting special tokens. Return None where that does not determine them."""
         ids = np.array(row, np.int32)
         places = np.flatnonzero(self._is_special[ids]).tolist()
         marks = [(mark.start(), mark.end()) for mark in self._special.finditer(chat.text)]
         if len(places) != len(marks):
-            return None  # an unknown character's token is special too, say
+            return None  # for example, an unknown character's token is special too
         ends = [end for _, end in marks]
         turns = []
         for start, stop in chat.turns:
@@ -91,7 +91,7 @@ class TurnTokenizer:
         return Tokenized(ids, turns)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Of what follows the special token that ``text`` begins with."""
+        """Return the ids of the text after the special token with which ``text`` begins."""
         if text not in self._between:
             self._between[text] = plain_backend(self.tokenizer).encode(text, add_special_tokens=False).ids[1:]
         return self._between[text]
@@ -106,7 +106,7 @@ class TurnTokenizer:
         return results
 
     def _by_prefixes(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
-        """Without offsets and a backend a turn's place is found by tokenizing what comes before it, too."""
+        """Find the turns, without offsets and a backend, by tokenizing also the text before each turn."""
         results: list[Tokenized | BadSample] = []
         for chat in chats:
             (ids,) = token_ids(self.tokenizer, [chat.text])
@@ -131,7 +131,7 @@ class ControlTokens:
         self._named = any_of(name for name in names if name.strip())
 
     def bare(self, text: str, *, begins: bool = True, ends: bool = True) -> str:
-        """Return ``text`` without the BOS before it and the end-of-text token behind it, which some published data has."""
+        """Return ``text`` without the BOS before it and the end-of-text token after it, which some published data has."""
         if begins and self._begin:
             text = text.removeprefix(self._begin)
         if ends and self._end and text.rstrip().endswith(self._end):
@@ -139,7 +139,7 @@ class ControlTokens:
         return text
 
     def named(self, text: str) -> bool:
-        """Return whether the tokenizer would read a control token out of ``text``."""
+        """Return whether the tokenizer would find a control token in ``text``."""
         return self._named.search(text) is not None
 
     def refusal(self, what: str, text: str) -> str | None:
@@ -149,7 +149,7 @@ class ControlTokens:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
-    """Return int32 ids of each text, nothing put around it. ``plain``: names of special tokens are characters."""
+    """Return int32 ids of each text, without tokens around it. ``plain``: read names of special tokens as characters."""
     if tokenizer.is_fast:
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = plain
@@ -162,22 +162,22 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
 
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the tokenizer itself puts before a text: a BOS in most, nothing in many."""
+    """Return the ids that the tokenizer itself puts before a text: often a BOS, otherwise nothing."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The tokenizers library's own, which neither cuts nor pads."""
+    """Return the tokenizer's backend of the tokenizers library, set to neither truncate nor pad."""
     backend = tokenizer.backend_tokenizer
-    # a tokenizer.json may carry both, and transformers sets and unsets them at each of its own calls
+    # a tokenizer.json may enable both, and transformers sets and unsets them in each of its own calls
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Finds any of the texts, the longest where several begin at one place."""
+    """Return a pattern that finds any of the texts, the longest where several begin at one position."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -185,13 +185,13 @@ def any_of(tokens: Iterable[str]) -> re.Pattern:
 def _token_at(encoding: Encoding, position: int) -> int:
     token = encoding.char_to_token(position)
     if token is None:
-        # the offsets of many tokenizers leave white space out, and then only the order of their ends tells
+        # the offsets of many tokenizers leave out white space; then it is the first token that ends after the position
         token = bisect_right(range(len(encoding)), position, key=lambda t: cast("Span", encoding.token_to_chars(t))[1])
     return token
 
 
 def _common(ids: np.ndarray, prefix: np.ndarray) -> int:
-    """How many tokens the two begin with in common."""
+    """Return the length of the common prefix of two rows of ids."""
     size = min(len(ids), len(prefix))
     differ = np.flatnonzero(ids[:size] != prefix[:size])
     return int(differ[0]) if len(differ) else size

@@ -1,4 +1,4 @@
-"""What a sample is: a document, a block of running text, or a pack of several documents.
+"""Rows of prepared data: a document, a block of running text, or a pack of several documents.
 
 Each view of a `TokenStore` is a sequence of rows (dicts of int64 arrays), with the tokens and the supervised tokens of
 every row known beforehand. Nothing is copied on disk: another length, split or packing is another view of the same files.
@@ -23,7 +23,7 @@ Row = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Documents:
-    """One row a document. ``chosen`` is int64 [rows], document numbers."""
+    """Rows of one document each. ``chosen`` is int64 [rows], document numbers."""
 
     store: TokenStore
     chosen: np.ndarray
@@ -40,7 +40,7 @@ class Documents:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 [rows], labels: of a target's tokens where there is a source, and of all tokens elsewhere"""
+        """int64 [rows], number of labels: a target's tokens where there is a source, and all tokens elsewhere"""
         return np.diff(self.store.label_offsets)[self.chosen]
 
     @property
@@ -60,10 +60,10 @@ class Documents:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Running text, cut every ``length`` tokens; what is left at the end is dropped. All is supervised.
+    """Running text, cut every ``length`` tokens; an incomplete block at the end is dropped. All tokens are supervised.
 
-    ``starts`` and ``stops`` are int64: the stretches of the store's tokens that are joined. ``loss_weight`` is that of a
-    block: all tokens are supervised, so every block weighs the same.
+    ``starts`` and ``stops`` are int64: the ranges of the store's tokens that are joined. ``loss_weight`` is the weight of
+    a block: all tokens are supervised, so every block has the same weight.
     """
 
     store: TokenStore
@@ -76,7 +76,7 @@ class Blocks:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Ends of the stretches among the joined tokens, int64 [stretches]."""
+        """Ends of the ranges among the joined tokens, int64 [ranges]."""
         return np.cumsum(self.stops - self.starts)
 
     def __len__(self) -> int:
@@ -112,9 +112,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Packs:
-    """Several samples a row, isolated from each other by ``position_ids`` that begin anew with each.
+    """Rows of several samples, isolated from each other by ``position_ids`` that restart with each sample.
 
-    ``starts`` and ``stops`` are int64 [samples]: stretches of the store's tokens; ``counts`` int64 [samples], their
+    ``starts`` and ``stops`` are int64 [samples]: ranges of the store's tokens; ``counts`` int64 [samples], their
     loss weights; ``packing`` says which of them share a row.
     """
 
@@ -153,18 +153,18 @@ class Packs:
             start, stop = self.starts[sample], self.stops[sample]
             ids.append(self.store.ids[start:stop])
             own = np.array(self.store.labels[start:stop])
-            own[0] = IGNORE  # nothing before it belongs to it
+            own[0] = IGNORE  # no token of its sample comes before it
             labels.append(own)
             positions.append(np.arange(stop - start))
         joined = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: np.concatenate(parts).astype(np.int64) for name, parts in joined.items()}
 
     def samples(self, row: int) -> np.ndarray:
-        """int64, the numbers of the samples in ``row``"""
+        """Return the numbers of the samples in ``row``, int64."""
         return self.packing.members[self.packing.offsets[row] : self.packing.offsets[row + 1]]
 
     def without(self, skipped: np.ndarray) -> Packs:
-        """The same rows less the samples that ``skipped``, bool [samples], marks; a row may be left empty."""
+        """Return the same rows without the samples that ``skipped``, bool [samples], marks. A row may become empty."""
         kept = ~skipped[self.packing.members]
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
         return replace(self, packing=Packing(before[self.packing.offsets], self.packing.members[kept]))
@@ -206,10 +206,10 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Ro
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one or several datasets, numbered through, and the samples they are made of, numbered through as well.
+    """Rows of one or several datasets, and their samples. Rows and samples are numbered across the datasets.
 
-    ``fingerprint`` changes with the content, the split and the cutting, so a run that goes on can tell whether it is
-    still the same data.
+    ``fingerprint`` changes with the content, the split and the cutting, so that a resumed run can check whether the
+    data is still the same.
     """
 
     views: tuple[View, ...]
@@ -227,12 +227,12 @@ class Part:
 
     @property
     def is_empty(self) -> bool:
-        """Every row is skipped."""
+        """Return whether every row is skipped."""
         return self.dropped is not None and bool(self.dropped.all())
 
     @property
     def isolated(self) -> bool:
-        """Rows hold several samples that must not see each other."""
+        """Return whether rows hold several samples that must not see each other."""
         return any(view.isolated for view in self.views)
 
     @cached_property
@@ -246,36 +246,36 @@ class Part:
         return np.concatenate([view.loss_weights for view in self.views])
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, tokens of the rows ``ids``"""
+        """Return the numbers of tokens in the rows ``ids``, int64."""
         return self.lengths[ids]
 
     def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
-        """int64, loss weights of the rows ``ids``"""
+        """Return the loss weights of the rows ``ids``, int64."""
         return self.loss_weights[ids]
 
     def is_dropped(self, ids: np.ndarray) -> np.ndarray:
-        """bool, which of the rows ``ids`` are left out"""
+        """Return which of the rows ``ids`` are left out, bool."""
         return np.zeros(len(ids), bool) if self.dropped is None else self.dropped[ids]
 
     @property
     def filler(self) -> int:
-        """A row that weighs something, for batches to be filled up with."""
+        """A row with a positive loss weight, with which batches are filled up."""
         return int(np.argmax(self.loss_weights > 0))
 
     @property
     def longest_sample(self) -> int:
-        """Tokens; of a pack its samples count."""
+        """Number of tokens in the longest sample. In a pack, each sample is measured by itself."""
         views = self.views
         return max(int((v.stops - v.starts if isinstance(v, Packs) else v.lengths).max()) for v in views if len(v))
 
     @property
     def most_labels(self) -> int:
-        """Labels of the row that has the most: positions for which a model makes logits."""
+        """Number of labels in the row that has the most: positions for which a model makes logits."""
         return max(int(view.labels.max()) for view in self.views if len(view))
 
     @property
     def largest_id(self) -> int:
-        """Of all tokens in the files."""
+        """Largest token id in the files."""
         return max(int(max(view.store.ids.max(), view.store.labels.max())) for view in self.views)
 
     def order(
@@ -286,7 +286,7 @@ class Part:
         by_length: bool = False,
         passed: Sequence[Sequence[int]] | None = None,
     ) -> SampleOrder:
-        """The rows' order in training; ``passed`` is for streams."""
+        """Return the order of the rows in training. ``passed`` is for streams."""
         lengths = self.lengths if by_length else None
         return SampleOrder(self.sizes, seed=seed, weights=weights, dropped=self.dropped, lengths=lengths)
 
@@ -298,7 +298,7 @@ class Part:
         raise IndexError(row)
 
     def samples_of(self, row: int) -> list[int]:
-        """The samples in a row: what skip ranges name. A row that is no pack is one sample."""
+        """Return the numbers of the samples in a row, as skip ranges name them. A row that is no pack is one sample."""
         first = 0
         for view in self.views:
             if row < len(view):
@@ -309,8 +309,10 @@ class Part:
         raise IndexError(row)
 
     def skipping(self, ranges: Iterable[Iterable[int]]) -> Part:
-        """This part without the samples in ``ranges``, [start, end) each: they leave their packs, and rows with none left
-        are dropped. Row numbers stay what they are."""
+        """Return this part without the samples in ``ranges``, [start, end) each. Row numbers do not change.
+
+        The samples are taken out of their packs, and rows without samples are dropped.
+        """
         marked = np.zeros(sum(map(_sample_count, self.views)), bool)
         for start, end in ranges:
             marked[int(start) : int(end)] = True
@@ -333,7 +335,7 @@ def _sample_count(view: View) -> int:
 
 
 def report(view: View, length: int) -> dict[str, Any]:
-    """Counts for people: rows, tokens, and how full packs are."""
+    """Return counts for display: rows, tokens, and the packing efficiency."""
     lengths = view.lengths
     facts: dict[str, Any] = {"rows": len(view), "tokens": int(lengths.sum())}
     if isinstance(view, Packs):

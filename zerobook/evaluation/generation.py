@@ -1,4 +1,4 @@
-"""Text that the model generates for held-out rows, on all ranks together, and how close it comes to the targets."""
+"""Generation of text for held-out rows, on all ranks together, and its scores against the targets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GenerationScorer:
     """Generates for held-out rows and scores the texts; a `zerobook.training.recipe.Scorer`.
 
     The rows are cut into batches of ``batch_size`` per process, and every process makes the same number of ``generate``
-    calls, which is what sharded weights need. The last batch is filled with rows whose texts are dropped again, so each
+    calls, as sharded weights require. The last batch is filled up with rows whose texts are dropped, so each
     row counts once, in dataset order, whatever the number of rows and processes.
 
     Args:
@@ -44,8 +44,8 @@ class GenerationScorer:
         collate: pads the sources.
         decoding: see `decoding`.
         batch_size: rows per process and ``generate`` call.
-        batches: generate for the first so many batches only; None: for all rows.
-        samples: rows of the table.
+        batches: generate for only this number of first batches; None: for all rows.
+        samples: number of rows in the table.
 
     Returns (by calling):
         Metrics, the same on every rank: `text_metrics` and ``generated_tokens``, the mean length of a prediction (end
@@ -78,7 +78,7 @@ class GenerationScorer:
 
     @torch.no_grad()
     def generate(self, strategy: Strategy) -> list[list[int]]:
-        """Predicted token ids of the rows, in their order, on every rank. Collective."""
+        """Return the predicted token ids of the rows, in their order, on every rank. Collective."""
         together = self.batch_size * strategy.world_size
         calls = -(-len(self.rows) // together)
         calls = min(calls, self.batches or calls)
@@ -97,7 +97,7 @@ class GenerationScorer:
         return [text for _, text in sorted(pair for rank in strategy.gather(mine) for pair in rank)]
 
     def _text(self, ids: list[int]) -> list[int]:
-        """Without the decoder's start token and what pads behind the end token (which may be the same id)."""
+        """Return ``ids`` without the decoder's start token and the padding after the end token (which may be the same id)."""
         ends = self.decoding.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         ids = ids[1:]

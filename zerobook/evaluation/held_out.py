@@ -1,4 +1,4 @@
-"""The loss on held-out data: measured, and put in words."""
+"""The loss on held-out data: its measurement, and its output as text and for trackers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LOGITS = 2**30
-"""Logits that a forward pass of the evaluation makes at most: 2 GiB in half precision, 4 in fp32."""
+"""Maximum number of logits in a forward pass of the evaluation: 2 GiB in half precision, 4 in fp32."""
 
 
 def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
-    """Return how many rows an evaluation's forward pass takes: ``asked``, or fewer where they would have more than `LOGITS`.
+    """Return the number of rows in an evaluation's forward pass: ``asked``, or fewer where these have more than `LOGITS`.
 
     One row is always taken. Training keeps activations beside the logits, so its micro-batches are smaller, and an evaluation
     with a larger batch would otherwise run out of memory where training fits.
 
     Args:
-        asked: ``per_device_eval_batch_size``.
+        asked: the config's ``per_device_eval_batch_size``.
         positions: of the longest row for which there are logits.
         vocabulary: logits of a position.
 
@@ -38,7 +38,7 @@ def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
 
 
 def vocabulary(config: PreTrainedConfig) -> int:
-    """Return how many logits a position has, by the model's config; 1 where it does not say."""
+    """Return the number of logits per position, by the model's config; 1 where the config names none."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "vocab_size", None) or 1
 
@@ -51,11 +51,11 @@ def losses(
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
     summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
 ) -> dict[str, Any]:
-    """Over all of it, and over each dataset where there are several. Collective.
+    """Measure the loss over all held-out data, and over each dataset where there are several. Collective.
 
     Args:
         parts: name -> held-out rows.
-        micro: samples a process takes at once.
+        micro: samples per micro-batch and process.
         summed_loss: batch -> the sum over its supervised tokens, in nats.
 
     Returns:
@@ -83,7 +83,7 @@ def losses(
 
 
 def describe(result: dict[str, Any]) -> str:
-    """``held-out loss 1.7716, perplexity 5.88 (code 1.2000, chat 2.1000), rougeL 21.3``."""
+    """Return a result as text: ``held-out loss 1.7716, perplexity 5.88 (code 1.2000, chat 2.1000), rougeL 21.3``."""
     words = []
     if "loss" in result:
         each = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.get("datasets", {}).items())
@@ -95,7 +95,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def tracked(result: dict[str, Any]) -> dict[str, float]:
-    """Flat, as trackers take them."""
+    """Return a result as a flat dict, for trackers."""
     flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
     flat |= {f"eval_loss/{name}": part["loss"] for name, part in result.get("datasets", {}).items()}
     return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}

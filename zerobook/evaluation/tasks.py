@@ -1,4 +1,4 @@
-"""Multiple-choice tasks, scored by how likely the model finds each choice. Nothing is generated.
+"""Multiple-choice tasks, scored by the likelihood of each choice. Nothing is generated.
 
 The definitions are those of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness,
 ``lm_eval/api/task.py``), with the text of the choice, not its letter, as the continuation:
@@ -9,7 +9,7 @@ The definitions are those of EleutherAI's lm-evaluation-harness (https://github.
               harness's code divides by characters under this name and by bytes as ``acc_bytes``: equal in ASCII).
 
 The prompt is ``QUESTION\\nAnswer:`` and the choice follows after a space; with a chat template the prompt is a user's
-turn, and the choice starts the assistant's. Of equal choices the first one counts as picked.
+turn, and the choice starts the assistant's. Among equal choices, the first is picked.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_task(path: str | Path) -> Task:
 
 
 def _question(line: str) -> Question:
-    """A line's question; a ValueError says what is wrong with it."""
+    """Return a line's question. Raises `ValueError` with the reason where the line is wrong."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -125,19 +125,19 @@ def _question(line: str) -> Question:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether ``value`` is a string that says something and can be written as UTF-8 (JSON allows half a surrogate pair)."""
+    """Return whether ``value`` is a non-blank string that can be written as UTF-8 (JSON allows half a surrogate pair)."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 # --- likelihoods
 @dataclass(frozen=True)
 class Scored:
-    """Token ids of which those from ``first`` on are the choice."""
+    """Token ids; those from ``first`` on are the choice."""
 
     ids: list[int]
     first: int
     source: list[int] | None = None
-    """What the encoder of a seq2seq model reads; None for a causal model."""
+    """Input ids of a seq2seq model's encoder; None for a causal model."""
 
 
 class Encoder:
@@ -150,7 +150,7 @@ class Encoder:
         prefix: text that a seq2seq model was trained to see before every source.
 
     Raises:
-        ConfigError: a template is asked for that the tokenizer does not have, or it cannot tell where its tokens lie.
+        ConfigError: the tokenizer has no chat template, but one is needed, or it gives no offsets of its tokens.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Encoder:
         self.max_length = max_length
         self.prefix = prefix
         self.cut = 0
-        """Sequences that lost the beginning of their prompt."""
+        """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
         self.lead = [] if self.chat else self.control.leading  # as in training; templates write their own
 
@@ -190,7 +190,7 @@ class Encoder:
         if self.kind == "seq2seq":
             return self._seq2seq(self.prefix + prompt, choice)
         text = prompt + ("" if self.chat else " ") + choice
-        # together, because a token may reach over the boundary; such a one depends on the choice and belongs to it
+        # encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         inside = [i for i, (start, end) in enumerate(encoded["offset_mapping"]) if start < end <= len(prompt)]
         ids, first = self.lead + encoded["input_ids"], len(self.lead) + (inside[-1] + 1 if inside else 0)
@@ -233,11 +233,11 @@ def log_likelihoods(
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     progress: bool = False,
 ) -> list[float]:
-    """log P(choice | prompt) of every sequence, in nats, summed over the tokens of the choice; on every rank.
+    """Return log P(choice | prompt) of every sequence, in nats, summed over the tokens of the choice; on every rank.
 
     Batches do not depend on the number of ranks: rank r takes batches r, r + world_size, ... of one common list. So
     the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
-    each may gather weights from all; a rank that is out of batches repeats the last one and counts nothing.
+    each may gather weights from all ranks; a rank without a batch repeats the last one and discards the scores.
 
     Args:
         batch_size: sequences (choices, not questions) in a forward.
@@ -256,7 +256,7 @@ def log_likelihoods(
 
 
 def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device | str) -> torch.Tensor:
-    """Summed log-likelihoods, float32 [rows]."""
+    """Return summed log-likelihoods, float32 [rows]."""
     ids, mask = _padded([row.ids for row in rows], pad, device)
     choice = mask.bool()
     for i, row in enumerate(rows):
@@ -266,9 +266,9 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
         ids, choice = ids[:, 1:], choice[:, 1:]
     else:
         source, source_mask = _padded([row.source or [] for row in rows], pad, device)
-        labels = ids.masked_fill(mask == 0, -100)  # the model makes its decoder's input of them
+        labels = ids.masked_fill(mask == 0, -100)  # the model makes its decoder's input from the labels
         logits = model(input_ids=source, attention_mask=source_mask, labels=labels, use_cache=False).logits
-    # only where a choice stands: a float32 copy of all logits would be the largest tensor of the run
+    # only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run
     likelihoods = logits[choice].float().log_softmax(-1).gather(1, ids[choice].unsqueeze(1)).squeeze(1)
     by_position = torch.zeros(choice.shape, device=device)
     by_position[choice] = likelihoods
@@ -276,7 +276,7 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
 
 
 def _padded(rows: list[list[int]], pad: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids padded on the right and their attention mask, int64 [rows, longest] each."""
+    """Return token ids padded on the right and their attention mask, int64 [rows, longest] each."""
     longest = max(map(len, rows))
     ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
@@ -285,7 +285,7 @@ def _padded(rows: list[list[int]], pad: int, device: torch.device | str) -> tupl
 
 # --- accuracy
 def standard_error(accuracy: float, questions: int) -> float:
-    """Of a binomial proportion: sqrt(p (1 - p) / n)."""
+    """Return the standard error of a binomial proportion: sqrt(p (1 - p) / n)."""
     return math.sqrt(accuracy * (1 - accuracy) / questions)
 
 
@@ -293,14 +293,14 @@ class TaskScorer:
     """Measures ``tasks`` on a model, whole on one process or spread over ranks.
 
     Args:
-        tokenizer: its padding token is masked, so any serves.
+        tokenizer: its padding token is masked, so any token works.
         batch_size: choices in a forward, per process; fewer where they would have too many logits, see
             `zerobook.evaluation.held_out.rows_at_once`.
         kind: ``causal`` or ``seq2seq``.
         apply_chat_template, max_length, prefix: see `Encoder`.
 
     Raises:
-        ConfigError: two tasks of one name, or see `Encoder`.
+        ConfigError: two tasks have the same name, or see `Encoder`.
         DataError: a choice that the model cannot take.
     """
 
@@ -333,7 +333,7 @@ class TaskScorer:
 
         Args:
             strategy: how ``model`` is spread; None for a plain model in one process.
-            model: as the strategy prepared it. Its training mode is put back afterwards.
+            model: as the strategy prepared it. Its training mode is restored afterwards.
             step: written into the table.
 
         Returns:
@@ -387,7 +387,7 @@ class TaskScorer:
 
 
 def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
-    """Whether the summed and the byte-normalised likelihoods pick the right choice."""
+    """Return whether the summed and the byte-normalised likelihoods pick the right choice."""
     per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
     return scores.index(max(scores)) == question.answer, per_byte.index(max(per_byte)) == question.answer
 
@@ -396,7 +396,7 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
 def task_scorers(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind, prefix: str = ""
 ) -> list[TaskScorer]:
-    """The scorer of ``config.eval_tasks`` for a training loop; none where no task is named."""
+    """Return the scorer of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
     from zerobook.models.result import context_of
 
     if not config.eval_tasks:

@@ -1,10 +1,10 @@
-"""How close generated texts are to references: ROUGE, BLEU, chrF."""
+"""Metrics that compare generated texts with references: ROUGE, BLEU, chrF."""
 
 from __future__ import annotations
 
 
 def text_metrics(predictions: list[str], references: list[str]) -> dict[str, float]:
-    """Scores from 0 to 100, higher is closer.
+    """Return scores from 0 to 100. Higher is closer.
 
     Args:
         predictions: one text each.
@@ -16,7 +16,7 @@ def text_metrics(predictions: list[str], references: list[str]) -> dict[str, flo
         ``chrf``: corpus chrF2, on characters, for any script (package sacrebleu, its default settings).
 
     Raises:
-        ValueError: lists of unlike lengths, or empty ones.
+        ValueError: lists of different lengths, or empty ones.
 
     >>> {name: round(score, 1) for name, score in text_metrics(["the cat sat"], ["the cat sits"]).items()}
     {'rouge1': 66.7, 'rouge2': 50.0, 'rougeL': 66.7, 'bleu': 0.0, 'chrf': 61.0}

@@ -1,8 +1,8 @@
-"""What ``accelerate launch`` was told and does not hand to its workers.
+"""Settings of ``accelerate launch`` that it does not pass to its workers.
 
-It says "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
-of an inline DeepSpeed section, and forgets ``use_cpu`` under DeepSpeed and FSDP. Its command line, that of
-a worker's parent process, still knows.
+It passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
+of an inline DeepSpeed section, and drops ``use_cpu`` under DeepSpeed and FSDP. They are found through its command
+line, which is that of a worker's parent process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:
-    """What follows ``accelerate launch`` in a process's command line; None where it is another program's."""
+    """Return the arguments after ``accelerate launch`` in a process's command line; None if it is of another program."""
     for index, token in enumerate(command):
         if (
             token == "accelerate.commands.launch"
@@ -36,7 +36,7 @@ def launcher_flags(command: list[str]) -> list[str] | None:
 
 
 def parent_flags() -> list[str] | None:
-    """`launcher_flags` of the process that started this one."""
+    """Return `launcher_flags` of the process that started this one."""
     import psutil
 
     try:
@@ -46,7 +46,7 @@ def parent_flags() -> list[str] | None:
 
 
 def chose_threads() -> bool:
-    """True where ``OMP_NUM_THREADS`` is this process's launcher's own choice: nobody had set it, nor typed a number.
+    """Return whether the launcher itself chose ``OMP_NUM_THREADS``: no user had set it, or typed a number of threads.
 
     accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
     """
@@ -68,7 +68,7 @@ def chose_threads() -> bool:
 
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
-    """Say where gloo would listen on this machine's loopback, where no other machine reaches it; None where it does not.
+    """Return a note if gloo would listen on this machine's loopback, which no other machine reaches; else None.
 
     gloo takes the address of the host name, and loopback where there is none. NCCL chooses an interface by itself.
     """

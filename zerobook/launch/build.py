@@ -1,4 +1,4 @@
-"""Builds what ``accelerate launch`` asked for: the only place that knows DeepSpeed, FSDP and a CPU apart.
+"""Build what ``accelerate launch`` asked for: the only place that distinguishes DeepSpeed, FSDP and a CPU.
 
 `zerobook.launch.resolve` works out what was asked for; `zerobook.strategy` holds what each strategy does differently.
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from zerobook.strategy import Strategy
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for each other before they call it a hang."""
+"""Time that ranks wait for each other before they report a hang."""
 
 
 def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
-    """`resolve` for the process that calls it. Raises `ConfigError` with every problem."""
+    """Return the launch plan of the process that calls it. Raises `ConfigError` with all problems."""
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
@@ -57,9 +57,9 @@ def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan
 def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     """Create the Accelerator that ``plan`` describes, wrapped as a `zerobook.strategy.Strategy`.
 
-    On a CPU three things differ from a GPU, and all three stand here: the process group is gloo
+    On a CPU three things differ from a GPU, and all three are handled here: the process group is gloo
     by name (otherwise accelerate sees one process while DeepSpeed runs many, and every rank reads
-    all the data), DeepSpeed is told that it has a CPU, and FSDP2, which accelerate offers to
+    all the data), DeepSpeed is set to use a CPU, and FSDP2, which accelerate offers to
     accelerators only, gets the small shim below.
     """
     import torch
@@ -73,7 +73,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
     _meet_after_restart(on_cpu)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
-        os.environ["WANDB_MODE"] = "offline"  # asking for a key would stop a run that nobody watches
+        os.environ["WANDB_MODE"] = "offline"  # a prompt for a key would stop an unattended run
         os.environ.setdefault("WANDB_DIR", config.output_dir)
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
@@ -119,7 +119,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use: those it is bound to, without hyper-threads, and within its container's quota."""
+    """Return the CPU cores that this process may use, without hyper-threads and within its container's quota."""
     import psutil
 
     logical = psutil.cpu_count() or 1
@@ -132,12 +132,12 @@ def usable_cores() -> int:
 
 
 def set_environment(plan: LaunchPlan) -> None:
-    """Make the variables that accelerate and DeepSpeed read say what the plan says."""
+    """Set the variables that accelerate and DeepSpeed read, as the plan says."""
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # accelerate drops DeepSpeed and FSDP without a word where this is set
+        # accelerate silently drops DeepSpeed and FSDP where this is set
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    if plan.kind == "fsdp":  # without a parallelism config nobody reads it
+    if plan.kind == "fsdp":  # it is read with a parallelism config only
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard)
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
@@ -147,7 +147,7 @@ def set_environment(plan: LaunchPlan) -> None:
 def _let_later_groups_wait() -> None:
     """Give groups that are made without a timeout `COLLECTIVE_TIMEOUT`, not torch's 10 minutes (NCCL) or 30 (gloo).
 
-    DeepSpeed's groups and those of a device mesh are made so, and do not take over the default group's timeout.
+    DeepSpeed's groups and those of a device mesh are made so, and do not inherit the default group's timeout.
     """
     from torch.distributed import distributed_c10d
 
@@ -155,10 +155,10 @@ def _let_later_groups_wait() -> None:
 
 
 def _meet_after_restart(on_cpu: bool) -> None:
-    """Form the process group under keys of this attempt, where torchrun has restarted the ranks of a lone node.
+    """Form the process group under keys of this attempt, if torchrun has restarted the ranks of a single node.
 
     ``--max_restarts`` keeps the store of the attempt before, with its processes' addresses, and torch looks for its peers
-    there (pytorch issue 135712). Agents of several nodes count restarts each for itself, so there nothing is done.
+    there (pytorch issue 135712). On several nodes, each agent counts its own restarts, so nothing is done there.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
@@ -174,7 +174,7 @@ def _meet_after_restart(on_cpu: bool) -> None:
 
 
 def _hush(plan: LaunchPlan) -> None:
-    """Keep libraries' chatter that a user can do nothing about away from the progress bar."""
+    """Silence messages of libraries that a user can do nothing about."""
     import logging
     import warnings
 
@@ -182,7 +182,7 @@ def _hush(plan: LaunchPlan) -> None:
 
     transformers_logging.disable_progress_bar()
     keep_logs_plain("transformers")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would load from the hub for a CPU
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
 
 

@@ -18,11 +18,11 @@ QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "z
 FUSED_ONLY = ("bias_correction", "set_grad_none")
 """Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
 NEVER = 1e30
-"""A norm that nothing reaches: DeepSpeed computes the gradient norm only where it clips."""
+"""A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Load the JSON, or write down what the YAML's inline ``deepspeed_config`` says, into ``plan``."""
+    """Read the JSON, or the YAML's inline ``deepspeed_config``, into ``plan``."""
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path == "none":
         plan.config_file = "the Accelerate YAML's deepspeed_config"
@@ -60,7 +60,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
-    """ZeRO++'s second copy of the weights, shared by a group of processes: "auto" is the ``node`` processes of a node."""
+    """Read the group size of ZeRO++'s second copy of the weights. "auto" means the ``node`` processes of a node."""
     said, world = zero[HPZ], plan.world_size
     where = f"{plan.config_file}: zero_optimization.{HPZ} is {json.dumps(said)}"
     size = node if said == "auto" else said
@@ -68,7 +68,7 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
     elif said in (0, 1):
-        return  # DeepSpeed's way of saying no
+        return  # DeepSpeed's values for off
     elif plan.zero_stage != 3:
         plan.problems.append(f"{where} with stage {plan.zero_stage}; only stage 3 cuts weights. Set stage 3 or remove it.")
     elif plan.offload_param == "nvme":
@@ -95,7 +95,7 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
 
 
 def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Add problems where DeepSpeed was told of another device, or is asked for what it does on GPUs only."""
+    """Add problems if DeepSpeed is set to another device, or if the config needs a GPU and there is none."""
     if plan.kind == "deepspeed" and plan.device == "cuda" and environ.get("DS_ACCELERATOR") == "cpu":
         plan.problems.append(
             "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
@@ -111,7 +111,7 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
-    """Ops that the config needs and this machine cannot compile; ``missing`` says why. Call it once the config is filled."""
+    """Add problems for ops that the config needs and this machine cannot compile: ``missing`` says why. Call after `fill`."""
     if plan.device == "cpu":
         return
     for what in ("optimizer", "param"):
@@ -174,7 +174,7 @@ def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
-    """The JSON's micro-batch against the size that was asked for, before a resumed run cuts its batch another way."""
+    """Add a problem if the JSON's micro-batch differs from the config's. Call it before a resumed run cuts its batch anew."""
     key = "per_device_train_batch_size"
     present = (plan.deepspeed_config or {}).get("train_micro_batch_size_per_gpu", "auto")
     if present not in ("auto", config.per_device_train_batch_size):
@@ -184,7 +184,7 @@ def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved)
 def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
     """Write the run's sizes, clipping and optimizer into the config.
 
-    What the JSON fixes and no person set is taken over into ``config``; what both fix must be equal.
+    Values that the JSON fixes and no person set are copied into ``config``; values that both set must be equal.
     """
     ds = plan.deepspeed_config
     assert ds is not None
@@ -266,7 +266,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
 
 
 def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: Resolved) -> None:
-    """Take ``present`` over into ``config.key``, unless a person set that to something else: a problem."""
+    """Copy ``present`` into ``config.key``, or add a problem if a person set another value."""
     if present in ("auto", getattr(config, key)):
         return
     if not isinstance(present, int | float):

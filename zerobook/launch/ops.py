@@ -1,9 +1,9 @@
-"""DeepSpeed's C++ ops: compiled ahead, and the locks that a killed compile leaves behind.
+"""DeepSpeed's C++ ops: compile them ahead, and remove the locks that a killed compile leaves.
 
-torch compiles an extension under a file named ``lock``. A compile that is killed leaves it there, and
-every later process waits for it for ever without a word. The compiling process keeps the file
-open, so a lock that no process has open is stale, once it is too old to be another machine's: the
-cache may lie on a network disk, and a compile elsewhere cannot be seen from here.
+torch creates a file named ``lock`` while it compiles an extension. A compile that is killed leaves the file, and
+every later process waits for it for ever without a message. The compiling process keeps the file
+open, so a lock that no process has open is stale, if it is too old for a compile on another machine: the
+cache may be on a network disk, and processes of other machines cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ STALE_AFTER_S = 5 * 60
 
 
 def own_tools() -> None:
-    """Let ops be built with this environment's ninja and kept inside this environment, whether or not it was activated.
+    """Build ops with this environment's ninja and keep them inside this environment, whether or not it is activated.
 
-    torch looks at every op again whenever it is loaded, with the ninja it finds first. Two of different versions do not know
-    each other's logs, and two environments name different headers: taking turns in one place, each would compile everything
-    again that the other has compiled, for minutes and without a word.
+    torch checks every op with the first ninja on the PATH whenever it loads the op. Different versions of ninja cannot read
+    each other's logs, and two environments use different headers: with one cache, each would compile all ops again
+    after the other, for minutes and without a message.
     """
     tools = str(Path(sys.executable).parent)
     found = os.environ.get("PATH", "").split(os.pathsep)
@@ -46,7 +46,7 @@ def own_tools() -> None:
 
 
 def cache_root() -> Path:
-    """Where compiled ops are kept: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else where torch keeps them."""
+    """Return the folder of compiled ops: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else torch's default."""
     given, environment = os.environ.get("TORCH_EXTENSIONS_DIR"), Path(sys.prefix)
     if given:
         return Path(given)
@@ -58,13 +58,13 @@ def cache_root() -> Path:
 
 
 def locks() -> list[Path]:
-    """Lock files under the extensions' cache, stale or held."""
+    """Return the lock files under the extensions' cache, stale or held."""
     root = cache_root()
     return sorted(root.glob("**/lock")) if root.is_dir() else []
 
 
 def is_held(lock: Path) -> bool:
-    """True while some process has the file open. Sees this user's processes (all, as root)."""
+    """Return whether some process has the file open. Sees this user's processes (all, as root)."""
     wanted = lock.resolve()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
@@ -76,7 +76,7 @@ def is_held(lock: Path) -> bool:
 
 
 def age(lock: Path) -> float:
-    """Seconds since the lock was made; 0 where it is gone."""
+    """Return the seconds since the lock was made; 0 if it is gone."""
     try:
         return time.time() - lock.stat().st_mtime
     except OSError:
@@ -84,15 +84,15 @@ def age(lock: Path) -> float:
 
 
 def is_stale(lock: Path) -> bool:
-    """True for a lock that no process here holds and that is older than `STALE_AFTER_S`."""
+    """Return whether no process here holds the lock, and it is older than `STALE_AFTER_S`."""
     return age(lock) > STALE_AFTER_S and not is_held(lock)
 
 
 def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
     """Remove locks that no process holds; returns them. ``say`` gets a line about each; it prints if unset.
 
-    Waits, at most `STALE_AFTER_S`, for one that nobody here holds and that is too young to tell: going on
-    would wait for it inside torch, for ever where its compile was killed.
+    Waits, at most `STALE_AFTER_S`, for a lock that no process here holds and that is too new to judge: torch would
+    wait for it too, and for ever if its compile was killed.
     """
     say = say or (lambda line: print(line, flush=True))
     removed = []
@@ -113,9 +113,9 @@ def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
 
 
 def missing() -> dict[str, str]:
-    """Ops that cannot be compiled on this machine, which has GPUs: {op: why}. Empty where there is a CUDA toolkit.
+    """Return {op: reason} of the ops that cannot be compiled on this machine, which has GPUs. Empty with a CUDA toolkit.
 
-    Ops that DeepSpeed was installed with are not among them.
+    Ops that DeepSpeed was installed with are left out.
     """
     import torch
     from torch.utils import cpp_extension

@@ -22,8 +22,8 @@ def exit_on_error() -> Iterator[None]:
     except ZerobookError as error:
         rank = int(os.environ.get("LOCAL_RANK", 0))
         if rank != 0:
-            # Most errors are every rank's. The launcher stops all once one has exited, so the rank that prints goes
-            # first; who is still alive after that met an error of its own.
+            # Most errors occur on every rank. The launcher stops all ranks once one has exited, so rank 0 prints first; a
+            # rank that is still alive after that has an error of its own.
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
@@ -31,7 +31,7 @@ def exit_on_error() -> Iterator[None]:
 
 
 def leave(code: int = 0) -> None:
-    """End a launched process with ``code`` after all that was registered for its end.
+    """End a launched process with ``code`` after its exit handlers have run.
 
     One process alone returns, or raises `SystemExit` where ``code`` is not 0.
 

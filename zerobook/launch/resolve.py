@@ -1,4 +1,4 @@
-"""Where a strategy file leads: from environment, hardware and config to a `LaunchPlan`, without starting anything.
+"""Resolve environment, hardware and config to a `LaunchPlan`, without starting anything.
 
 A launched run, ``--dry-run`` and ``zerobook doctor`` all call `resolve`, so what doctor prints is what a run does. Every
 disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is gathered here.
@@ -28,8 +28,8 @@ class Hardware:
     """GPUs of this machine, and what runs on them.
 
     Attributes:
-        gpus: how many torch sees.
-        flash_attention: flash attention 2 runs on all of them; ``no_flash_attention`` says why it does not.
+        gpus: number of GPUs that torch sees.
+        flash_attention: True if flash attention 2 runs on all of them; if not, ``no_flash_attention`` says why.
         unused: why torch does not see the GPUs that this process may use; None where it sees them, where there are none, and
             where the environment hides them.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
@@ -49,7 +49,7 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> Hardware:
-        """Look at the machine. Imports torch; initialises no CUDA context beyond a device query."""
+        """Detect the hardware of this machine. Imports torch; initialises no CUDA context beyond a device query."""
         import torch
 
         if not torch.cuda.is_available():
@@ -102,10 +102,10 @@ def resolve(
         environ: the environment of a worker process.
         hardware: what the machine has.
         config: the recipe's config. Values that a person did not set and that the YAML or JSON
-            fixes (accumulation, clipping, rate, decay) are taken over into it, and so is the dtype of a frozen base.
-        sources: where each config value came from; updated with what is taken over.
+            fixes (accumulation, clipping, rate, decay) are copied into it, and so is the dtype of a frozen base.
+        sources: where each config value came from; updated for the copied values.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
-            cannot tell ``--mixed_precision no`` from silence.
+            cannot tell ``--mixed_precision no`` from no flag.
 
     Returns:
         The plan. ``problems`` holds every disagreement; nothing is raised here.
@@ -230,14 +230,14 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: Resolved) -> None:
-    """Accumulation may be said in three places; they must agree, and one that stands alone is taken."""
+    """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
     said: dict[str, int] = {}
     from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if from_yaml.isdigit() and int(from_yaml) != 1:
         said["the Accelerate YAML or launcher"] = int(from_yaml)
     ds = plan.deepspeed_config or {}
     from_json = ds.get("gradient_accumulation_steps", "auto")
-    # A fixed 1 in a JSON is the files' way of saying nothing: Accelerate writes it where it is missing.
+    # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
     if isinstance(from_json, int) and from_json != 1:
         said[str(plan.config_file)] = from_json
     if sources.given("gradient_accumulation_steps"):
@@ -255,14 +255,14 @@ def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: Rec
 
 
 def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:
-    """Add problems where this strategy, or the checkpoint that is resumed, does not take the optimizer."""
+    """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
     try:
         refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
         other = other_optimizer(config)
         found = [refused, other and f"resume_from_checkpoint: {other}"]
     except ConfigError as error:
         found = [str(error)]
-    except CheckpointError:  # `keep_global_batch` tells it
+    except CheckpointError:  # `keep_global_batch` reports it
         found = [refused]
     plan.problems += [problem for problem in found if problem]
 
@@ -275,7 +275,7 @@ def _choose_precision(
     explicit: str | None,
     on_cpu: bool,
 ) -> None:
-    """The first of: the recipe's flag, the launcher's, the recipe's YAML, the Accelerate YAML, a fixed JSON, full fp32."""
+    """Set the precision: the first of recipe's flag, launcher's flag, recipe's YAML, Accelerate YAML, fixed JSON, fp32."""
     ds = plan.deepspeed_config
     fixed = None
     for dtype in ("fp16", "bf16"):
@@ -331,7 +331,7 @@ def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
 
 
 def fp32_flash_attention(precision: str, dtype: str) -> str:
-    """Return the words for flash attention 2 in a run that computes in fp32."""
+    """Return the error message for flash attention 2 in a run that computes in fp32."""
     return (
         "attn_implementation: flash_attention_2 was asked for; it takes fp16 and bf16 only, and this run computes in fp32 "
         f"(mixed_precision {precision}, dtype {dtype}). Pass --mixed_precision bf16, or use auto, sdpa or eager."
@@ -339,7 +339,7 @@ def fp32_flash_attention(precision: str, dtype: str) -> str:
 
 
 def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
-    """Choices of the model that this strategy or device cannot take."""
+    """Add problems for model settings that this strategy or device does not support."""
     if config.attn_implementation == "flash_attention_2":
         if on_cpu or not hardware.flash_attention:
             have = "there is no GPU here" if on_cpu else hardware.no_flash_attention

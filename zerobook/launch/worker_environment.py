@@ -1,4 +1,4 @@
-"""The environment that ``accelerate launch`` would give to its workers, worked out by accelerate's own code."""
+"""The environment that ``accelerate launch`` would give to its workers, computed by accelerate's own code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init 
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
-    """The environment that accelerate gives to rank 0, and ``--mixed_precision`` where it was typed.
+    """Return the environment that accelerate gives to rank 0, and ``--mixed_precision`` as typed, or None.
 
     Raises:
-        ConfigError: where accelerate refuses the flags or the file.
+        ConfigError: accelerate refuses the flags or the file.
     """
     from accelerate.commands import launch as accelerate_launch
     from accelerate.utils import launch as prepare
@@ -32,7 +32,7 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
             args = parser.parse_args(flags)
     except SystemExit:
         reason = said.getvalue().strip().rpartition("error: ")[2]
-        if "training_script" in reason:  # the last flag took the script for its value
+        if "training_script" in reason:  # the last flag took the script as its value
             reason = f"{launch_flags[-1]} has no value"
         raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
     if args.training_script != flags[-1]:
@@ -66,7 +66,7 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 
 
 def _check_accelerate_config(file: str | None) -> None:
-    """Raises ConfigError where accelerate would show a traceback: no such file, not valid YAML, not a mapping."""
+    """Raise `ConfigError` where accelerate would show a traceback: no such file, not valid YAML, not a mapping."""
     if file is None:
         return
     try:

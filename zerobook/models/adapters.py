@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def nf4(precision: str) -> BitsAndBytesConfig:
-    """QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
+    """Return the config of QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
 
     The storage dtype equals the compute dtype, so that FSDP2 can flatten and shard the packed weights beside
     the others.
@@ -49,7 +49,7 @@ def add_lora(
         alpha: the update is weighed by ``alpha / rank``.
         dropout: before the adapters.
         targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
-        seed: adapters start alike on every rank and under every strategy.
+        seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         revision: of the model on the hub. The saved adapter's config names the commit, or this where the commit is unknown.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A checkpoint as a plain transformers folder, reloaded and compared before it is called done."""
+"""Export of a checkpoint to a transformers folder, which is reloaded and compared with the checkpoint's model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 24
 _ALLOWED = 1e-5
-"""Difference of logits, as a share of the largest, between the model that was written and what reloads."""
+"""Largest allowed difference of logits, as a share of the largest, between the written and the reloaded model."""
 
 
 def export_checkpoint(
@@ -38,7 +38,7 @@ def export_checkpoint(
     Args:
         dtype: of the written weights.
         merge: fold LoRA's matrices into the model's; without it the adapter alone is written.
-        trust_remote_code: run code that comes with the model. What the checkpoint says about it does not count.
+        trust_remote_code: run code that comes with the model. The checkpoint's own setting is ignored.
 
     Returns:
         ``folder``, ``difference`` (of logits, as a share of the largest), and ``notes`` for people.
@@ -92,7 +92,7 @@ def export_checkpoint(
 
 
 def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model that the run began with, in fp32, and where it is found. ``kept`` is the checkpoint's config.json."""
+    """Return the model that the run began with, in fp32, and its location. ``kept`` is the checkpoint's config.json."""
     import transformers
 
     name = kept["config"]["model_name_or_path"]
@@ -136,7 +136,7 @@ def _adapted(model: PreTrainedModel, config: dict[str, Any], revision: str) -> P
 
 
 def _fill(model: nn.Module, checkpoint: Path) -> None:
-    """Put the trained weights into ``model``; raises where one is missing, or an adapter is still what it began as."""
+    """Copy the trained weights into ``model``. Raises `CheckpointError` where one is missing or an adapter is untrained."""
     reader, parameters = Reader(checkpoint), dict(model.named_parameters())
     held, trained = reader.index["shapes"], False
     for name, shape in held.items():
@@ -161,7 +161,7 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _cast(model: Model, dtype: torch.dtype) -> None:
-    """Cast the weights to ``dtype``. Buffers keep theirs: in half precision, a router's bias would choose other experts."""
+    """Cast the weights to ``dtype``. Buffers are not cast: in half precision, a router's bias would choose other experts."""
     for parameter in filter(torch.is_floating_point, model.parameters()):
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

@@ -1,4 +1,4 @@
-"""How a trained model generates: the config that is saved with it, and the tokens at which it stops."""
+"""Generation settings of a trained model: the config that is saved with it, and its stop tokens."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0) -> GenerationConfig:
-    """Beam search (greedy with one beam), always the same for the same weights; set it as ``model.generation_config``.
+    """Return a config of deterministic beam search (greedy with one beam); set it as ``model.generation_config``.
 
     Args:
-        own: what the model came with. Its special tokens and repetition rules stay; lengths, beams and sampling do not,
-            so nothing of its own wins over the arguments or conflicts with them.
-        max_tokens: tokens a text may have, its end token included and the decoder's start token not, as labels count.
-        min_tokens: tokens it must have before its end token.
+        own: the model's own config. Its special tokens and repetition rules stay. Its lengths, beams and sampling are
+            replaced, so that they neither override the arguments nor conflict with them.
+        max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
+        min_tokens: minimum number of tokens before the end token.
     """
     config = copy.deepcopy(own)
     config.update(
         num_beams=num_beams, max_new_tokens=max_tokens, min_new_tokens=min_tokens or None, max_length=None, min_length=None,
         do_sample=False, temperature=None, top_k=None, top_p=None, typical_p=None, use_cache=True,
     )  # fmt: skip
-    config._from_model_config = False  # or the file says that it was derived from config.json
+    config._from_model_config = False  # otherwise the file says that it was derived from config.json
     if num_beams == 1:
         config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
     return config
@@ -68,8 +68,9 @@ def answer_as_measured(
     max_tokens: int,
     min_tokens: int,
 ) -> None:
-    """Write to an encoder-decoder's configs how it generates, and its prefix. Both are saved with the model, so that it
-    answers later as it did when it was measured.
+    """Write an encoder-decoder's generation settings and its prefix to its configs.
+
+    Both are saved with the model, so that it later generates as it did in the evaluation.
     """
     own = model.generation_config
     model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens)

@@ -1,4 +1,4 @@
-"""Measure on the model that tokens which must not see each other do not."""
+"""Measurement, on the model itself, of whether tokens see others that they must not see."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 _LENGTH = 12
 _NOISE = 4.0
-"""A difference of more than so many times the model's own noise is not noise. Models without experts have none at all. Random
+"""A difference above this multiple of the model's own noise is not noise. Models without experts have no noise. Random
 models with experts, of 24 and 48 layers in bf16, with a rounding error added to every expert's output, had 0.6 to 2.1 times
 their noise where they kept samples apart, and 7 to 130 times where they did not."""
 
 
 def settled(strategy: Strategy, collate: Collate) -> Collate:
-    """Return the form of ``collate`` that costs the prepared model least and keeps apart what must be apart. Collective.
+    """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
 
     A few tiny forward passes decide, in evaluation mode. A collator of another class is returned as it is.
 
     Raises:
-        ConfigError: samples that share a row see each other, whatever is handed over: see `isolating`.
+        ConfigError: samples that share a row see each other in every form: see `isolating`.
     """
     if isinstance(collate, PackedCollator):
         return isolating(strategy, collate)
@@ -43,9 +43,9 @@ def settled(strategy: Strategy, collate: Collate) -> Collate:
 def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     """Return a collator without an attention mask, where padding changes nothing for the tokens before it. Collective.
 
-    In a model with causal attention no token sees the padding on its right, whose labels count nothing, so loss and
-    gradients are the same. The mask would cost: SDPA takes no flash kernel with one, and the host waits for the device to see
-    whether it masks anything. A model that does see the padding (BERT) keeps its mask.
+    In a model with causal attention no token sees the padding on its right, and the labels of padding are ignored, so loss
+    and gradients are the same. A mask costs time: SDPA uses no flash kernel with it, and the host waits for the device to
+    check whether it masks anything. A model that sees the padding (BERT) keeps its mask.
     """
     flash = "flash" in _attention(strategy)
     bare = replace(collate, mask=False, lengths=flash)
@@ -54,7 +54,7 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
             strangers, noise = influence(strategy, _padded(way, strategy))
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # each architecture raises an error of its own where it does not take what is handed over
+        except Exception:  # architectures raise different errors for arguments that they do not take
             continue
         if strangers <= _NOISE * noise:
             return way
@@ -64,11 +64,11 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
 def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
     """Return a collator under which the prepared model keeps a row's samples apart. Collective.
 
-    Most models of transformers take the samples' borders from ``position_ids``, and flash attention from the lengths that are
-    handed to it; some do not look at the positions (Falcon), and need the mask spelt out. Which one this is, is measured.
+    Most models of transformers take the samples' borders from ``position_ids``, and flash attention from the lengths in
+    the batch. Some models ignore the positions (Falcon) and need a full mask. A measurement decides.
 
     Raises:
-        ConfigError: no way keeps them apart, as in recurrent models, or the model takes no such mask, as those with
+        ConfigError: no form isolates the samples, as in recurrent models, or the model takes no full mask, as models with
             ALiBi that count positions in a mask of padding (Bloom).
     """
     config, attention = strategy.unwrapped.config, _attention(strategy)
@@ -77,7 +77,7 @@ def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
         with_lengths = replace(collate, lengths=True)
         cheaper = [*_without_looking(strategy, with_lengths), with_lengths]
         ways = [*((way, "the samples' lengths") for way in cheaper), *ways]
-    # a mask spelt out would replace a sliding window; flash and flex attention take none
+    # a full mask would replace a sliding window; flash and flex attention take none
     if attention in ("sdpa", "eager") and not getattr(config, "sliding_window", None):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(strategy.plan.precision, torch.float32)
         ways.append((replace(collate, mask=torch.bool if attention == "sdpa" else half), "a mask of the samples"))
@@ -88,7 +88,7 @@ def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
             misplaced = strangers <= _NOISE * noise and not keeps_positions(strategy, way)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # each architecture raises an error of its own where it takes no such mask
+        except Exception as error:  # architectures raise different errors where they take no such mask
             found.append(f"the model fails with {by} ({type(error).__name__}: {error})")
             continue
         if strangers <= _NOISE * noise and not misplaced:
@@ -109,23 +109,23 @@ def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
 
 @torch.no_grad()
 def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], slice]) -> tuple[float, float]:
-    """Measure what tokens that must not be seen do to the logits of others. Collective.
+    """Measure the effect of tokens that must not be seen on the logits of others. Collective.
 
-    This needs no bound for rounding. The batches have one shape, so the same kernels sum the same numbers in the same order:
-    where nothing is seen, logits are equal to the last bit. Experts are the exception, since other tokens make other groups
-    of them. So the same logits are compared where another row changes, which no model sees: that is the noise.
+    No bound for rounding is needed. The batches have one shape, so the same kernels sum the same numbers in the same order:
+    where nothing is seen, logits are equal to the last bit. Experts are the exception, since other tokens are grouped
+    differently. So the logits are also compared after a change in another row, which no model sees: this is the noise.
 
     Args:
-        batches: three of one shape, as collators make them, and where to look in the first row's logits. The second has other
-            tokens where they must not be seen; the third has other tokens in another row.
+        batches: three of one shape, as collators make them, and the range of the first row's logits to compare. The second has
+            other tokens where they must not be seen; the third has other tokens in another row.
 
     Returns:
-        (the difference that the second makes, that the third makes), root mean squares as shares of the logits' own; the mean
+        (difference by the second batch, difference by the third), root mean squares as shares of the logits' own; the mean
         over all ranks.
     """
     same, strangers, other_row = _logits(strategy, *batches)
     found = torch.stack([(logits - same).norm() / same.norm().clamp_min(1e-6) for logits in (strangers, other_row)])
-    # what one rank sees all decide by: in a mean it does not get lost, and neither does a NaN
+    # all ranks decide by the mean: it keeps a difference on one rank, and a NaN
     by_strangers, by_other_row = (strategy.sum_over_ranks(found) / strategy.world_size).tolist()
     return by_strangers, by_other_row
 
@@ -134,7 +134,7 @@ def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], sli
 def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     """Return whether a row's second sample has the positions that it has alone, in a model with a table of them. Collective.
 
-    Its logits in the row must be nearer to those of the sample alone than half as far as positions that begin later put them.
+    Its logits in the row may differ from those of the sample alone by at most half as much as later positions change them.
     """
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
@@ -142,12 +142,12 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     begun, late = np.arange(_LENGTH), np.arange(_LENGTH, 2 * _LENGTH)
     [packed] = _logits(strategy, (collate([_row(np.r_[first, second], np.tile(begun, 2))]),), slice(_LENGTH, 2 * _LENGTH))
     alone, shifted = _logits(strategy, tuple(collate([_row(second, where)]) for where in (begun, late)), slice(_LENGTH))
-    kept = (packed - alone).norm() <= (shifted - alone).norm() / 2  # not where either is no number
+    kept = (packed - alone).norm() <= (shifted - alone).norm() / 2  # False where either is NaN
     return strategy.sum_over_ranks(kept.float().reshape(1)).item() == strategy.world_size
 
 
 def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
-    """A short row beside a long one; other tokens in its padding; another long row."""
+    """Return three batches: a short row beside a long one; other tokens in its padding; another long row."""
     short, long, other = np.split(_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
     batches[1]["input_ids"][0, _LENGTH : 2 * _LENGTH] = torch.as_tensor(other[:_LENGTH])
@@ -155,7 +155,7 @@ def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str
 
 
 def _packed(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
-    """Two rows of two samples each; another first sample in the first row; in the second."""
+    """Return three batches: two rows of two samples each; another first sample in the first row; in the second row."""
     a, b, c, d, other = _tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
     rows = [((a, b), (c, d)), ((other, b), (c, d)), ((a, b), (other, d))]
@@ -174,7 +174,7 @@ def _tokens(strategy: Strategy, count: int) -> np.ndarray:
 
 
 def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:
-    """The first row's logits there, in evaluation mode, fp32 [tokens, vocabulary] of each batch. Collective."""
+    """Return the first row's logits at ``where``, in evaluation mode, fp32 [tokens, vocabulary] of each batch. Collective."""
     model = strategy.model
     was_training = model.training
     model.eval()
@@ -183,7 +183,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
         return [model(**to_device(batch, strategy.device)).logits[0, where].to(torch.float32, copy=True) for batch in given]
     finally:
         model.train(was_training)
-        strategy.after_forwards()  # also behind an error: the next forward must not meet weights that stayed gathered
+        strategy.after_forwards()  # also after an error: the next forward must not find weights still gathered
 
 
 def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 MADE_OF = "made_of.json"
-"""What an initial model was made of stands beside it: another model or seed is another start."""
+"""File beside an initial model that names its config and seed: others give another initial model."""
 DTYPES: dict[str, torch.dtype | str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 FLASH_HEAD = 256
-"""Numbers of the largest head that flash attention 2 takes."""
+"""Largest head dimension that flash attention 2 takes."""
 
 
 def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
@@ -51,7 +51,7 @@ def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = Fals
     long as that takes: in ``from_pretrained``, nodes with a slow network would make the others' collectives time out.
 
     Args:
-        weights: the model's weights are loaded, not its config or tokenizer alone.
+        weights: also download the weights, not only the config or the tokenizer.
     """
     if name.startswith(embedded.PREFIX):
         return strategy.once_per_node(lambda: embedded.located(name))
@@ -106,10 +106,10 @@ def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remo
 def choose_attention(
     config: RecipeConfig, model_config: PreTrainedConfig, model_class: Any, hardware: Hardware, precision: str
 ) -> str | None:
-    """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision take it.
+    """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision support it.
 
     Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
-    would compute it and throw it away. Flex attention has no dropout, so a model with attention dropout does not take it.
+    would compute and discard it. Flex attention has no dropout, so a model with attention dropout does not take it.
 
     Args:
         model_config: transformers' config of the model.
@@ -120,7 +120,7 @@ def choose_attention(
         None where transformers is to choose: SDPA, or eager for a model without it.
 
     Raises:
-        ConfigError: a person asked for flash attention 2 in fp32 or for a model that does not train right with it, or for flex
+        ConfigError: the config names flash attention 2 in fp32 or for a model that does not train correctly with it, or flex
             attention with attention dropout.
     """
     asked, dropout = config.attn_implementation, attention_dropout(model_config.to_dict())
@@ -147,9 +147,9 @@ def choose_attention(
 
 
 def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
-    """Return why a model does not train right with flash attention 2 in transformers 5.23; None where nothing is known.
+    """Return why a model does not train correctly with flash attention 2 in transformers 5.23; None where nothing is known.
 
-    The model's class says that it supports it in all these cases.
+    The model's class claims to support flash attention in all these cases.
     """
     facts, kind = model_config.to_dict(), model_config.model_type
     if model_config.is_encoder_decoder:
@@ -212,7 +212,7 @@ def load_model(
     """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Collective.
 
     ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
-    of it.
+    about the model.
 
     Args:
         encoder_decoder: the model is one; otherwise it is a decoder.
@@ -252,8 +252,8 @@ def load_model(
     keep_4bit_layout(model)
     model.config.use_cache = False
     if model.config._attn_implementation == "flex_attention":
-        # a shape, a kind of mask and whether gradients are needed make a compilation each; behind 8 of them, torch's default,
-        # it computes without kernels
+        # each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
+        # attention computes without kernels
         torch._dynamo.config.recompile_limit = 64
     dropped = keep_all_layers(model)
     if strategy.is_main and dropped:
@@ -278,20 +278,20 @@ def keep_4bit_layout(model: nn.Module) -> None:
 
 def keep_all_layers(model: nn.Module) -> float:
     """Turn off layerdrop (Fan et al., 2019), by which M2M100 leaves out layers at random in training. Each rank would draw
-    others: DDP ends by an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
+    other layers: DDP fails with an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
 
     Returns:
-        What it was; 0 where the model has none. The model's config keeps it.
+        The rate that it had; 0 where the model has none. The model's config keeps it.
     """
     dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
     most = max((float(cast("float", module.layerdrop)) for module in dropping), default=0.0)
     for module in dropping:
-        module.layerdrop = 0.0  # type: ignore[assignment]  # a number, where nn.Module knows tensors and modules
+        module.layerdrop = 0.0  # type: ignore[assignment]  # a number; nn.Module declares tensors and modules
     return most
 
 
 def drop_foreign_attention(config: PreTrainedConfig) -> None:
-    """Let the model's class choose its attention where the config names a kernel on the hub: that is native code of others."""
+    """Let the model's class choose its attention where the config names a kernel on the hub: native code by others."""
     if "/" in str(getattr(config, "_attn_implementation", None) or ""):
         config._attn_implementation = None
 
@@ -301,8 +301,8 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
 
     transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by the longest row,
     once that is longer than the positions the model was first trained on. ``dynamic`` also keeps the longest row it has seen.
-    So the loss would depend on the cut of a batch, on evaluations between the steps, and on what an attempt did before. Here
-    they are chosen once, for the longest sample of the run.
+    So the loss would depend on the cut of a batch, on evaluations between the steps, and on earlier batches of an attempt. Here
+    the frequencies are chosen once, for the longest sample of the run.
 
     Args:
         longest: tokens of the longest sample, in training and held-out data.
@@ -336,7 +336,7 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
 
 
 def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
-    """Raise `ConfigError` where texts of ``longest`` tokens are longer than the model has position embeddings for."""
+    """Raise `ConfigError` where texts of ``longest`` tokens exceed the model's position embeddings."""
     positions = getattr(model_config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ConfigError(
@@ -346,7 +346,7 @@ def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> 
 
 
 def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    """Raise `ConfigError` where the data has ids or lengths that the model's embeddings do not."""
+    """Raise `ConfigError` where ids or lengths in the data exceed the model's embeddings."""
     parts = [data.train, *data.held_out.values()]
     rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > rows:  # which harms only where such tokens occur
@@ -370,7 +370,7 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 
 
 def absolute_positions(model: PreTrainedModel) -> int | None:
-    """Rows of the model's table of positions; None where it has none (rotary or relative ones have no end)."""
+    """Return the rows of the model's table of positions; None where it has none (rotary or relative ones have no limit)."""
     positions = getattr(model.config, "max_position_embeddings", None)
     words = model.get_input_embeddings()
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
@@ -385,7 +385,7 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
         enable()
     else:  # transformers before 5.20
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # frozen embeddings cut the graph; an input that requires grad carries it into the checkpoints
+    # outputs of frozen embeddings have no graph; an input that requires grad connects the checkpoints to one
     model.enable_input_require_grads()
 
 
@@ -434,7 +434,7 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 
 
 def _made_of(folder: Path) -> dict[str, Any] | None:
-    """Return what an initial model was made of; None where there is no note of it, ``{}`` where it cannot be read."""
+    """Return the record of an initial model; None where there is none, ``{}`` where it cannot be read."""
     try:
         return json.loads((folder / MADE_OF).read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -444,19 +444,19 @@ def _made_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _config_digest(source: str, revision: str) -> str | None:
-    """Return a digest of what a model's config file says; None where there is none to read.
+    """Return a digest of a model's config file; None where there is no file to read.
 
-    Of the file, not of the config that transformers makes of it: another version of transformers has other defaults.
+    The file is used, not the config that transformers makes of it: another version of transformers has other defaults.
     """
     from transformers import PreTrainedConfig
 
     try:
         facts, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     except (OSError, ValueError):
-        return None  # the config may be gone when the run goes on
+        return None  # the config may be gone when the run resumes
     facts = {key: value for key, value in facts.items() if key not in ("_commit_hash", "_name_or_path", "transformers_version")}
     if "auto_map" in facts:
-        facts["model_revision"] = revision  # of the code that comes with it
+        facts["model_revision"] = revision  # the revision of the code that comes with the model
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -468,7 +468,7 @@ def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
-    """Return the sentence that refuses to replace the initial model of checkpoints."""
+    """Return the error message about replacing the initial model of checkpoints."""
     keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
     words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
     return (

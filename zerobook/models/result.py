@@ -1,4 +1,4 @@
-"""Loads what a recipe left behind, or any other model, for talking to it and measuring it."""
+"""Loading of a run's result, or of any other model, for chat and evaluation."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Loaded:
 
     @property
     def context(self) -> int | None:
-        """Tokens the model reads at most, on each side of a seq2seq model; None where positions are not limited."""
+        """Maximum tokens that the model reads, on each side of a seq2seq model; None where positions are not limited."""
         return context_of(self.model.config)
 
     @property
     def source_prefix(self) -> str:
-        """What recipes/seq2seq_chatbot.py put before every source, as it left it in the model's config."""
+        """Prefix that recipes/seq2seq_chatbot.py put before every source, from the model's config."""
         tasks = getattr(self.model.config, "task_specific_params", None) or {}
         return str(tasks.get("chatbot", {}).get("prefix", ""))
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
+    """Return the positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
     # T5's n_positions is what it was trained on; its relative bias limits nothing
     if getattr(config, "relative_attention_num_buckets", None):
         return None
@@ -58,7 +58,7 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 
 def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
-    """A trained result with its tokenizer.
+    """Load a trained model with its tokenizer.
 
     Args:
         path: a model folder, an adapter folder (its config names the base), a run's output_dir that holds
@@ -77,11 +77,11 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
         model: PreTrainedModel | PeftModel = adapted
     else:
         model, base, of_base = _load_model(name, options, str(path)), name, options
-    # an adapter that was saved without its tokenizer speaks its base's
+    # an adapter that was saved without its tokenizer uses its base's
     own = (Path(name) / "tokenizer_config.json").exists()
     tokenizer = _load_tokenizer(name, options, str(path)) if own else _load_tokenizer(base, of_base, str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
-    # training switches the cache off and saves that; without it every answer takes quadratic time
+    # training switches the cache off and saves this setting; without a cache, every answer takes quadratic time
     model.config.use_cache = True
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,7 +90,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
 
 
 def _hush() -> None:
-    """Keep what libraries say about themselves away from the conversation."""
+    """Silence the libraries' messages, which would disturb a chat."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -100,7 +100,7 @@ def _hush() -> None:
 
 
 def locate_result(name: str) -> str:
-    """The folder that really holds the files, or ``name`` itself where only the hub can know it."""
+    """Return the folder that holds the files, or ``name`` itself where it can only be on the hub."""
     if name.startswith(embedded.PREFIX):
         return _embedded(name)
     folder = Path(name).expanduser()
@@ -131,12 +131,12 @@ def _holds_result(folder: Path) -> bool:
 
 
 def _embedded(name: str) -> str:
-    with redirect_stdout(sys.stderr):  # it tells of its conversion, and stdout is for answers
+    with redirect_stdout(sys.stderr):  # the conversion prints messages, and stdout is for answers
         return embedded.located(name)
 
 
 def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str, dict[str, Any]]:
-    """Return the adapted model, where its base was found, and the options that the base was loaded with."""
+    """Return the adapted model, the location of its base, and the options for loading the base."""
     from peft import PeftModel
     from transformers import GenerationConfig
 
@@ -177,7 +177,7 @@ def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedMod
         drop_foreign_attention(config)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         return kind.from_pretrained(name, config=config, dtype="auto", **options)
-    except Exception as error:  # files of others: JSON, safetensors, the hub client and torch each raise their own
+    except Exception as error:  # any file: JSON, safetensors, the hub client and torch raise errors of their own
         raise _unreadable(name, shown, "model", error) from error
 
 
@@ -189,7 +189,7 @@ def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTraine
     except Exception as error:  # as above
         raise _unreadable(name, shown, "tokenizer", error) from error
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked from attention by position, so any token serves
+        tokenizer.pad_token = tokenizer.eos_token  # masked from attention by position, so any token works
     return tokenizer
 
 
@@ -200,4 +200,4 @@ def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigErr
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a heading says nothing without what follows
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a heading needs the line after it

@@ -1,4 +1,4 @@
-"""The folder with the trained weights that a run leaves behind."""
+"""The folder in which a run saves the trained weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
 
     Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
     ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
-    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder appears whole: until then, the
-    result of an earlier attempt keeps its place.
+    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete when it
+    appears: until then, the result of an earlier attempt stays.
     """
     from transformers import PreTrainedModel
 
@@ -49,7 +49,7 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
         staging = staging_of(folder)
         model.save_pretrained(str(staging), state_dict=weights)
         if whole:
-            # save_pretrained writes down the live model: the strategy's compute dtype, the cache that training switches off
+            # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
             file = staging / "config.json"
             facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
             file.write_text(json.dumps(facts, indent=2) + "\n")

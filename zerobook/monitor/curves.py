@@ -1,4 +1,4 @@
-"""Loss curves from files that other programs wrote, and from our own runs."""
+"""Loss curves, from files of other programs and from Zerobook's own runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
 
     Args:
         path: a ``trainer_state.json`` (transformers), a CSV with a header, JSON Lines, or a run's ``output_dir``.
-            Columns may be called as in `STEP`, `LOSS`, `NORM` and `RATE`. Rows without a step or a loss are passed over.
-        grad_norm: a CSV with ``step,grad_norm``, where the norms stand in a file of their own.
+            Columns may be called as in `STEP`, `LOSS`, `NORM` and `RATE`. Rows without a step or a loss are skipped.
+        grad_norm: a CSV with ``step,grad_norm``, if the norms are in a separate file.
 
     Raises:
-        DataError: where there is no curve in it; it names the columns that were found.
+        DataError: the file holds no curve. The message names the columns that were found.
     """
     path = Path(path).expanduser()
     run = path.is_dir() and (path / "runlog" / EVENTS).exists()
@@ -113,7 +113,7 @@ def _number(row: dict[str, Any], names: tuple[str, ...]) -> float | None:
 
 
 def points_of(records: Iterable[dict[str, Any]]) -> Iterator[Point]:
-    """The points of our own per-step records; where one lacks a number, it was not finite."""
+    """Yield the points of a runlog's step records. A number that is missing there was not finite."""
     for record in records:
         loss, norm = (math.nan if record[key] is None else record[key] for key in ("loss", "grad_norm"))
         masked = not (math.isfinite(loss) and math.isfinite(norm))
@@ -121,7 +121,7 @@ def points_of(records: Iterable[dict[str, Any]]) -> Iterator[Point]:
 
 
 def replay(points: Iterable[Point], settings: Settings | None = None, each: Callable[[], None] | None = None) -> list[Finding]:
-    """All that the detector says of a curve, in order. ``each`` is called once a point, for a progress bar."""
+    """Return the detector's findings on a curve, in order. ``each`` is called once per point, for a progress bar."""
     detector = Detector(settings)
     found = []
     for point in points:

@@ -1,4 +1,4 @@
-"""Find loss spikes and say what kind they are. Fed one logged point at a time; causal; it acts on nothing.
+"""Find and classify loss spikes. The detector gets one logged point at a time, and carries out no measures.
 
 *   Level: the median of the last ``near`` accepted points. Excess of a point: ``(loss - level) / unit``.
 *   Unit: what one standard deviation is to normal noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), least * level)``, where the
@@ -10,7 +10,7 @@
     schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
 *   Shape: an excursion comes back at once, comes back slowly, steps to a new level, rises, or repeats the run's beginning.
 *   Shock: a gradient norm ``shock`` times the usual is evidence against the weights. The level before it is
-    kept for eight times ``patience`` points: a slow rise behind it is not followed, and no new level is accepted.
+    kept for eight times ``patience`` points: a slow rise after it is not followed, and no new level is accepted.
 
 The defaults were chosen on public logs; docs/guides/detector.md has the table, and `scripts/detector_table.py` makes it.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Points are logged points; excesses are in units of the usual residual."""
+    """Settings of the detector. Points are logged points; excesses are in units of the usual residual."""
 
     near: int = 24
     """accepted points whose median is the level"""
@@ -36,27 +36,27 @@ class Settings:
     least: float = 0.02
     """smallest unit, as a share of the level"""
     young: float = 0.15
-    """the same with no history, shrinking over the first ``near`` points"""
+    """smallest unit without history, as a share of the level; shrinks over the first ``near`` points"""
     high: float = 3.0
     """excess of a point that may belong to a spike and is kept out of the baseline"""
     drift: float = 1.5
-    """evidence that each point takes away"""
+    """evidence subtracted at each point"""
     cap: float = 4.0
-    """evidence that one point can give, before the drift"""
+    """evidence that one point can add, before the drift"""
     evidence: float = 5.0
-    """sum that makes an alarm"""
+    """sum of evidence that raises an alarm"""
     outlier_steps: int = 3
     """odd data lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
     absurd: float = 100.0
-    """times the level, or the run's first loss, that no data does to sound weights"""
+    """factor above the level, or above the run's first loss, that no data causes with sound weights"""
     precursor: float = 8.0
-    """excess of a gradient norm that arms"""
+    """excess of a gradient norm that arms the detector"""
     shock: float = 1000.0
-    """times the usual gradient norm that is evidence against the weights, whatever the loss does at that step"""
+    """factor above the usual gradient norm that is evidence against the weights, whatever the loss is at that step"""
     chronic: int = 3
-    """spikes within 1000 points that are a pattern"""
+    """spikes within 1000 points that make a ``chronic`` finding"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +74,31 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was seen. ``kind`` is one of
+    """An observation on the curve. ``kind`` is one of
 
     ``armed``        a gradient norm or a first high loss that may announce a spike
     ``outlier``      high for as long as odd data lasts, and back
     ``spike``        an alarm: high for longer than odd data lasts
-    ``spike_end``    it came back
-    ``damage``       it did not come back in time
-    ``divergence``   it rises, stays high without coming down, or is not finite
+    ``spike_end``    the loss came back
+    ``damage``       the loss did not come back in time
+    ``divergence``   the loss rises, stays high without coming down, or is not finite
     ``level_shift``  a moderate step to a new level, which is the baseline now
-    ``reset``        the run's own beginning over again: weights made anew
+    ``reset``        the run's own beginning again: weights were initialised anew
     ``chronic``      spikes so often that the learning rate is the cause
     """
 
     kind: str
     step: int
-    """where it was noticed"""
+    """step at which it was noticed"""
     onset: int
-    """where it began"""
+    """step at which it began"""
     points: int
-    """logged points since"""
+    """logged points since the onset"""
     base: float
-    """level before it"""
+    """level before the onset"""
     peak: float
     reason: str
-    """in words"""
+    """reason in words"""
 
     @property
     def alarm(self) -> bool:
@@ -106,7 +106,7 @@ class Finding:
 
     @property
     def asks(self) -> bool:
-        """It asks for a rollback."""
+        """True if the finding asks for a rollback."""
         return self.kind in ("damage", "divergence")
 
 
@@ -137,7 +137,7 @@ class _Rolling:
 
 
 class _Series:
-    """A series' level, and the residuals to its trend."""
+    """The level of a series, and the residuals from its trend."""
 
     def __init__(self, settings: Settings, state: dict[str, Any] | None = None):
         self.settings = settings
@@ -151,13 +151,13 @@ class _Series:
         return self.near.quantile(0.5)
 
     def unit(self) -> float:
-        """Return the usual residual: what one standard deviation is to normal noise, from the 95th percentile above the trend
-        and from the median distance to it."""
+        """Return the usual residual, which estimates the standard deviation of normal noise: from the 95th percentile above the
+        trend, and from the median distance to it."""
         level, s = self.level(), self.settings
         assert self.first is not None
         scale = max(abs(level), 0.02 * abs(self.first - level), 1e-12)
         above = self.excess.quantile(0.95) / 1.645 if len(self.excess) else 0.0
-        # from both sides: a unit from upper excesses alone, once too small, would keep out what could correct it
+        # from both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it
         around = 1.4826 * self.size.quantile(0.5) if len(self.size) else 0.0
         return max(above, around, s.least * scale, s.young * scale * (1 - len(self.excess) / s.near))
 
@@ -171,12 +171,12 @@ class _Series:
             self.learn(around[len(around) // 2] - median(around))
 
     def learn(self, residual: float) -> None:
-        """Add a residual. The level stays."""
+        """Add a residual, without changing the level."""
         self.excess.add(residual)
         self.size.add(abs(residual))
 
     def move(self, values: list[float]) -> None:
-        """Take ``values`` as the new level; the residuals stay."""
+        """Set the level to that of ``values``, without changing the residuals."""
         self.near = _Rolling(self.settings.near, values)
 
     def state(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class _Series:
 
 @dataclass
 class _Excursion:
-    """High points that have not come back yet."""
+    """A stretch of high points that has not come back to the level yet."""
 
     onset: int
     base: float
@@ -198,13 +198,13 @@ class _Excursion:
     """points in a row that were at the base again"""
     confirmed: bool = False
     judged: str | None = None
-    """``damage`` or ``divergence``, once said"""
+    """``damage`` or ``divergence``, once reported"""
     peak_then: float = 0.0
-    """the peak when that was said"""
+    """the peak at that report"""
     touched: bool = False
-    """a point was at the base again since that was said"""
+    """a point was at the base again since that report"""
     extended: int = 0
-    """how often it was given more time, since it was coming back"""
+    """number of extensions of the patience, while the loss was coming back"""
     rate: float | None = None
     """learning rate at the onset"""
 
@@ -219,7 +219,7 @@ _KEPT = 512
 
 
 class Detector:
-    """Feed it with `update`; `state` and ``Detector(settings, state)`` carry it over a stop.
+    """Finds spikes in a loss curve. Pass points to `update`; `state` and ``Detector(settings, state)`` save and restore it.
 
     >>> detector = Detector()
     >>> found = [f for step in range(60) for f in detector.update(Point(step=step, loss=2.0 + (step in (40, 41)) * 3))]
@@ -249,7 +249,7 @@ class Detector:
         self.excursion = _Excursion(**state["excursion"]) if state.get("excursion") else None
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; all there is."""
+        """Return the complete state, JSON-ready."""
         return {
             "loss": self.loss.state(),
             "norm": self.norm.state(),
@@ -270,17 +270,17 @@ class Detector:
 
     @property
     def calm(self) -> bool:
-        """Nothing is going on: neither armed nor inside an excursion."""
+        """True if the detector is neither armed nor inside an excursion, and the last point was finite."""
         return self.armed is None and self.excursion is None and not self.masked
 
     def onset(self) -> int | None:
-        """Where what is going on began: the precursor where there was one; None when calm."""
+        """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
         onset = self.excursion.onset if self.excursion else None
         begun = [s for s in (self.armed, onset, *self.masked[:1]) if s is not None]
         return min(begun) if begun else None
 
     def update(self, point: Point) -> list[Finding]:
-        """Take the next point; returns what is new in it, mostly nothing."""
+        """Process the next point, and return its findings, mostly none."""
         found: list[Finding] = []
         self.seen += 1
         stride = max(1, point.step - self.last_step) if self.last_step is not None else 1
@@ -317,7 +317,7 @@ class Detector:
         return len(self.loss.near) > 0 and not value - best < self.settings.high * self.loss.unit()
 
     def finish(self) -> list[Finding]:
-        """The series ends here: what an excursion that has not come back looks like so far."""
+        """End the series, and judge an excursion that has not come back."""
         found: list[Finding] = []
         open_spike = self.excursion is not None and self.excursion.confirmed and self.excursion.judged is None
         if open_spike and not self.masked:
@@ -358,7 +358,7 @@ class Detector:
         if len(self.norm.near) < s.near:
             self.norm.accept(value)
             return
-        # a log is a ratio already, whose unit is not its own size; tenfold must look tenfold in every run
+        # the logarithm is a ratio already, so its level is no part of the unit: a tenfold norm must look the same in every run
         usual = max(self.norm.excess.quantile(0.95) / 1.645, 0.1)
         above = value - self.norm.level()
         if above < s.precursor * usual:
@@ -407,7 +407,7 @@ class Detector:
                 self.armed = None
             if max(gone.losses) - gone.base >= s.cap * gone.unit:
                 found.append(self._ended("outlier", point, gone, _outlier_words(gone, self.shock is not None)))
-            # They do not move the level. But where one point in twenty is like that, it is what this data does.
+            # These points do not change the level. But if one point in twenty is as high, that is normal for this data.
             for value in gone.losses:
                 if value - gone.base < s.high * gone.unit:
                     self.loss.accept(value)
@@ -480,7 +480,7 @@ class Detector:
             found.append(self._ended("level_shift", point, now, words))
 
     def _judge(self, point: Point, found: list[Finding], at_end: bool = False) -> None:
-        """After the patience: is it coming back, a new level, damage, divergence, or the beginning over again?"""
+        """Judge an excursion after the patience: coming back, a new level, damage or divergence."""
         now, s = self.excursion, self.settings
         assert now is not None
         if len(now.losses) < s.patience * (1 + now.extended) and not at_end:
@@ -508,16 +508,16 @@ class Detector:
 
     def _begins_again(self, now: _Excursion) -> bool:
         pairs = [(a, b) for a, b in zip(now.losses, self.beginning, strict=False) if a > 0 and b > 0]
-        # halved: bad data may start where all training starts, at the loss of knowing nothing, but is not unlearnt so fast
+        # halved: on bad data, the loss may start at that of an untrained model too, but it does not fall as fast
         falls = len(pairs) >= 3 and pairs[-1][0] < 0.5 * pairs[0][0]
         return falls and max(abs(math.log(a / b)) for a, b in pairs) < 0.15
 
     def _explained(self, now: _Excursion) -> bool:
-        """A raised learning rate explains a step; where the rate is not known, a step gets the benefit of the doubt."""
+        """Return whether a raised learning rate can explain a step to a new level; True if the rate is not known."""
         return now.rate is None or not self.rates or max(self.rates) > 1.2 * min(self.rates)
 
     def _close(self, level: list[float], *, settled: bool = True) -> None:
-        """End the excursion, and set the level. ``settled``: the level is accepted for good, so a shock is over too."""
+        """End the excursion, and set the level. ``settled``: the level is final, so a shock is over too."""
         self.loss.move(level)
         self.excursion, self.evidence = None, 0.0
         if settled or self.shock is None:

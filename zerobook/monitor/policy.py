@@ -1,8 +1,8 @@
 """Decide what is done about a spike: a ladder of measures, each stronger than the one before.
 
     replay       Go back to the last proven good checkpoint and do the same steps again with nothing changed. A spike that
-                 does not come again was the hardware's or chance's, and no data is lost. Otherwise data or rate caused it.
-    skip         Go back to it once more and leave the samples of those steps out, in all later epochs too.
+                 does not come again was caused by hardware or chance, and no data is lost. Otherwise data or rate caused it.
+    skip         Go back to that checkpoint again and leave the samples of those steps out, in all later epochs too.
     lower_rate   Go back further and lower the learning rate, which then rises back to its schedule.
     stop         Stop with a report and an exit code; a person has to decide.
 
@@ -21,16 +21,16 @@ from zerobook.monitor.detector import Finding
 
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
 EXIT_CODE = 76
-"""Of a run that handed over to people. Relaunching it as it was would meet the same spike."""
+"""Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
-"""A high loss at step k is the work of the updates before it: step k - 1's batch is suspect, and a checkpoint of step k - 1."""
+"""A high loss at step k is caused by earlier updates: the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
 NEAR = 16
-"""Steps behind a treated stretch within which a new spike is still the same trouble."""
+"""Steps after a treated range of steps in which a new spike counts as the same trouble."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What to do now. ``to_step`` is the checkpoint's step; ``steps`` are first and last whose samples are left out."""
+    """A measure against a spike. ``to_step``: the checkpoint's step; ``steps``: first and last whose samples are left out."""
 
     kind: Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
     rule: str
@@ -49,7 +49,7 @@ class Measure:
 
 @dataclass
 class Trouble:
-    """One place in the run that made trouble, and what was tried about it. Steps."""
+    """A place in the run with a spike, and the measures tried there. ``onset``, ``last`` and ``to_step`` are steps."""
 
     onset: int
     last: int
@@ -63,7 +63,7 @@ class Ladder:
     Args:
         on_spike: log only logs the finding; skip leaves the samples out and goes on; rollback climbs the ladder; lower_rate
             goes back and lowers the rate each time; stop stops.
-        max_rollbacks: of the whole run; then it stops.
+        max_rollbacks: rollbacks in the whole run; after them the run stops.
         rate_factor: share of the scheduled learning rate after a cut.
     """
 
@@ -83,21 +83,21 @@ class Ladder:
         self.restore(state or {})
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; all there is."""
+        """Return the complete state, JSON-ready."""
         return {"rollbacks": self.rollbacks, "trouble": asdict(self.trouble) if self.trouble else None}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave; an empty one is a new run's."""
+        """Restore what `state` returned; an empty state is a new run's."""
         self.rollbacks = state.get("rollbacks", 0)
         self.trouble = Trouble(**state["trouble"]) if state.get("trouble") else None
 
     def decide(self, finding: Finding, good: Sequence[int], others: Sequence[int] = (), hardware: str | None = None) -> Measure:
-        """The measure against a finding that asks for one.
+        """Return the measure against a finding that asks for one.
 
         Args:
             good: steps of checkpoints that were proven good.
-            others: steps of whole checkpoints that were not.
-            hardware: what is known to be wrong with it, in words.
+            others: steps of complete checkpoints that were not.
+            hardware: a known hardware fault, in words.
         """
         onset, noticed = finding.onset, finding.step
         same = self.trouble is not None and self.trouble.onset - LEAD <= onset <= self.trouble.last + NEAR
@@ -165,11 +165,11 @@ class Ladder:
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
-    """What is left of the scheduled learning rate at ``step`` (steps done before it).
+    """Return the factor on the scheduled learning rate at ``step`` (steps done before it).
 
     Args:
-        cuts: [step, factor, steps of the way back] each; the rate is ``factor`` of the scheduled one at ``step`` and rises
-            linearly to all of it.
+        cuts: [step, factor, steps of the way back] each. At ``step``, the rate is ``factor`` times the scheduled one; then it
+            rises linearly back to it.
     """
     share = 1.0
     for start, factor, back in cuts:
@@ -179,7 +179,7 @@ def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
 
 
 def ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Sorted [start, end) that cover exactly ``numbers``.
+    """Return the sorted [start, end) ranges that cover exactly ``numbers``.
 
     >>> ranges([7, 3, 4, 5, 9, 4])
     [[3, 6], [7, 8], [9, 10]]
@@ -194,7 +194,7 @@ def ranges(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def joined(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The union of two lists of [start, end), sorted.
+    """Return the union of two lists of [start, end) ranges, sorted.
 
     >>> joined([[0, 3], [8, 9]], [[2, 5]])
     [[0, 5], [8, 9]]

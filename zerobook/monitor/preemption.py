@@ -1,4 +1,4 @@
-"""Stopping in time: a warning signal to any rank becomes one step at which all ranks save and leave.
+"""Preemption: after a warning signal to any rank, all ranks save and exit at the same step.
 
 SLURM sends SIGUSR1 (``--signal=USR1@120``) or SIGTERM some time before it kills; so do spot machines and ``torchrun`` when
 another node is lost.
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from types import FrameType
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing is wrong, start it again. ``--max_restarts`` does, as it does for any code but 0."""
+"""Exit code EX_TEMPFAIL of sysexits.h: start the run again. ``--max_restarts`` does so, as for any code but 0."""
 _ASKED = "zerobook/stop/asked"
 
 
 class Preemption:
     """Turns SIGTERM and SIGUSR1 into a common last step.
 
-    Hosts may be steps apart, since nothing between log points waits for the device. So each rank that hears of a signal
-    (through the process group's store, not a collective) says at which step it is, and from there on ``settle``s its
-    device at every step. Once all have said so, the last step is two behind the furthest: by then every rank knows.
+    Processes may be several steps apart, since nothing between log points waits for the device. So each rank that learns of
+    a signal (through the process group's store, not a collective) writes its step to the store, and from then on calls
+    ``settle`` at every step to wait for its device. Once all ranks have written, the last step is two after the largest of
+    these steps: by then every rank knows it.
     """
 
     def __init__(self, strategy: Strategy, settle: Callable[[], Any]):
@@ -43,7 +44,7 @@ class Preemption:
         self.received = signal.Signals(number).name
 
     def due(self, step: int) -> bool:
-        """Whether ``step``, just done, is the last one. Called by every rank behind every step; no collective."""
+        """Return whether ``step``, just done, is the last one. Every rank calls it after every step; no collective."""
         if self.strategy.world_size == 1:
             return self.received is not None
         store = dist.distributed_c10d._get_default_store()

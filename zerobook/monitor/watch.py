@@ -1,7 +1,7 @@
-"""Over the run while it trains: the detector is fed, what it finds is written down, and a measure is decided on.
+"""The spike monitor of a run: feed the detector, log its findings, and decide on measures.
 
-Every rank holds the same `Watch` and feeds it the same reduced values, so all come to the same measure; what only rank 0
-knows (which checkpoints are whole) it tells the others when it matters.
+Every rank has a `Watch` and feeds it the same reduced values, so all ranks decide on the same measure. Rank 0 alone knows
+which checkpoints are complete, and sends that to the other ranks when a decision needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EVENT = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 
 
 class Done(NamedTuple):
-    """A step that was done. ``cursor``: where the order stood before it, and behind it."""
+    """A step that was done. ``cursor``: positions in the sample order before and after it."""
 
     step: int
     loss: float
@@ -40,7 +40,7 @@ class Done(NamedTuple):
 
 
 class _Replay(NamedTuple):
-    """Steps that are done again with nothing changed, to see whether the trouble comes again."""
+    """Steps that are done again with nothing changed, to see whether the spike comes again."""
 
     onset: int
     last: int
@@ -52,12 +52,12 @@ class _Replay(NamedTuple):
 
 
 class Watch:
-    """See `see`.
+    """The spike monitor of a run; `see` takes the steps.
 
     Args:
-        log: rank 0's.
-        detector: its state in the checkpoint; empty for a new run.
-        ladder: its state, as `Ladder.state` gave it; empty for a new run.
+        log: the runlog, on rank 0 only.
+        detector: state of the detector in the checkpoint; empty for a new run.
+        ladder: state of the ladder, as `Ladder.state` returned it; empty for a new run.
     """
 
     def __init__(
@@ -78,26 +78,26 @@ class Watch:
             state=ladder,
         )  # fmt: skip
         self.history: deque[Done] = deque(maxlen=_HISTORY)
-        self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: what a step took is at the same place
+        self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: a step's samples stay in place
         self.said: list[str] = []
-        """sentences for experiment trackers, rank 0's; whoever passes them on empties it"""
+        """sentences for experiment trackers, on rank 0; the caller that passes them on empties the list"""
         self.seq: int | None = None
-        """of the event that asked for the measure which `see` returned"""
+        """seq of the event that led to the measure which `see` returned"""
         self._fp16 = strategy.plan.precision == "fp16"
         self._replay: _Replay | None = None
-        self._saved: list[int] = []  # while all was calm; not proven yet
+        self._saved: list[int] = []  # steps saved while the detector was calm; not proven yet
         self._held: int | None = None
 
     def point(self, record: StepRecord) -> Point:
-        """fp16's loss scale overflows now and then by design, and its scaler skips those steps by itself."""
+        """Return the detector's point. Under fp16, none is masked: its scaler skips steps with an overflow, by design."""
         norm, loss = float(record.grad_norm), float(record.loss)
         masked = not self._fp16 and not (math.isfinite(norm) and math.isfinite(loss))
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=masked)
 
     def see(self, records: Sequence[StepRecord]) -> Measure | None:
-        """Take the steps since the last log point; returns what is to be done, mostly None. Collective when it is not None.
+        """Process the steps since the last log point; return a measure, mostly None. Collective if it is not None.
 
-        What follows a step that leads back is not looked at: it will be done again.
+        Steps after one that leads to a rollback are not processed: they will be done again.
         """
         for record in records:
             point = self.point(record)
@@ -109,7 +109,7 @@ class Watch:
                 del self._cursors[next(iter(self._cursors))]
             again = self._compare(done)
             if again is not None and (measure := self.decide(again)).kind != "none":
-                return measure  # one decision a step: the ladder has climbed
+                return measure  # one decision per step: the ladder has moved on
             for finding in findings:
                 answer = self._found(finding)
                 if answer is not None and answer.kind != "none":
@@ -118,7 +118,7 @@ class Watch:
         return None
 
     def dead(self) -> bool:
-        """The loss itself has not been finite for so long that the weights cannot be."""
+        """Return whether the loss has not been finite for so many steps that the weights cannot be."""
         lost = [done for done in list(self.history)[-self.settings.patience :] if not math.isfinite(done.loss)]
         return len(lost) == self.settings.patience
 
@@ -145,14 +145,14 @@ class Watch:
                 self._say(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
         if finding.kind == "armed":
             self._hold()
-        if finding.kind == "spike":  # what was saved shortly before it may carry the cause
+        if finding.kind == "spike":  # a checkpoint saved shortly before may hold the cause
             self._saved = [step for step in self._saved if step < finding.onset - LEAD]
         return self.decide(finding) if finding.asks else None
 
     def replicas(self, step: int) -> Measure | None:
-        """Before a save: what to do where ranks that should hold the same weights do not. Collective.
+        """Return a measure if ranks that should hold the same weights do not; call it before a save. Collective.
 
-        A checkpoint takes a share from each rank, so it would hold a mixture; and such a fault may never show in the loss.
+        A checkpoint takes a share from each rank, so it would hold a mixture. The loss may never show such a fault.
         """
         differing = self.strategy.differing_replicas()
         if differing is None:
@@ -167,16 +167,16 @@ class Watch:
         return self.decide(finding, differing)
 
     def decide(self, finding: Finding, differing: Replicas | None = None) -> Measure:
-        """Decide what to do about ``finding``, and write it down. Collective.
+        """Decide on a measure against ``finding``, and log it. Collective.
 
         Args:
-            differing: what the ranks' copies of the weights differ in, where it is known.
+            differing: the difference between the ranks' copies of the weights, if it is known.
         """
         strategy, keeper = self.strategy, self.keeper
         differing = differing or strategy.differing_replicas()
         hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None
         onset = min(finding.onset, self.detector.onset() or finding.onset)
-        keeper.finish(self.log)  # a save under way may prune what the run would go back to
+        keeper.finish(self.log)  # a save in progress may prune the checkpoint to go back to
         good, others = strategy.on_main(keeper.steps)
         finding, before = replace(finding, onset=onset), self.ladder.state()
         measure = self.ladder.decide(finding, good, others, hardware)
@@ -201,12 +201,12 @@ class Watch:
 
     # --- checkpoints
     def saved(self, step: int) -> None:
-        """A checkpoint of this step was begun."""
+        """Record that a save of this step has begun."""
         if self.detector.calm:
             self._saved.append(step)
 
     def _prove(self, step: int) -> None:
-        """A checkpoint is good once training has gone on from it for a while and nothing showed."""
+        """Mark checkpoints as proven good, after training has gone on from them for a while without a finding."""
         if not self.detector.calm:
             return
         self._release()
@@ -229,7 +229,7 @@ class Watch:
 
     # --- steps done again
     def back(self, measure: Measure, detector: dict[str, Any], finding_seq: int | None) -> dict[int, float]:
-        """The run went back to ``measure.to_step``; returns the losses that must come back, by step."""
+        """Reset to ``measure.to_step`` after a rollback. Return step -> loss of the steps whose losses must be the same."""
         assert measure.to_step is not None
         before = {done.step: done for done in self.history if done.step > measure.to_step}
         excursion = self.detector.excursion
@@ -245,11 +245,11 @@ class Watch:
         return {step: done.loss for step, done in before.items() if step < first and math.isfinite(done.loss)}
 
     def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Where the order stood before and behind each of these steps, as far as they are in memory."""
+        """Return the positions in the sample order before and after each of these steps, as far as they are in memory."""
         return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
 
     def _compare(self, done: Done) -> Finding | None:
-        """In a replay: does the trouble come again? Then there is no need to wait until it is confirmed once more."""
+        """Return a finding if a replayed step is high again, without waiting until the detector confirms it; else None."""
         replay = self._replay
         if replay is None or done.step < replay.onset:
             return None
@@ -280,7 +280,7 @@ class Watch:
 
 
 def _high_again(was: Done, now: Done, replay: _Replay) -> bool:
-    """A step that was high, or not applied, is so again; steps that were usual prove nothing by coming back."""
+    """Return whether a step that was high, or not applied, is so again. Steps that were normal prove nothing."""
     if was.masked or not math.isfinite(was.loss):
         return now.masked or not math.isfinite(now.loss)
     excess = was.loss - replay.base

@@ -1,4 +1,7 @@
-"""The fastest way to train at a wanted global batch on this machine: planned first, then measured in fresh processes."""
+"""Search for the fastest way to train at a given global batch on this machine.
+
+Candidates are planned first; then the best of them are measured in fresh processes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ from zerobook.plan.rows import Row, Traced, row
 from zerobook.plan.spread import Spread
 
 TRIED = 6
-"""Candidates that are measured; the plan ranks hundreds well enough to leave the rest out."""
+"""Number of candidates that are measured. The plan ranks hundreds of them well enough to leave out the others."""
 KNEE = 0.95
-"""Of the best rate: the smallest micro-batch that reaches it is where throughput stops rising."""
+"""Share of the best rate. From the smallest micro-batch that reaches this share, throughput hardly rises."""
 
 
 @dataclass
 class Candidate:
-    """A strategy file with a cut of the global batch. ``rate`` is measured, in samples a second; 0 where the run died."""
+    """A strategy file with a split of the global batch into micro-batches. ``rate`` is measured, in samples a second; 0
+    where the run failed."""
 
     file: Path
     micro: int
@@ -51,8 +55,8 @@ class Candidate:
 
 @dataclass
 class Tuned:
-    """``tried`` in the order of their measured rates, the best first; ``curve`` is (micro-batch, samples a second) of the best
-    one's strategy, and ``knee`` the micro-batch where the curve has flattened."""
+    """Result of `autotune`. ``tried`` holds the candidates by measured rate, the best first. ``curve`` holds (micro-batch,
+    samples a second) for the strategy of the best one. ``knee`` is the micro-batch from which the curve is flat."""
 
     tried: list[Candidate]
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -68,10 +72,10 @@ class Tuned:
 
 
 def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, accumulation) that make up ``global_batch`` on ``ranks``, the micro-batch doubling.
+    """Yield each (micro-batch, accumulation) that gives ``global_batch`` on ``ranks``. The micro-batch doubles from 1.
 
     Raises:
-        ConfigError: the ranks do not divide it.
+        ConfigError: ``global_batch`` is not divisible by ``ranks``.
     """
     if global_batch % ranks:
         raise ConfigError(f"--global_batch: {global_batch} samples do not divide among {ranks} processes.")
@@ -83,7 +87,7 @@ def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolved, global_batch: int) -> Iterable[Candidate]:
-    """All that fit, the fastest by plan first."""
+    """Return all candidates that fit, the fastest by plan first."""
     kernels = "cpu" if where.cpu else "cuda"
     found: list[Candidate] = []
     for micro, accumulation in cuts(global_batch, where.ranks):
@@ -111,18 +115,18 @@ def autotune(
     global_batch: int,
     progress: Callable[[str], None],
 ) -> Tuned:
-    """Measure the best planned candidates, and the curve of micro-batches of the one that wins.
+    """Measure the best planned candidates, and then every micro-batch of the fastest one's strategy.
 
-    A run that dies, out of memory above all, is passed over: it had processes of its own.
+    A run that fails, most often because it is out of memory, does not stop the search: each run has its own processes.
     """
     planned = list(candidates(job, files, where, sources, global_batch))
     if not planned:
         raise ConfigError(
             f"nothing is planned to fit {where.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
         )
-    # of each strategy and choice of activations the plan's favourite cut only: the curve looks at the others
+    # for each strategy and choice of checkpointing, only the split with the best plan; the curve covers the others
     seen: dict[tuple[Spread | None, bool], Candidate] = {}
-    for candidate in planned:  # hpZ on one node is ZeRO-3 again
+    for candidate in planned:  # on one node, hpZ has the same spread as ZeRO-3
         seen.setdefault((candidate.planned.spread, candidate.checkpointing), candidate)
     tried = list(seen.values())[:TRIED]
     for candidate in tried:
@@ -154,7 +158,7 @@ def _measure(candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str],
 
 
 def write(tuned: Tuned, recipe: Path, where: Cluster, folder: Path) -> tuple[Path, Path]:
-    """The winner as a strategy file and a YAML of the recipe's flags, to be given as ``--config``."""
+    """Write the best candidate as a strategy file and a YAML file of recipe flags for ``--config``. Return both paths."""
     best = tuned.best
     assert best is not None
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""A plan by formulas alone, for a model whose class cannot be built: one that transformers does not know, or that comes with
-code of its own which nobody said to run.
+"""A plan by formulas alone, for a model whose class cannot be built: transformers does not know the class, or the class comes
+with code that was not allowed to run.
 
-It knows decoders: layers of attention and one MLP, an embedding and an output head. The rows are shaped as those that are
-counted and traced, and say that they are not. The libraries hold more than the formulas know: buckets, copies, padding.
+The formulas cover decoders: layers of attention and one MLP, an embedding and an output head. The rows have the same form
+as counted and traced rows, and are marked as computed by formula. The libraries hold more than the formulas include:
+buckets, copies, padding.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KEYS = {
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
-"""What a decoder's formulas need -> the names that configs have for it."""
+"""Numbers that a decoder's formulas need -> the names of these numbers in configs."""
 OPTIONAL = {
     "inner": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "shared": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"),
@@ -40,13 +41,13 @@ OPTIONAL = {
 }
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 GATED = ("silu", "swish", "glu")
-"""Activations, or ends of their names, whose MLPs have a third matrix."""
+"""Activations, or endings of their names, whose MLPs have a third matrix."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder's numbers: ``inner`` is the width of the MLP, ``head`` of a head, ``shared`` the heads that keys and values
-    have, ``gated`` says that the MLP has three matrices, ``tied`` that the output head is the embedding."""
+    """Dimensions of a decoder. ``inner`` is the width of the MLP, ``head`` the width of a head, ``shared`` the number of
+    key and value heads. ``gated`` means that the MLP has three matrices, ``tied`` that the output head is the embedding."""
 
     width: int
     layers: int
@@ -60,16 +61,17 @@ class Decoder:
 
     @classmethod
     def of(cls, name: str, facts: Mapping[str, Any]) -> Decoder:
-        """Read a config.json's keys. What a config leaves out of `OPTIONAL` is as in GPT-2: 4 H, a head of its own for every
-        query. An MLP is taken as gated where its activation is, or where it is not 4 H wide and no activation is named.
+        """Read a decoder's dimensions from the keys of a config.json. A missing key of `OPTIONAL` gets GPT-2's value: an MLP 4
+        H wide, and a key and value head for every query head. The MLP is assumed to be gated where its activation is gated, or
+        where no activation is named and the MLP is not 4 H wide.
 
         Raises:
-            ConfigError: with all that is missing or no number, or with what the formulas do not know.
+            ConfigError: lists every key that is missing or not a number, and everything that the formulas do not cover.
         """
         problems = []
         if facts.get("is_encoder_decoder"):
             problems.append(f"{name}: is_encoder_decoder: true, and the formulas know decoders alone.")
-        for part in (facts, *(value for value in facts.values() if isinstance(value, Mapping))):  # DBRX has them a level down
+        for part in (facts, *(value for value in facts.values() if isinstance(value, Mapping))):  # DBRX: one level deeper
             for key in EXPERTS:
                 if isinstance(part.get(key), int) and part[key] > 1:
                     problems.append(f"{name}: {key}: {part[key]}, and the formulas know layers of one MLP each.")
@@ -97,7 +99,7 @@ class Decoder:
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer's matrices; norms and biases are left out, which are thousandths of it."""
+        """Parameters of a layer's matrices, without norms and biases, which are only thousandths of them."""
         attention = 2 * self.width * self.heads * self.head + 2 * self.width * self.shared * self.head
         return attention + (3 if self.gated else 2) * self.width * self.inner
 
@@ -111,7 +113,7 @@ class Decoder:
 
     @property
     def formula(self) -> str:
-        """How ``parameters`` come about."""
+        """Formula of ``parameters``, with its numbers."""
         plain = self.heads * self.head == self.width == self.shared * self.head and self.inner == 4 * self.width
         if plain and not self.gated:
             layers, where = "12 L H^2", ""
@@ -127,13 +129,13 @@ class Decoder:
 def fall_back(
     recipe: Recipe[Any], sources: Resolved, error: NoClass, files: Sequence[Path], cluster: Cluster
 ) -> tuple[Subject, list[Row]]:
-    """Rows by formula for every strategy file, the best first.
+    """Return the model and a row computed by formula for every strategy file, the best row first.
 
     Args:
-        error: why the class cannot be built, and the numbers of its config.
+        error: the reason why the class cannot be built, with the values of the model's config.
 
     Raises:
-        ConfigError: the config lacks the numbers, or the recipe trains what the formulas do not know.
+        ConfigError: the config lacks a number, or the formulas do not cover what the recipe trains.
     """
     config = recipe.config
     if config.trains_adapters or recipe.encoder_decoder:
@@ -144,7 +146,7 @@ def fall_back(
         )  # fmt: skip
     try:
         decoder = Decoder.of(error.name, error.facts)
-    except ConfigError as refused:  # why the class failed is what can be mended
+    except ConfigError as refused:  # the user can fix why the class failed
         raise ConfigError([*error.problems, *refused.problems]) from refused
     shape = BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=False)
     subject = Subject(
@@ -163,7 +165,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
     if plan.problems:
         return Row(file=file.stem, name=plan.name, by_formula=True, problems=plan.problems)
     spreads = spread(plan, SimpleNamespace(hidden_size=decoder.width), min(cluster.gpus, plan.world_size))
-    matrix = Weight("weight", (decoder.width, decoder.inner), 4, trained=True)  # most of the parameters lie in such ones
+    matrix = Weight("weight", (decoder.width, decoder.inner), 4, trained=True)  # most parameters are in matrices of this shape
     states_each = state_ratio([[matrix]], spreads)
     literature = paper(decoder.parameters, decoder.parameters, spreads, cluster.nodes, states=states_each)
     rows, length, checkpointing = shape.rows, shape.source, config.activation_checkpointing
@@ -173,7 +175,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
     )
     logits = formulas.logits(rows, length, decoder.vocabulary, element=element)
     largest = max(decoder.layer, decoder.embedding)
-    gathered = 4 * largest if spreads.stage == 3 else 0  # as DeepSpeed's estimator has it, formulas.deepspeed_zero3
+    gathered = 4 * largest if spreads.stage == 3 else 0  # like DeepSpeed's estimator, formulas.deepspeed_zero3
     flops = formulas.flops(decoder.parameters, rows * length, checkpointing=checkpointing)
     layer, more = divmod(decoder.parameters, decoder.layers)
     sizes = [layer + (at < more) for at in range(decoder.layers)]
@@ -187,7 +189,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
         "buffers": gathered,
         "other": cluster.context,
     }
-    loaded = 4 * decoder.parameters  # whatever they are loaded in: the recipes train fp32 weights
+    loaded = 4 * decoder.parameters  # the recipes train fp32 weights, whatever dtype they are loaded in
     made = Row(
         file=file.stem,
         name=plan.name,
@@ -223,7 +225,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, s
 
 
 def _activations(decoder: Decoder, shape: BatchShape, *, element: int, fused: bool, checkpointing: bool) -> str:
-    """`formulas.activations`, written out. Its 34 are those of an MLP of two matrices, 4 H wide."""
+    """Return `formulas.activations` as text. The factor 34 is for an MLP of two matrices, 4 H wide."""
     tokens = f"{shape.rows} x {shape.source} x {decoder.width}"
     layer = f"{34 * element / 2:g} x {tokens}"
     if not fused:

@@ -1,7 +1,7 @@
-"""What the literature says that a training step holds and sends. Imports nothing heavy.
+"""Formulas from the literature for what a training step holds and sends. Imports nothing heavy.
 
-These are the figures people compare with; what the libraries really hold is counted in `zerobook.plan.holdings`.
-``parameters`` are elements, results are bytes unless said otherwise. Sources:
+These are the figures that people compare with; `zerobook.plan.holdings` counts what the libraries really hold.
+``parameters`` are elements; results are bytes unless noted otherwise. Sources:
 
 ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054
 ZeRO++  Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, arXiv:2306.10209
@@ -29,12 +29,12 @@ class States:
 
 
 def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, states: float = 2) -> States:
-    """ZeRO, section 5: what each stage leaves on a device.
+    """Return the bytes of states that each stage leaves on a device (ZeRO, section 5).
 
     Args:
         stage: 0 (data parallelism) to 3.
-        mixed: 2-byte weights and gradients, with fp32 master weights and two moments (K = 12); otherwise fp32
-            throughout, whose weights are their own masters (K = 8).
+        mixed: 2-byte weights and gradients, with fp32 master weights and two moments (K = 12); otherwise everything is fp32,
+            without separate master weights (K = 8).
         states: fp32 numbers that the optimizer keeps for each parameter; the paper's K is Adam's, with 2.
     """
     element, k = (2, 4 + 4 * states) if mixed else (4, 4 * states)
@@ -46,7 +46,7 @@ def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, stat
 
 
 class Estimate(NamedTuple):
-    """DeepSpeed's own figure: bytes of host RAM a node and of memory a GPU, and how they come about."""
+    """DeepSpeed's own estimate: bytes of host RAM of a node and of memory of a GPU, and their formula."""
 
     host: float
     gpu: float
@@ -54,16 +54,16 @@ class Estimate(NamedTuple):
 
 
 BUFFERS = 1.5
-"""DS: ``additional_buffer_factor``, what it adds to host RAM for all that it does not count."""
+"""DS: ``additional_buffer_factor``, a factor on host RAM for everything that the estimator does not count."""
 
 
 def deepspeed_zero2(parameters: int, gpus_per_node: int, nodes: int, *, offload: bool, printed: bool = False) -> Estimate:
-    """DS, ``estimate_zero2_model_states_mem_needs``. Its "GB" is 2^30 bytes.
+    """Return DeepSpeed's estimate for ZeRO-2 (DS, ``estimate_zero2_model_states_mem_needs``). Its "GB" is 2^30 bytes.
 
-    Without offload it counts 2 P + 18 P/N, fp32 copies of the gradients included, where the paper has 2 P + 14 P/N.
+    Without offload, it counts 2 P + 18 P/N, including fp32 copies of the gradients; the paper has 2 P + 14 P/N.
 
     Args:
-        printed: 4 P + 16 P/N, as in the published tables, which an earlier version made.
+        printed: use 4 P + 16 P/N, as in the published tables, which come from an earlier version.
     """
     ranks = gpus_per_node * nodes
     if offload:
@@ -85,11 +85,11 @@ def deepspeed_zero3(
     params: bool,
     zero_init: bool = True,
 ) -> Estimate:
-    """DS, ``estimate_zero3_model_states_mem_needs``. Its "GB" is 2^30 bytes.
+    """Return DeepSpeed's estimate for ZeRO-3 (DS, ``estimate_zero3_model_states_mem_needs``). Its "GB" is 2^30 bytes.
 
     Args:
         largest_layer: parameters of the largest layer, which is gathered whole.
-        optimizer, params: what is offloaded to host RAM; parameters only together with the optimizer.
+        optimizer, params: whether each is offloaded to host RAM; parameters only together with the optimizer.
         zero_init: the model is sharded while it is made; otherwise every rank first holds all of it in host RAM.
     """
     ranks, layer = gpus_per_node * nodes, 4 * largest_layer
@@ -104,19 +104,20 @@ def deepspeed_zero3(
 
 
 def activations_rule(layers: int, batch: int, length: int, width: int, element: int, copies: int) -> float:
-    """L x B x S x H x D x C, the rule of thumb: ``copies`` tensors [batch, length, width] a layer, ``element`` bytes each."""
+    """Return L x B x S x H x D x C, a rule of thumb: ``copies`` tensors [batch, length, width] a layer, ``element`` bytes
+    each."""
     return float(layers * batch * length * width * element * copies)
 
 
 def activations(
     layers: int, batch: int, length: int, width: int, heads: int, *, element: int = 2, fused: bool, checkpointing: bool
 ) -> float:
-    """SP, equations 1 and 4: what a transformer's layers keep for the backward pass, without the logits.
+    """Return the bytes that a transformer's layers keep for the backward pass, without the logits (SP, equations 1 and 4).
 
     Args:
         element: bytes of an activation; the paper's 34 and 5 count bytes at 2, two of the 34 for masks of one byte.
-        fused: attention that keeps no [length, length] matrices, as flash attention.
-        checkpointing: only each layer's input is kept; one layer at a time is recomputed whole.
+        fused: attention that keeps no [length, length] matrices, such as flash attention.
+        checkpointing: only each layer's input is kept; one layer at a time is recomputed completely.
     """
     tokens = batch * length * width * element / 2
     layer = 34 * tokens + (0 if fused else 5 * heads * length**2 * batch * element / 2)
@@ -124,17 +125,18 @@ def activations(
 
 
 def logits(batch: int, length: int, vocabulary: int, *, element: int = 2) -> float:
-    """Logits as computed, their fp32 copy, its log-softmax, and its gradient: what cross-entropy holds at its peak."""
+    """Return the bytes that cross-entropy holds at its peak: the computed logits, their fp32 copy, its log-softmax and its
+    gradient."""
     return float(batch * length * vocabulary * (element + 3 * 4))
 
 
 def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, quantized_gradients: bool = False) -> float:
-    """Parameters' worth of elements that a rank sends in a step, the accumulation's extra gathers left out.
+    """Return what a rank sends in a step, as a multiple of the parameters' elements, without the extra gathers of accumulation.
 
-    ZeRO, section 7: an all-reduce is a reduce-scatter and an all-gather, one worth each; ZeRO-3 gathers weights in the
-    forward and again in the backward pass, and reduce-scatters gradients. ZeRO++: hpZ gathers for the backward pass inside
-    the node, quantised weights are sent in half as many bytes, quantised gradients in a quarter; all three together send
-    0.75 of an element's worth between nodes, a quarter of ZeRO-3's 3.
+    ZeRO, section 7: an all-reduce is a reduce-scatter and an all-gather, each 1. ZeRO-3 gathers weights in the forward pass
+    and again in the backward pass, and reduce-scatters gradients. ZeRO++: hpZ gathers for the backward pass inside the
+    node, quantised weights are sent in half as many bytes, quantised gradients in a quarter. All three together send 0.75
+    between nodes, a quarter of ZeRO-3's 3.
     """
     if stage < 3:
         return 2.0
@@ -143,30 +145,33 @@ def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, q
 
 
 def zero3_worths(*, quantized_weights: bool = False, quantized_gradients: bool = False) -> tuple[float, float, float]:
-    """Of `traffic` under ZeRO-3: (weights gathered in the forward, in the backward pass, gradients reduce-scattered)."""
+    """Return the parts of `traffic` under ZeRO-3: (weights gathered in the forward pass, weights gathered in the backward
+    pass, gradients reduce-scattered)."""
     gathered = 0.5 if quantized_weights else 1.0
     return gathered, gathered, 0.25 if quantized_gradients else 1.0
 
 
 def ring(worth: float, ranks: int) -> float:
-    """Of ``worth`` that an ideal law counts, what each rank of a ring really sends: (N - 1) / N of it."""
+    """Return what each rank of a ring really sends where an ideal law counts ``worth``: (N - 1) / N of it."""
     return worth * (ranks - 1) / ranks
 
 
 def between_nodes_rule(parameters: float, nodes: int) -> float:
-    """Bytes a node exchanges in a step of ZeRO-3 with 2-byte elements: 48 M / N bits, a rule of thumb for sizing networks.
+    """Return the bytes that a node exchanges in a step of ZeRO-3 with 2-byte elements: 48 M / N bits, a rule of thumb for
+    sizing networks.
 
-    It counts 3 worths of 16 bits, divided over the nodes; the ring's law, `ring`, stands beside it in the table.
+    The rule counts 3 transfers of 16 bits a parameter, divided by the nodes. The table shows the ring's law, `ring`, beside
+    it.
     """
     return 48 * parameters / nodes / 8
 
 
 def flops(parameters: float, tokens: float, *, checkpointing: bool) -> float:
-    """Floating-point operations of a forward and a backward pass: 2 and 4 for each parameter and token, and 2 more where the
-    forward pass is run again. Kaplan et al., Scaling Laws for Neural Language Models, arXiv:2001.08361, section 2.1; the
-    products inside of attention are left out."""
+    """Return the floating-point operations of a forward and a backward pass: 2 and 4 for each parameter and token, and 2
+    more where the forward pass is recomputed. The products inside attention are left out. Source: Kaplan et al., Scaling
+    Laws for Neural Language Models, arXiv:2001.08361, section 2.1."""
     return (8 if checkpointing else 6) * parameters * tokens
 
 
 CHECKPOINT_BYTES = 14
-"""A parameter of a mixed-precision run with its optimizer, as sharded checkpoints keep it: 2 + 4 + 4 + 4."""
+"""Bytes of a parameter with its optimizer state in a sharded checkpoint of a mixed-precision run: 2 + 4 + 4 + 4."""

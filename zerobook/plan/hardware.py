@@ -1,4 +1,4 @@
-"""The machines that a plan is for. Imports nothing heavy."""
+"""Hardware that a plan is made for: GPUs, nodes and the links between them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from zerobook.utils.units import parse_bytes, parse_rate
 Parsed = TypeVar("Parsed")
 
 CONTEXT = 800_000_000
-"""Bytes of a GPU that are gone before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An assumption,
-not a measurement of this project."""
+"""Bytes of a GPU that are in use before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An
+assumption, not a measurement of this project."""
 
 
 PCIE = 32e9
-"""Bytes a second of PCIe 4 with 16 lanes, one way."""
+"""Bytes a second of PCIe 4 with 16 lanes, in one direction."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as its maker states it.
+    """A GPU with its manufacturer's figures.
 
     Args:
         memory: bytes.
         flops: dense operations a second in half precision, on tensor cores.
-        fp32: operations a second in fp32, without tensor cores: torch does not use TF32 unless it is told to.
+        fp32: operations a second in fp32, without tensor cores: by default, torch does not use TF32.
         bandwidth: bytes a second of its memory.
         link: bytes a second to every other GPU of its node, each way.
         pcie: bytes a second over PCIe, each way; ``link`` where there is no NVLink.
         drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
         bf16: whether it computes in bf16.
         fused: whether flash attention runs on it.
-        like: the device whose speed stands for this one's, where its own is not known.
+        like: the device whose speed is used for this one, where its own speed is not known.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Device:
         return self.link > self.pcie
 
     def speed_of(self, name: str, memory: int) -> Device:
-        """A GPU whose own speed is not known, with this one's."""
+        """Return a GPU whose own speed is not known, with this device's speed."""
         return replace(self, name=name, memory=memory, drivers=(), like=self.name)
 
 
@@ -73,8 +73,8 @@ def _device(
     )  # fmt: skip
 
 
-# From NVIDIA's data sheets, which tests/test_hardware.py names. They give PCIe's and NVLink's rate for both directions
-# together; here it is one direction's. A rate that they give with sparsity is halved.
+# From NVIDIA's data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both directions
+# together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
 _OLD = {"bf16": False, "fused": False}
 DEVICES = {
     device.name: device
@@ -111,19 +111,19 @@ DEVICES = {
     )
 }
 _SLICES = {"a30": 4}
-"""Compute slices that MIG cuts a card into, where they are not 7. Memory is cut into eighths."""
+"""Number of compute slices into which MIG divides a card, where it is not 7. Memory is divided into eighths."""
 
 NETWORK = 0.8
-"""Of a network's listed bandwidth, what collectives get: 80 to 85 % is what large trainings report."""
+"""Share of a network's listed bandwidth that collectives get: large trainings report 80 to 85 %."""
 LINKS = 0.7
-"""Of the links' listed bytes a second, what collectives get inside a node."""
+"""Share of the links' listed bytes a second that collectives get inside a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``gpus`` a node on ``nodes`` nodes. ``network`` is bytes a second that a node sends; None for one node. Of both rates
-    ``measured`` names those that collectives really got; others are as listed. Memory is in bytes, ``host_memory`` and
-    ``disk`` a node's; None where nobody said."""
+    """A cluster of ``nodes`` nodes with ``gpus`` GPUs each. ``network`` is the bytes a second that a node sends; None for
+    one node. ``measured`` names the rates (``link``, ``network``) that collectives reached in a measurement; other rates
+    are as listed. ``host_memory`` and ``disk`` are bytes of a node; None where they are not given."""
 
     gpus: int
     nodes: int = 1
@@ -141,11 +141,12 @@ class Cluster:
 
     @property
     def context(self) -> int:
-        """Bytes of a GPU that are gone before the first tensor; a CPU process has none."""
+        """Bytes of a GPU that are in use before the first tensor; 0 for a CPU process."""
         return 0 if self.cpu else CONTEXT
 
     def rate(self, what: str) -> float:
-        """Bytes a second that collectives get of ``link`` or ``network``: some of what is listed, all of what was measured."""
+        """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
+        measured one."""
         listed = self.link if what == "link" else self.network or 0.0
         return listed if what in self.measured else listed * {"link": LINKS, "network": NETWORK}[what]
 
@@ -166,10 +167,10 @@ def cluster(
     interconnect: str | None = None,
     intra_node: str | None = None,
 ) -> Cluster:
-    """What the flags describe.
+    """Return the cluster that the flags describe.
 
     Raises:
-        ConfigError: with everything at once that is no amount, no device, or impossible.
+        ConfigError: lists every value that is not an amount, not a known device, or impossible.
     """
     problems: list[str] = []
 
@@ -202,7 +203,7 @@ def cluster(
             )
     network = read(_rate, interconnect, "--interconnect")
     if machines > 1 and interconnect is None:
-        problems.append(f"--interconnect: {machines} nodes, and nothing is said of the network between. Give it: 400Gbps.")
+        problems.append(f"--interconnect: {machines} nodes need the network between them. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
     files = {"link": intra_node, "network": interconnect}
@@ -213,7 +214,8 @@ def cluster(
 
 
 def _rate(text: str, key: str) -> float:
-    """A rate, or a file that ``scripts/allreduce_bench.py`` wrote: the bus bandwidth of its largest all-reduce."""
+    """Return a rate, or read it from a file that ``scripts/allreduce_bench.py`` wrote: the bus bandwidth of the largest
+    all-reduce."""
     if not text.endswith(".json"):
         return parse_rate(text, key)
     try:
@@ -230,7 +232,7 @@ def _rate(text: str, key: str) -> float:
 
 
 def processor() -> str:
-    """This machine's processor by name, where the kernel tells it, and architecture."""
+    """Return the name of this machine's processor, where the kernel reports it, and its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -238,10 +240,10 @@ def processor() -> str:
 
 
 def known(name: str) -> Device | None:
-    """The device of a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None where it is none of `DEVICES`.
+    """Return the device with a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None where it is not in `DEVICES`.
 
-    Of a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, it is the slice: its share of the compute slices and of the
-    memory, linked by PCIe, since MIG instances reach no other GPU directly.
+    For a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, return the slice: its share of the compute slices and
+    of the memory, linked by PCIe, since MIG instances reach no other GPU directly.
     """
     card, _, profile = name.removeprefix("NVIDIA ").partition(" MIG ")
     found = next((device for device in DEVICES.values() if card in device.drivers), None)
@@ -259,7 +261,7 @@ def known(name: str) -> Device | None:
 
 
 def nearest(memory: int) -> Device:
-    """The device with bf16 whose memory comes next to ``memory`` bytes."""
+    """Return the device with bf16 whose memory is closest to ``memory`` bytes."""
     recent = [device for device in DEVICES.values() if device.bf16]
     return min(recent, key=lambda d: (abs(d.memory - memory), d.name != "a100-80gb"))
 

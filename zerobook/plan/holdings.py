@@ -1,10 +1,9 @@
-"""What the implementations really hold of a model's states, counted from the shapes of its weights.
+"""Bytes of a model's states that the libraries really hold, counted from the shapes of its weights.
 
-The literature's formulas know parameters, gradients and moments. DeepSpeed keeps an fp32 master even of an fp32 model, pads
-what it partitions and lays buckets aside; FSDP2 pads rows; AdamW counts its steps in a tensor for each one it steps, and other
-optimizers keep other state, as their `OptimizerSpec` says. All of
-that is counted here to the byte, and compared with live runs by ``zerobook plan --measure``.
-Read from DeepSpeed 0.19.8, torch 2.13 and accelerate 1.15.
+The literature's formulas include parameters, gradients and moments. DeepSpeed also keeps fp32 master weights of an fp32
+model, pads what it partitions, and allocates buckets. FSDP2 pads rows. AdamW counts its steps in a tensor for each tensor
+that it updates; other optimizers keep other state, as their `OptimizerSpec` says. All of this is counted here to the byte,
+and compared with live runs by ``zerobook plan --measure``. Read from DeepSpeed 0.19.8, torch 2.13 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from zerobook.optimizer import state_numbers
 from zerobook.plan.spread import Spread
 
 SWAPPED = 1 << 20
-"""Bytes; DeepSpeed keeps what is smaller in host RAM, whatever the file says of NVMe."""
+"""Bytes. DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
 STAND_IN = 2
-"""Bytes of the one number in host RAM that stands for all weights while they lie on NVMe."""
+"""Bytes of the one number in host RAM that replaces all weights while they are on NVMe."""
 Groups = Sequence[Sequence["Weight"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of the model, once, however many modules share it.
+    """A parameter of the model, listed once even where several modules share it.
 
-    ``element`` is the bytes of an element where nothing casts it; ``unit`` the layer that is gathered as one, "" for what
-    belongs to no layer; ``packed`` how many parameters lie in it, where several share an element.
+    ``element`` is the bytes of an element before any cast. ``unit`` is the layer that is gathered as one, "" for a weight
+    outside layers. ``packed`` is the number of parameters in the weight, where several share an element.
     """
 
     name: str
@@ -49,11 +48,11 @@ class Weight:
 
 @dataclass(kw_only=True)
 class Holdings:
-    """Bytes of one rank, wherever they lie.
+    """Bytes of one rank, in all places.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between backward pass and step, each storage once,
-    as `Strategy.memory` counts them. ``host`` is the share of each that lies in host RAM, ``disk`` what was swapped out and
-    is not counted there.
+    ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between the backward pass and the step, each
+    storage once, as `Strategy.memory` counts them. ``host`` is the share of each that is in host RAM. ``disk`` is what was
+    swapped out; the other figures do not include it.
     """
 
     parameters: int
@@ -72,11 +71,11 @@ class Holdings:
 
 
 def hold(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int = 0) -> Holdings:
-    """What ``rank`` holds of a model.
+    """Return what ``rank`` holds of a model.
 
     Args:
-        weights: all of them, in the model's order.
-        groups: the trained ones, by the optimizer's parameter groups.
+        weights: all weights, in the model's order.
+        groups: the trained weights, by the optimizer's parameter groups.
     """
     if spread.kind == "fsdp":
         return _fsdp(weights, spread, rank)
@@ -92,18 +91,18 @@ def state_ratio(groups: Groups, spread: Spread) -> float:
 
 
 def _state(elements: int, spread: Spread) -> int:
-    """Bytes of the state of so many ``elements`` of weights, which are stepped flat or in part."""
+    """Return the bytes of optimizer state for ``elements`` elements of weights, which are updated flat or in part."""
     return 4 * state_numbers(spread.optimizer_spec, [(elements,)])
 
 
 def _counts(tensors: int, spread: Spread) -> int:
-    """Bytes of the counts of steps in tensors. DeepSpeed's CPUAdam counts in an integer."""
+    """Return the bytes of the step counts that are tensors. DeepSpeed's CPUAdam counts in an integer."""
     in_integers = spread.optimizer == "adamw" and spread.kind == "deepspeed" and spread.offload_optimizer != "none"
     return 0 if in_integers else spread.optimizer_spec.step_bytes * tensors
 
 
 def _replicated(weights: Sequence[Weight], spread: Spread) -> Holdings:
-    """One process, or DDP."""
+    """Return what a rank holds with one process or under DDP."""
     trained = [w for w in weights if w.trained]
     elements = sum(w.numel for w in trained)
     return Holdings(
@@ -114,7 +113,8 @@ def _replicated(weights: Sequence[Weight], spread: Spread) -> Holdings:
 
 
 def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
-    """Rows are dealt out. Weights and gradients are padded to the largest part, optimizer state is not."""
+    """Return what a rank holds under FSDP2. Rows are divided among ranks. Weights and gradients are padded to the largest
+    part, optimizer state is not."""
     place = rank % spread.shard
     trained = [w for w in weights if w.trained]
     held = Holdings(
@@ -128,7 +128,8 @@ def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
 
 
 def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
-    """ZeRO-1 and 2: each group flattened, padded to two elements a rank, and cut into equal parts."""
+    """Return what a rank holds under ZeRO-1 and 2: each group is flattened, padded to a multiple of two elements a rank,
+    and divided into equal parts."""
     flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
     parts = [size // spread.ranks for size in flat]
     frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
@@ -144,8 +145,8 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) 
 
 
 def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
-    """Elements of the gradients that a rank keeps of a group: those of every weight that reaches into its part, whole, and
-    zeros for what its part has beyond the last weight."""
+    """Return the gradient elements that a rank keeps of a group: the whole gradient of every weight that reaches into its
+    part, and zeros where its part extends beyond the last weight."""
     start, stop = part * rank, part * (rank + 1)
     at = kept = 0
     for weight in group:
@@ -156,17 +157,19 @@ def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
 
 
 def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
-    """Every weight padded to one element a rank and cut; small ones stay gathered besides.
+    """Return what a rank holds under ZeRO-3: every weight is padded to a multiple of the ranks and divided; small ones also
+    stay gathered.
 
-    hpZ cuts all of them a second time, among the ranks of a group. A trained weight's second copy is given up when it is
-    updated, and made again when the weight is: small ones are not, before the next step.
+    hpZ divides all weights a second time, among the ranks of a group. The second copy of a trained weight is freed when the
+    weight is updated, and made again when the weight is gathered. Small weights are not gathered again before the next
+    step, so small trained ones have no second copy until then.
     """
     sub_groups = [sum(_part(w, spread) for w in sub) for group in groups for sub in _sub_groups(group, spread)]
     small = [w for w in weights if w.numel <= spread.persistent]
-    persistent = sum(w.numel * _cast(w, spread) for w in small) if spread.ranks > 1 else 0  # alone, the part is the whole
+    persistent = sum(w.numel * _cast(w, spread) for w in small) if spread.ranks > 1 else 0  # one rank: the part is the whole
     sharded = sum(_part(w, spread) * _cast(w, spread) for w in weights)
     if spread.secondary > 1:
-        parts = spread.ranks // spread.secondary  # of the first copy, in one of the second
+        parts = spread.ranks // spread.secondary  # parts of the first copy in one part of the second
         sharded += parts * sum(
             _part(w, spread) * _cast(w, spread) for w in weights if not w.trained or w.numel > spread.persistent
         )
@@ -189,7 +192,8 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
 
 
 def on_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[Weight]:
-    """Weights whose parts lie on NVMe. Of trained ones the first stay in host RAM; of frozen ones but the small."""
+    """Return the weights whose parts are on NVMe. The first of the trained weights, and all small weights, stay in host
+    RAM."""
     if spread.offload_param != "nvme":
         return []
     staying = {w.name for subs in _staying(groups, spread) for sub in subs for w in sub}
@@ -197,8 +201,9 @@ def on_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[W
 
 
 def nvme_buffers(groups: Groups, spread: Spread) -> int:
-    """Bytes of a rank's host RAM that DeepSpeed lays aside for weights on NVMe: buffers to read them into, what is left of
-    the room for those that stay, and where others are rounded to before they are written: room for the largest sub-group."""
+    """Return the bytes of a rank's host RAM that DeepSpeed allocates for weights on NVMe: buffers to read them into, the
+    unused rest of the room for weights that stay, and a buffer of the size of the largest sub-group, in which the other
+    weights are rounded before they are written."""
     if spread.offload_param != "nvme":
         return 0
     subs = [list(_sub_groups(group, spread)) for group in groups]
@@ -215,7 +220,8 @@ def nvme_buffers(groups: Groups, spread: Spread) -> int:
 
 
 def unswappable(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[str]:
-    """Why DeepSpeed would end by an assertion: a part of a weight that none of NVMe's buffers can take; empty where it can."""
+    """Return why DeepSpeed would fail an assertion: a part of a weight is larger than a buffer for NVMe. Empty where all
+    parts fit."""
     largest = max(on_nvme(weights, groups, spread), key=lambda w: _part(w, spread), default=None)
     if largest is None or _part(largest, spread) <= spread.buffer:
         return []
@@ -226,8 +232,8 @@ def unswappable(weights: Sequence[Weight], groups: Groups, spread: Spread) -> li
 
 
 def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:
-    """Of each group the sub-groups whose weights never leave host RAM for NVMe: those that lie whole within the first
-    ``in_cpu`` elements of a rank's parts."""
+    """Return for each group the sub-groups whose weights never leave host RAM for NVMe: those that are completely within
+    the first ``in_cpu`` elements of a rank's parts."""
     found, before = [], 0
     for group in groups:
         whole, at, some = sum(_part(w, spread) for w in group), 0, []
@@ -241,7 +247,8 @@ def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:
 
 
 def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight]]:
-    """Stretches of a group, each closed by the weight whose part makes the parts reach ``sub_group_size``."""
+    """Yield consecutive parts of a group. Each ends with the weight whose part makes the sum of parts reach
+    ``sub_group_size``."""
     sub: list[Weight] = []
     size = 0
     for weight in group:
@@ -259,12 +266,12 @@ def _part(weight: Weight, spread: Spread) -> int:
 
 
 def _cast(weight: Weight, spread: Spread) -> int:
-    """Bytes of an element once DeepSpeed has cast the model."""
+    """Return the bytes of an element after DeepSpeed has cast the model."""
     return spread.compute if spread.precision != "no" else weight.element
 
 
 def _row_elements(weight: Weight, shard: int, place: int) -> int:
-    """Elements of the rows that one of ``shard`` ranks holds, as torch.chunk deals them."""
+    """Return the elements of the rows that one of ``shard`` ranks holds, divided as in torch.chunk."""
     rows, each = weight.shape[0], -(-weight.shape[0] // shard)
     return max(0, min(each, rows - each * place)) * prod(weight.shape[1:])
 

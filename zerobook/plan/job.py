@@ -1,4 +1,4 @@
-"""What a recipe's config trains, as a model whose tensors have shapes and no contents."""
+"""The model that a recipe's config trains, made of tensors that have shapes and no contents."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class NoClass(ConfigError):
-    """A model whose config can be read, and whose class cannot be built here. ``facts`` are its config.json's, ``why`` says
-    what was missing. ``cannot``: what cannot be done, where it is something else."""
+    """Error for a model whose config can be read, but whose class cannot be built here. ``facts`` are the values of its
+    config.json, ``why`` is the reason. ``cannot`` says what cannot be done, where it is not building the class."""
 
     def __init__(self, name: str, facts: dict[str, Any], error: Exception, cannot: str = "its class cannot be built here"):
         self.name, self.facts = name, facts
         lines = [line.strip() for line in str(error).strip().splitlines()]
-        while len(lines) > 1 and lines[0].endswith(":"):  # what the reason follows
+        while len(lines) > 1 and lines[0].endswith(":"):  # a heading; the reason is on the next line
             lines[:2] = [f"{lines[0]} {lines[1]}"]
-        # the libraries go on with all classes there are
+        # the libraries continue with a list of all classes
         reason = lines[0].split(". ")[0][:300].rstrip(". ") if lines else type(error).__name__
         code = " The code that comes with it is run with --trust_remote_code." if "auto_map" in facts else ""
         self.why = f"{cannot}: {reason}.{code}"
@@ -46,7 +46,7 @@ class NoClass(ConfigError):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its model's config. ``name`` is what tables call the model."""
+    """A recipe with its model's config. ``name`` is the model's name in tables."""
 
     recipe: Recipe[Any]
     model_config: PreTrainedConfig
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def shape(self) -> BatchShape:
-        """The largest micro-batch there can be."""
+        """Shape of the largest possible micro-batch."""
         return self.recipe.batch_shape()
 
     def changed(self, **changes: Any) -> Job:
@@ -71,7 +71,8 @@ class Job:
 
     @property
     def evaluated(self) -> BatchShape | None:
-        """An evaluation's largest batch; None where nothing is held out. A split that the data brings is not known here."""
+        """Shape of an evaluation's largest batch; None where nothing is held out. A held-out split that comes with the data
+        is not known here."""
         config, shape = self.config, self.shape
         if not (config.validation_file or config.validation_split_percentage):
             return None
@@ -82,14 +83,14 @@ class Job:
     def made(
         self, shape: BatchShape | None = None, *, cast: str = "no", precision: str | None = None
     ) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-        """The model in training mode and a micro-batch for it, good inside.
+        """Yield the model in training mode and a micro-batch for it, both valid inside this context.
 
         Args:
-            shape: of the micro-batch; the largest where it is None.
-            cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained
-                weights are fp32 and others as loaded.
-            precision: of the run, which a frozen base is loaded in and 4-bit weights are computed in; the config's where it is
-                None.
+            shape: shape of the micro-batch; None means the largest.
+            cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained weights
+                are fp32 and others as loaded.
+            precision: the run's precision, in which a frozen base is loaded and 4-bit weights compute; None means the
+                config's.
         """
         import transformers
 
@@ -125,7 +126,7 @@ class Job:
         return asked if isinstance(asked, torch.dtype) else getattr(self.model_config, "dtype", None) or torch.float32
 
     def weights(self) -> tuple[list[Weight], list[list[Weight]]]:
-        """All weights, and the trained ones by the optimizer's groups.
+        """Return all weights, and the trained ones by the optimizer's groups.
 
         Raises:
             ConfigError: the lengths are more than the model has positions for, as in the recipe.
@@ -144,7 +145,7 @@ class Job:
 
 
 def job(recipe: Recipe[Any]) -> Job:
-    """Return the job of a recipe. Reads the model's config.json; downloads no more than that.
+    """Return the job of a recipe. Downloads nothing but the model's config.json.
 
     Raises:
         ConfigError: there is no such model, or it is one that the recipes do not train.
@@ -164,7 +165,8 @@ def job(recipe: Recipe[Any]) -> Job:
 
 
 def _encoder_only(model_config: PreTrainedConfig) -> bool:
-    """Whether tokens look at those behind them. Some such classes turn into decoders where their config says so."""
+    """Return whether the model is an encoder, where tokens also attend to later tokens. Some of these classes become
+    decoders by a value of their config."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     kind = type(model_config)
@@ -178,14 +180,14 @@ def _called(name: str) -> str:
 
 
 def read_config(name: str, revision: str = "main", *, trust: bool = False) -> PreTrainedConfig:
-    """transformers' config of a hub name, a folder, a config.json or the embedded model.
+    """Return transformers' config of a hub name, a folder, a config.json or the embedded model.
 
     Args:
         trust: run the code of a repository that ships its own class.
 
     Raises:
-        ConfigError: there is none.
-        NoClass: there is one, of a class that is not known here, or with values that its class does not take.
+        ConfigError: there is no config.
+        NoClass: the config's class is not known here, or refuses the config's values.
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -211,7 +213,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
 
 
 def _units(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> the layer that it belongs to; parameters outside of layers are not in it."""
+    """Return parameter name -> the layer that it belongs to. Parameters outside layers are left out."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     units: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -221,7 +223,7 @@ def _units(model: nn.Module) -> dict[str, str]:
 
 
 class _Dequantised(torch.autograd.Function):
-    """A product with weights that are unpacked for it, and again for the gradient of its input; they get none."""
+    """Product with weights that are unpacked for it, and again for the gradient of its input. The weights get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out: int) -> torch.Tensor:
@@ -234,8 +236,8 @@ class _Dequantised(torch.autograd.Function):
 
 
 class _Linear4bit(nn.Linear):
-    """bitsandbytes' layer of NF4 weights with double quantisation, as far as memory goes (Dettmers et al., 2023, section 3):
-    half a byte an element, a byte of scale for every 64, and 4 bytes for every 256 of those."""
+    """Model of the memory of bitsandbytes' layer of NF4 weights with double quantisation (Dettmers et al., 2023, section
+    3): half a byte an element, a byte of scale for every 64 elements, and 4 bytes for every 256 scales."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = _Dequantised.apply(x.to(self.weight.dtype), self.out_features)
@@ -243,7 +245,7 @@ class _Linear4bit(nn.Linear):
 
 
 def _quantise(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Put 4-bit layers in the place of all linear ones but the output head, as transformers does; packed in ``dtype``."""
+    """Replace all linear layers but the output head with 4-bit layers, as transformers does, packed in ``dtype``."""
     head = model.get_output_embeddings()
     for module in model.modules():
         for name, layer in module.named_children():
@@ -256,7 +258,7 @@ def _quantise(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _to_fake(model: nn.Module) -> None:
-    """Put fake CPU tensors in the place of the model's meta tensors, of which operations keep no account."""
+    """Replace the model's meta tensors with fake CPU tensors, since operations on meta tensors keep no account of memory."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         kinds: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -274,7 +276,7 @@ def _to_fake(model: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' remarks on a model that is not going to be used."""
+    """Silence the libraries' messages about a model that will not be used."""
     import logging
     import warnings
 
@@ -282,7 +284,7 @@ def _quiet() -> Iterator[None]:
 
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it mentions kernels that a CPU would download from the hub
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""A few steps under every strategy file, in fresh processes, and what they held and sent beside what was planned."""
+"""Measurement of a few steps under every strategy file, in fresh processes: what they hold and send, compared with the
+plan."""
 
 from __future__ import annotations
 
@@ -28,21 +29,21 @@ if TYPE_CHECKING:
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0
-"""Seconds that one strategy's few steps may take where nobody says."""
+"""Default limit in seconds for one strategy's few steps."""
 STEPS = 5
-"""The probe measures the last but one, and times the last."""
+"""Steps of a run. The probe measures the last but one, and times the last."""
 
 
 @dataclass
 class Figure:
-    """Bytes, planned and measured, of the rank that is furthest off."""
+    """Planned and measured bytes of the rank with the largest error."""
 
     planned: float
     measured: float
 
     @property
     def error(self) -> float:
-        """Relative; 0 where both are nothing."""
+        """Relative error; 0 where both figures are 0."""
         if self.measured == 0:
             return 0.0 if self.planned == 0 else float("inf")
         return self.planned / self.measured - 1
@@ -50,8 +51,8 @@ class Figure:
 
 @dataclass
 class Measured:
-    """A strategy's figures by name, or how its run died. ``seconds`` a step on the slowest rank, ``calls`` of collectives in it
-    on rank 0."""
+    """Figures of a strategy by name, or in ``died`` how its run failed. ``seconds`` is the time of a step on the slowest
+    rank, ``calls`` the collectives in the measured step on rank 0."""
 
     file: str
     ranks: int
@@ -73,8 +74,8 @@ def measure(
     """Run the recipe for a few steps under one strategy file.
 
     Args:
-        flags: the recipe's, as on the command line, the model's weights and data among them.
-        limit: seconds that it may take, its start included.
+        flags: the recipe's flags, as on the command line, including the model's weights and the data.
+        limit: seconds that the run may take, including its start.
     """
     try:
         plan = launch_plan(file, where, job.config, sources)
@@ -124,7 +125,7 @@ def _compared(file: Path, job: Job, plan: LaunchPlan, ranks: list[dict[str, Any]
             peak = memory(
                 weights, groups, spreads, traced[shape],
                 accumulation=accumulation, gpus_per_node=spreads.node, passes=passes,
-                context=0,  # which the allocator does not see
+                context=0,  # the allocator does not see it
             )  # fmt: skip
             planned["GPU memory, peak"], measured["GPU memory, peak"] = peak.total, found["cuda"]["allocated"]
         for name, amount in planned.items():

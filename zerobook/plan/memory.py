@@ -1,4 +1,4 @@
-"""The peak of a rank's GPU memory in a step, and of a node's host RAM: states, activations and buffers put together."""
+"""Peak memory of a rank's GPU in a step, and of a node's host RAM, from states, activations and buffers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "othe
 
 @dataclass(kw_only=True)
 class Memory:
-    """Bytes at the moment of the peak, by part, on one GPU; and of host RAM and disk on a node.
+    """Bytes at the moment of the peak, by part, on one GPU; and bytes of host RAM and disk on a node.
 
-    ``buffers`` are what the implementation lays aside or gathers; ``other`` is the CUDA context. ``when`` names the peak.
+    ``buffers`` are what the libraries allocate or gather; ``other`` is the CUDA context. ``when`` names the moment of the
+    peak.
     """
 
     device: dict[str, int]
@@ -45,13 +46,13 @@ def memory(
     context: int = CONTEXT,
     passes: Gathered | None = None,
 ) -> Memory:
-    """Follow a step, and the evaluation behind it, through their moments and take the fullest.
+    """Follow a step, and the evaluation after it, through their moments and return the moment with the most memory.
 
     Args:
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
-        context: bytes of the device that are gone before the first tensor; a CPU has no such thing.
-        passes: what the passes of ``trace`` gather; found where it is None.
+        context: bytes of the device that are in use before the first tensor; 0 on a CPU.
+        passes: what the passes of ``trace`` gather; computed where it is None.
     """
     held = max((hold(weights, groups, spread, rank) for rank in {0, spread.ranks - 1}), key=lambda h: sum(h.states.values()))
     fixed = held.on_device
@@ -76,7 +77,7 @@ def memory(
     if trace.evaluation is not None:
         moments["evaluation"] = {
             **fixed,
-            "gradients": _gradients(held, spread, 0, trained, accumulation=1),  # those of the step are given up
+            "gradients": _gradients(held, spread, 0, trained, accumulation=1),  # the step's gradients are freed
             "activations": trace.evaluation,
             "buffers": aside[0],
             "other": context,
@@ -95,35 +96,35 @@ def memory(
 
 
 def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumulation: int) -> int:
-    """On the device, when ``done`` of the ``trained`` elements have one."""
+    """Return the bytes of gradients on the device when ``done`` of the ``trained`` elements have one."""
     final = held.on_device["gradients"]
     if accumulation > 1 and spread.kind in ("single", "ddp"):
-        return final  # those of the micro-batch before
+        return final  # the gradients of the previous micro-batch
     if spread.stage == 3 and spread.kind == "deepspeed":
-        return final  # laid aside at the start
+        return final  # allocated at the start
     if spread.kind == "deepspeed" and spread.stage == 1 and accumulation > 1:
         return trained * spread.compute
     return final * done // max(trained, 1)
 
 
 def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, whole: int, *, backward: bool) -> int:
-    """What lies aside during the passes. ``whole``: elements that ZeRO-3 has gathered."""
+    """Return the bytes of buffers during the passes. ``whole``: elements that ZeRO-3 has gathered."""
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
-        return 4 * trained  # the buckets that gradients are copied into; they stay
+        return 4 * trained  # the buckets that gradients are copied into; they are not freed
     if spread.kind == "deepspeed":
         bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
         if spread.stage < 3:
             return bucket * (2 if spread.overlap else 1) if backward else 0
         if spread.ranks > 1:
-            whole += min(spread.prefetch_bucket, whole)  # several weights come in one flat buffer
+            whole += min(spread.prefetch_bucket, whole)  # several weights are gathered in one flat buffer
         elif spread.offload_param == "none":
-            whole = 0  # they are the part
+            whole = 0  # the part is the whole weight
         return bucket + whole * spread.compute
     if spread.kind == "fsdp":
         units = _units(weights, spread)
         root, layers = units.pop("", 0), sorted(units.values(), reverse=True)
-        # a layer in use, the next one on its way, and the flat buffer that it comes in
+        # a layer in use, the next layer, and the flat buffer in which it is gathered
         unsharded = root + sum(layers[:2]) + (layers[0] if layers else 0)
         # a layer's gradients, and the fp32 buffer that they are reduced in
         leaving = max((size for unit, size in _trained(groups).items() if unit), default=0)
@@ -132,7 +133,7 @@ def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, whole: i
 
 
 def _trained(groups: Groups) -> dict[str, int]:
-    """Trained elements of each unit."""
+    """Return the trained elements of each unit."""
     found: dict[str, int] = defaultdict(int)
     for group in groups:
         for w in group:
@@ -148,7 +149,7 @@ def _units(weights: Sequence[Weight], spread: Spread) -> dict[str, int]:
 
 
 def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
-    """What the optimizer's step takes for itself."""
+    """Return the bytes of buffers of the optimizer's step."""
     if spread.kind == "ddp":
         return 4 * sum(w.numel for group in groups for w in group)
     if spread.kind != "deepspeed" or spread.offload_optimizer != "none":
@@ -162,16 +163,16 @@ def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
 
 
 def _pinned(groups: Groups, spread: Spread) -> int:
-    """Host RAM beside the states themselves: ZeRO-2 offload keeps updated weights in the compute dtype there, too, and what
-    comes from NVMe goes through buffers."""
+    """Return the bytes of host RAM beside the states: ZeRO-2 offload also keeps updated weights in the compute dtype there,
+    and weights on NVMe are read through buffers."""
     if spread.kind == "deepspeed" and spread.stage < 3:
         return spread.compute * sum(-(-sum(w.numel for w in group) // spread.ranks) for group in groups)
     return nvme_buffers(groups, spread)
 
 
 def at_load(whole: int, spread: Spread, gpus_per_node: int) -> int:
-    """Bytes of a node's host RAM while a model of ``whole`` bytes is loaded: every rank its own copy, but where it is sharded
-    while loading: there rank 0 alone (FSDP2), or a file at a time (ZeRO-3)."""
+    """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded: one copy for each rank. Where the
+    model is sharded while it is loaded, rank 0 alone holds a copy (FSDP2), or each rank a file at a time (ZeRO-3)."""
     if spread.kind == "fsdp":
         return whole
     if spread.kind == "deepspeed" and spread.stage == 3:

@@ -1,7 +1,7 @@
-"""What the literature says that a strategy file holds and sends, to stand beside what the libraries do. Imports nothing heavy.
+"""The literature's figures for what a strategy file holds and sends, shown beside the libraries'. Imports nothing heavy.
 
-The formulas themselves are in `zerobook.plan.formulas`. Here they are applied to a `Spread`, and written out: P stands for the
-model's parameters, T for the trained ones where others are frozen.
+The formulas themselves are in `zerobook.plan.formulas`. This module applies them to a `Spread` and writes them as text: P
+is the number of the model's parameters, T of the trained ones where others are frozen.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from zerobook.plan.traffic import Flow, between_nodes, sent
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """By the literature's formulas, which ``formula`` spells out with their units.
+    """Figures by the literature's formulas. ``formula`` has each formula as text, with its unit.
 
-    Bytes of a rank: ``states`` wherever they lie, which is ``none`` (the GPU), ``cpu`` or ``nvme`` by ``lying``; ``sent`` in a
-    step by the ring's law. Bytes of a node: ``between``, what leaves it in a step by the same law; ``rule``, by the rule of
-    thumb for ZeRO-3 in 2-byte elements, None elsewhere.
+    ``states`` are bytes of a rank in all places; ``lying`` names the place of each: ``none`` (the GPU), ``cpu`` or
+    ``nvme``. ``sent`` is the bytes that a rank sends in a step by the ring's law. ``between`` is the bytes that leave a
+    node in a step by the same law. ``rule`` is the same by the rule of thumb for ZeRO-3 in 2-byte elements, None for other
+    strategies.
     """
 
     states: formulas.States
@@ -30,19 +31,19 @@ class Paper:
     formula: dict[str, str]
 
     def held(self, place: str) -> float:
-        """Bytes of a rank's states that lie in ``place``."""
+        """Return the bytes of a rank's states that are in ``place``."""
         return sum(getattr(self.states, what) for what, where in self.lying.items() if where == place)
 
 
 def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density: float = 1.0, states: float = 2.0) -> Paper:
-    """The papers' figures. They know no accumulation: a step is one micro-batch.
+    """Return the papers' figures. The papers do not cover accumulation: a step is one micro-batch.
 
-    ZeRO, section 5, for states; what is offloaded lies in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and
-    ZeRO-Infinity, arXiv:2104.07857). ZeRO, section 7, for traffic. They train all parameters; frozen ones are counted here as
-    weights without gradients and moments.
+    ZeRO, section 5, for states; offloaded states are in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity,
+    arXiv:2104.07857). ZeRO, section 7, for traffic. The papers train all parameters; frozen ones are counted here as weights
+    without gradients and moments.
 
     Args:
-        density: stored elements for each parameter; below 1 where frozen weights are packed, of which the papers know nothing.
+        density: stored elements for each parameter; below 1 where frozen weights are packed, which the papers do not cover.
         states: numbers of optimizer state for each trained parameter.
     """
     mixed = spread.precision != "no"
@@ -69,7 +70,7 @@ def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density:
 
 
 def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -> list[Flow]:
-    """What the papers send in a step."""
+    """Return what is sent in a step by the papers' law."""
     elements = {"P": parameters * density, "T": trained}
     return [
         Flow(
@@ -87,7 +88,8 @@ def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -
 def _states(
     parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str], density: float, states: float
 ) -> str:
-    """``2 P + 2 P/8 + 12 P/8 bytes``: weights, gradients and optimizer state, as `formulas.model_states` has them."""
+    """Return the formula of weights, gradients and optimizer state as text, such as ``2 P + 2 P/8 + 12 P/8 bytes``; see
+    `formulas.model_states`."""
     whole = formulas.model_states(1, 0, 1, mixed=spread.precision != "no", states=states)
     terms = []
     for what, first in (("parameters", 3), ("gradients", 2), ("optimizer", 1)):
@@ -101,7 +103,7 @@ def _states(
 
 @dataclass(frozen=True)
 class _Leg:
-    """``worth`` times the elements of ``letter``, over ``cut``, go around a ring of ``ranks``."""
+    """A transfer: ``worth`` times the elements of ``letter``, divided by ``cut``, go around a ring of ``ranks``."""
 
     what: str
     collective: str
@@ -112,12 +114,12 @@ class _Leg:
     cut: int = 1
 
     def rings(self, spread: Spread) -> int:
-        """That leave a node at once: one of the copies for every part that the node has."""
+        """Return the number of rings that leave a node at once: a ring over the copies for each part on the node."""
         return min(self.cut, spread.node)
 
 
 def _legs(spread: Spread, some: str) -> list[_Leg]:
-    """``some``: the letter of what is trained."""
+    """Return the transfers of a step. ``some``: the letter of the trained parameters."""
     whole = spread.ranks <= spread.node
     if spread.stage < 3:
         legs = [_Leg("gradients", "all-reduce", formulas.traffic(spread.stage), some, spread.ranks, whole)]
@@ -131,14 +133,15 @@ def _legs(spread: Spread, some: str) -> list[_Leg]:
             _Leg("weights, forward", "all-gather", forward, "P", n, near),
             _Leg("weights, backward", "all-gather", backward, "P", second, second <= spread.node),
             _Leg("gradients", "reduce-scatter", gradients, some, n, near),
-            # hybrid sharding: what a rank has of the gradients is all-reduced over the copies
+            # hybrid sharding: a rank's part of the gradients is all-reduced over the copies
             _Leg("gradients, copies", "all-reduce", formulas.traffic(0), some, spread.ranks // n, whole, cut=n),
         ]
     return [leg for leg in legs if leg.ranks > 1]
 
 
 def _written(legs: list[_Leg], spread: Spread, *, of_a_node: bool = False, density: float = 1.0) -> str:
-    """``3 x 2 P x 7/8 bytes``; legs around one ring are added up. Several rings of a kind may leave a node."""
+    """Return transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers around the same ring are added. Several rings of
+    a kind may leave a node."""
     sums: dict[tuple[str, int], float] = {}
     for leg in legs:
         key = (leg.letter + (f"/{leg.cut}" if leg.cut > 1 else ""), leg.ranks)

@@ -1,9 +1,10 @@
-"""Which weights a rank gathers for a micro-batch, in the order in which its passes come to them.
+"""Weights that a rank gathers for a micro-batch, in the order of its forward and backward pass.
 
-FSDP2 gathers layers for either pass. ZeRO-3 records in which order modules run, and then follows it: it gathers ahead of the
-modules as far as its limits let it, keeps what comes again soon or was passed over on the way ahead, and gives up the rest,
-to be gathered anew for the backward pass, for another module that shares the weight, or for one that activation checkpointing
-runs twice. Followed here move by move; read from DeepSpeed 0.19.8, `PartitionedParameterCoordinator`, and counted in live runs.
+FSDP2 gathers layers for both passes. ZeRO-3 records the order in which modules run, and then follows it. It prefetches the
+weights of later modules as far as its limits allow. It keeps weights that are used again soon, or whose next use the
+prefetch has already passed, and frees the others. Freed weights are gathered again for the backward pass, for another
+module that shares the weight, or for a module that activation checkpointing runs twice. This module follows each of these
+decisions. Read from DeepSpeed 0.19.8, `PartitionedParameterCoordinator`, and counted in live runs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from zerobook.plan.spread import Spread
 
 
 class Visit(NamedTuple):
-    """Where the passes are: ``module`` is about to run, or with ``back`` the gradient of what it gave is there; with ``end`` it
-    has run, or what it was given has its gradient. ``names`` are those of its own weights, which many a module has none of.
+    """A moment in the passes: ``module`` is about to run, or with ``back`` the gradient of its output is available. With
+    ``end``, the module has run, or its input has its gradient. ``names`` are the module's own weights; many modules have none.
 
-    An end may be missing: activation checkpointing stops a second run when it has what it wants, and on the way back there is
-    no gradient of token ids."""
+    An end may be missing: activation checkpointing stops a second run when it has the tensors that it needs, and in the
+    backward pass token ids have no gradient.
+    """
 
     module: str
     names: tuple[str, ...]
@@ -33,9 +35,9 @@ class Visit(NamedTuple):
 
 @dataclass
 class Gathered:
-    """Weights of one micro-batch's passes, each as often as it is gathered: in the ``forward`` pass, and ``again`` in the
-    backward one, with what is run for the second time there. ``most``: elements that ZeRO-3 has gathered at once, without
-    the small weights that it always has."""
+    """Weights of one micro-batch's passes, each listed as often as it is gathered: ``forward`` in the forward pass,
+    ``again`` in the backward pass, including modules that run a second time there. ``most`` is the largest number of
+    elements that ZeRO-3 has gathered at once, without the small weights that stay gathered."""
 
     forward: list[Weight] = field(default_factory=list)
     again: list[Weight] = field(default_factory=list)
@@ -47,11 +49,11 @@ class Gathered:
 
 
 def gathered(weights: Sequence[Weight], spread: Spread, visits: Sequence[Visit] = (), accumulation: int = 1) -> Gathered:
-    """What is gathered, once the order is known.
+    """Return what is gathered, once the order is known.
 
     Args:
-        visits: of a whole micro-batch, as `zerobook.plan.trace` records them; without them, modules are taken to run in the
-            order of their weights, and back.
+        visits: the visits of a whole micro-batch, as `zerobook.plan.trace` records them; without visits, modules are
+            assumed to run in the order of their weights, and backward in reverse order.
     """
     if spread.kind == "fsdp":
         return Gathered(list(weights), [w for w in weights if w.unit and spread.reshards])
@@ -59,20 +61,21 @@ def gathered(weights: Sequence[Weight], spread: Spread, visits: Sequence[Visit] 
         return Gathered()
     known = {w.name: w for w in weights}
     coordinator = _Coordinator(known, visits or _as_listed(weights), spread)
-    # Of the first pass everything was given up again; small weights are back when the optimizer has stepped.
+    # The first micro-batch has freed all weights; small weights are gathered again after the optimizer's step.
     coordinator.follow({w.name for w in weights if w.numel <= spread.persistent} if accumulation == 1 else set())
     return coordinator.follow(coordinator.here)
 
 
 class _Coordinator:
-    """ZeRO-3's, of one rank. Where it gives up what is decided in the first pass that follows the order, and stays so."""
+    """ZeRO-3's coordinator of one rank. The first passes that follow the order decide where each weight is freed; later
+    passes keep these decisions."""
 
     def __init__(self, known: dict[str, Weight], visits: Sequence[Visit], spread: Spread):
         self.visits, self.spread = visits, spread
         self.here: set[str] = set()
         self._own = {visit.module: [known[name] for name in visit.names] for visit in visits}
         self._order = [self._own[visit.module] for visit in visits if not visit.end]
-        self._before = [0, *accumulate(sum(w.numel for w in some) for some in self._order)]  # elements, small weights too
+        self._before = [0, *accumulate(sum(w.numel for w in some) for some in self._order)]  # elements, small weights included
         self._uses: dict[str, list[int]] = defaultdict(list)
         for at, some in enumerate(self._order):
             for weight in some:
@@ -80,16 +83,16 @@ class _Coordinator:
         self._kept: dict[tuple[int, str], bool] = {}
 
     def follow(self, here: set[str]) -> Gathered:
-        """One micro-batch's passes, which start with the whole weights ``here``."""
+        """Follow one micro-batch's passes, which start with the weights ``here`` gathered."""
         self.here, found = set(here), Gathered()
         coming = deque((weight, at) for at, some in enumerate(self._order) for weight in some)
-        looked_at: dict[str, int] = {}  # the last use that was seen ahead
+        looked_at: dict[str, int] = {}  # the last use that the prefetch has seen
         users: dict[str, set[str]] = defaultdict(set)
         at = live = 0
         turned = False
         for visit in self.visits:
             own = self._own[visit.module]
-            turned = turned or visit.back  # what is run from here on is run again
+            turned = turned or visit.back  # modules that run from here on run a second time
             if visit.end:
                 for weight in own:
                     users[weight.name].discard(visit.module)
@@ -119,12 +122,12 @@ class _Coordinator:
             for weight in own:
                 users[weight.name].add(visit.module)
             at += 1
-        # behind the backward pass nobody uses anything
+        # after the backward pass no weight is in use
         self.here -= {w.name for own in self._own.values() for w in own if users[w.name] and w.numel > self.spread.persistent}
         return found
 
     def _keeps(self, weight: Weight, at: int, looked_at: dict[str, int]) -> bool:
-        """Whether a weight stays whole when a module ends before visit ``at``."""
+        """Return whether a weight stays gathered when a module ends before visit ``at``."""
         key = (at, weight.name)
         if key not in self._kept:
             self._kept[key] = (

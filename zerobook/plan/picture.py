@@ -1,4 +1,4 @@
-"""GPU memory of every strategy as stacked bars against the device's line."""
+"""Chart of every strategy's GPU memory as stacked bars, with a line at the device's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = ("#3b6ea5", "#e08e45", "#7a9e5f", "#b0486a", "#8d84c4", "#b8b8b8")
 
 
 def draw(rows: Sequence[Row], where: Cluster, title: str, file: Path) -> None:
-    """Write a PNG. Rows that cannot run are left out; bars far beyond the device are cut, with their total written there."""
+    """Write a PNG. Rows that cannot run are left out. Bars far beyond the device's memory are cut, and show their total."""
     import matplotlib
 
     matplotlib.use("Agg")

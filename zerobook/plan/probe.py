@@ -1,13 +1,14 @@
-"""Runs a recipe for a few steps and writes down what its ranks really hold and send in one of them.
+"""Run a recipe for a few steps and record what its ranks really hold and send in one of them.
 
     accelerate launch ... zerobook/plan/probe.py RESULT.json recipes/NAME.py [flags]
 
-The recipe runs unchanged, but nothing is saved. Collectives are watched by wrapping torch.distributed before anything imports
-it, the rest by a hook. Step `STEP` is measured: allocations have settled by then, and so has the order of modules that ZeRO-3
-learns anew after every forward pass without a backward one. The step after it is timed: a look at every saved tensor takes
-longer than a GPU's forward pass. Every rank's figures go to ``RESULT.RANK.json``: bytes of live tensors by kind between
-backward pass and step, of activations saved by autograd in the first micro-batch's forward pass, bytes sent by each
-collective, seconds, and on CUDA the allocator's peaks.
+The recipe runs unchanged, but nothing is saved. Collectives are counted by wrapping torch.distributed before other modules
+import it; a hook records the rest. Step `STEP` is measured: by then allocations have settled, and so has the order of
+modules, which ZeRO-3 records anew after every forward pass without a backward pass. The next step is timed, because
+inspecting every saved tensor takes longer than a GPU's forward pass. Every rank's figures are written to
+``RESULT.RANK.json``: bytes of live tensors by kind between the backward pass and the step, bytes of activations that
+autograd saves in the first micro-batch's forward pass, bytes sent by each collective, seconds, and on CUDA the allocator's
+peaks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 STEP = 4
 RESULT = "ZEROBOOK_PROBE_RESULT"
-"""The environment variable that names the file."""
+"""Environment variable with the path of the result file."""
 
 SENT: dict[str, float] = defaultdict(float)
 CALLS: Counter[str] = Counter()
@@ -50,7 +51,7 @@ def _size(*tensors: Any) -> int:
 _LAWS = {
     "all_reduce": (0, 2),
     "all_gather_into_tensor": (0, 1),
-    "all_gather_single": (0, 1),  # what torch 2.13 calls the one above
+    "all_gather_single": (0, 1),  # torch 2.13's name of the one above
     "all_gather": (0, 1),
     "reduce_scatter_tensor": (1, 1),
     "reduce_scatter_single": (1, 1),
@@ -76,7 +77,7 @@ def _watched(name: str, inner: Any) -> Any:
 
 
 def note(name: str, size: int, worth: int, ranks: int) -> None:
-    """A collective of ``ranks`` on ``size`` bytes: a ring sends ``worth`` x (N - 1)/N of them from each."""
+    """Record a collective of ``ranks`` on ``size`` bytes: in a ring, each rank sends ``worth`` x (N - 1)/N of them."""
     if ranks > 1 and _COUNTING[0]:
         SENT[name] += size * worth * (ranks - 1) / ranks
         CALLS[name] += 1
@@ -88,14 +89,14 @@ def watch_collectives() -> None:
 
 
 def _bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations other than its own
-    """DDP's own all-reduce, which it calls from C++; this one goes through torch.distributed, where it is watched."""
+    """Run DDP's all-reduce, which DDP itself calls from C++, through torch.distributed, where it is counted."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     return allreduce_hook(group, bucket)
 
 
 class Probe(Hook):
-    """Measures step `STEP`, times the next one, writes both down, and lets nothing be saved."""
+    """Hook that measures step `STEP`, times the next one, writes both down, and turns off saving."""
 
     def __init__(self) -> None:
         self.result = Path(os.environ[RESULT])
@@ -103,7 +104,7 @@ class Probe(Hook):
         self.began = 0.0
 
     def on_start(self, trainer: TrainerView) -> None:
-        trainer.save_results = False  # what a few steps have trained is of no use to anybody
+        trainer.save_results = False  # the result of a few steps is of no use
         if hasattr(trainer.strategy.model, "register_comm_hook"):
             cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _bucket)
 
@@ -161,6 +162,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from zerobook.plan import probe  # the module that the recipe's process has the hook from
+    from zerobook.plan import probe  # the hook is imported from this module, not from __main__
 
     probe.main()

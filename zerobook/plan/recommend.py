@@ -1,7 +1,7 @@
-"""Which strategy file and which flags to take, and by which rule.
+"""Recommendation of a strategy file and flags, with the rule for each.
 
-The rules are those of practice, in the order in which they are tried: what costs nothing first, what costs time next, what
-changes the training after that, and offload last. Whether something fits is never a rule's word, always the plan's.
+The rules come from practice and are tried in this order: changes that cost nothing, changes that cost time, changes of the
+training itself, and offload last. The plan alone decides whether something fits, never a rule.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
 
 SLOW_NETWORK = 100e9 / 8
-"""Bytes a second between nodes, below which sharding should stay inside them: small clusters are built with 100 to 400 Gbps,
-and from some 64 GPUs plain ZeRO-3 wants about 1000."""
+"""Bytes a second between nodes below which sharding should stay inside a node: small clusters have 100 to 400 Gbps, and
+from about 64 GPUs plain ZeRO-3 needs about 1000."""
 
 
 WORTH = 0.9
-"""Of the best rate's bytes between nodes: what sends less than this is taken over it on a slow network."""
+"""Share of the fastest row's bytes between nodes. On a slow network, a row that sends less than this share is preferred."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``row`` is what to take, None where nothing fits; ``flags`` what to add to the command, of the recipe ``recipe`` where
-    another is meant than was asked for; ``reasons`` (rule, why)."""
+    """A recommendation. ``row`` is the strategy to use, None where nothing fits. ``flags`` are to be added to the command,
+    for the recipe ``recipe`` where it is another than the given one. ``reasons`` are pairs (rule, reason)."""
 
     row: Row | None
     flags: dict[str, Any]
@@ -38,14 +38,14 @@ class Advice:
     reasons: list[tuple[str, str]]
 
     def words(self) -> str:
-        """What to launch, and a line for each rule."""
+        """Return the strategy file and flags to launch with, and a line for each rule."""
         flags = "".join(f" --{key} {value}" for key, value in self.flags.items())
         recipe = f" recipes/{self.recipe}.py" if self.recipe else ""
         first = [f"recommended: accelerate_configs/{self.row.file}.yaml{recipe}{flags}"] if self.row is not None else []
         return "\n".join([*first, *(f"  {rule}: {reason}" for rule, reason in self.reasons)])
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the recommendation as JSON values."""
         file = self.row.file if self.row is not None else None
         return {"strategy": file, "recipe": self.recipe, "flags": self.flags, "reasons": [list(pair) for pair in self.reasons]}
 
@@ -69,7 +69,7 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
         more, other = flags | {key: value for key, value in change.items() if key != "recipe"}, change.get("recipe", recipe)
         try:
             traced, rows = replan(more, other)
-        except ConfigError as error:  # the plan that was asked for stands all the same
+        except ConfigError as error:  # the requested plan is still valid
             reasons.append((rule, f"could not be tried: {error.problems[0]}"))
             return False
         flags, recipe = more, other
@@ -95,7 +95,7 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
                 reasons.append(("in its recipe", "--max_seq_length takes the place of --block_size"))
             return Advice(best, flags, recipe, reasons + list(_about(best, traced.job.config, where)))
         if any(_lacks_another_thing(row) for row in rows):
-            break  # what saves the GPU's memory does not help
+            break  # saving GPU memory does not help
     offloading = [row for row in rows if row.fits]
     if offloading:
         reasons.append(("offload last", "nothing fits without it; accumulation was tried before it, since it costs less"))
@@ -105,17 +105,17 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
 
 
 def _evaluation_is_too_large(rows: list[Row]) -> bool:
-    """Nothing fits, and of what lacks room on the GPU some has its peak in the evaluation."""
+    """Return whether nothing fits, and a row that exceeds its limits has its peak in the evaluation."""
     return not any(row.fits for row in rows) and any(row.over and row.memory.when == "evaluation" for row in rows if row.memory)
 
 
 def _lacks_another_thing(row: Row) -> bool:
-    """It fits the GPU, without offload, and not the host or the disk."""
+    """Return whether the row fits the GPU without offload, but exceeds the host RAM or the disk."""
     return bool(row.over) and not any(words.startswith("GPU memory") for words in row.over) and not _offloads(row)
 
 
 def _nearest(rows: list[Row]) -> str:
-    """What the file that is nearest to fitting lacks."""
+    """Return what the row that is nearest to fitting lacks."""
     able = [row for row in rows if row.memory is not None]
     if not able:
         return f"no strategy file can run it; {rows[0].file}: {rows[0].problems[0]}"
@@ -129,7 +129,7 @@ def _other(rows: list[Row]) -> str:
 
 
 def _precision(traced: Traced, where: Cluster) -> dict[str, Any]:
-    """The device's half precision, where nobody said which to train in."""
+    """Return the flag for the device's half precision, where no precision was given."""
     if where.cpu or traced.job.config.mixed_precision is not None:
         return {}
     return {"mixed_precision": "bf16" if where.device.bf16 else "fp16"}
@@ -148,7 +148,7 @@ def _always(traced: Traced, where: Cluster) -> Iterator[tuple[str, str]]:
 
 
 def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """(rule, flags) in the order to try; first as it is."""
+    """Yield (rule, flags) in the order to try. The first changes nothing."""
     config = traced.job.config
     yield None, {}
     if not config.activation_checkpointing:
@@ -159,21 +159,21 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
             "accumulation before offload",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
         )
-    # adapters say nothing on weights that were never trained
+    # adapters need a trained base
     if traced.job.recipe.encoder_decoder or config.initialised_from:
         return
     adapters: dict[str, Any] = {}
     if not config.trains_adapters:
         adapters = {"recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16"}
-        adapters["max_seq_length"] = config.row_length  # what the other recipe calls it
+        adapters["max_seq_length"] = config.row_length  # the other recipe's name for this flag
         yield "LoRA on all linear layers", adapters
     if not config.in_4bit:
-        # rows of files that lose a quantised base, such as parameter offload, cannot run, and say so
+        # files without support for a quantised base, such as those with parameter offload, give rows that cannot run
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 
 
 def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
-    """The fastest, but for what a roofline does not see."""
+    """Return the fastest row, unless a rule knows an effect that the roofline does not include."""
     slow = where.network is not None and where.network < SLOW_NETWORK
     best = fitting[0]
     inside = [row for row in fitting if _gathers_inside(row, where) and (row is best or row.between < WORTH * best.between)]
@@ -198,7 +198,7 @@ def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tu
 
 
 def _gathers_inside(row: Row, where: Cluster) -> bool:
-    """Weights are sharded, and need not cross from node to node for every pass."""
+    """Return whether weights are sharded without being sent between nodes for every pass."""
     spread = row.spread
     if spread is None or spread.stage < 3:
         return False

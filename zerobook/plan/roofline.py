@@ -1,4 +1,4 @@
-"""How long a step takes, by the slowest of what it has to do. Imports nothing heavy."""
+"""Time of a step, by the slowest of its parts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zerobook.plan.spread import Spread
 from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
 
 EFFICIENCY = 0.45
-"""Of the maker's operations a second, what matrix products of a training get: 40 to 50 % is what tuned trainings of large
-models report. Small models and short rows get less."""
+"""Share of the listed operations a second that a training's matrix products reach: tuned trainings of large models report
+40 to 50 %. Small models and short rows reach less."""
 HOST_ADAM = 20e9
 """Bytes a second that a rank's CPU optimizer reads and writes."""
 NVME = 3e9
@@ -22,9 +22,9 @@ NVME = 3e9
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes, ``optimizer`` on
-    the GPU, ``offload`` to and on the host and its disk. The first three overlap, but for a tenth of the shorter ones; the
-    others follow behind."""
+    """Seconds of a step: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes,
+    ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. The first three overlap, except for a tenth of
+    the two shorter ones; the others follow after them."""
 
     compute: float
     links: float
@@ -39,7 +39,7 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """What the step waits for most."""
+        """Name of the part that takes longest."""
         parts = asdict(self)
         return max(parts, key=lambda name: parts[name])
 
@@ -56,22 +56,22 @@ def time(
     passes: Gathered | None = None,
     states: float | None = None,
 ) -> Time:
-    """Seconds of an optimizer step.
+    """Return the seconds of an optimizer step, by part.
 
     Args:
-        flops: of one micro-batch on one rank.
-        weights: all of them; those of ``groups`` where none is frozen.
-        passes: what a micro-batch's gather of them; where it is None, as `gathered` has it without an order.
-        states: numbers of optimizer state for each trained weight; where it is None, as the shapes in ``groups`` have it.
+        flops: operations of one micro-batch on one rank.
+        weights: all weights; None means those of ``groups``, where none is frozen.
+        passes: what a micro-batch's passes gather; None means `gathered` without a recorded order.
+        states: numbers of optimizer state for each trained weight; None means computed from the shapes in ``groups``.
     """
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.fp32
     links = sum(flow.sent for flow in flows) / cluster.rate("link")
     network = between_nodes(flows, cluster.nodes) / cluster.rate("network") if cluster.network else 0.0
-    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is spread as the weights are
+    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is sharded like the weights
     mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
     states = state_ratio(groups, spread) if states is None else states
     # An optimizer reads weight, gradient and state, and writes all but the gradient, 4 bytes each: 28 bytes for AdamW. It
-    # computes next to nothing, so memory's rate is its own.
+    # computes very little, so the memory's bandwidth limits it.
     moved = 4 * (3 + 2 * states)
     optimizer = offload = 0.0
     if spread.offload_optimizer == "none":
@@ -79,7 +79,7 @@ def time(
     else:
         offload = mine * (moved / HOST_ADAM + 2 * spread.compute / cluster.device.pcie)
     if spread.offload_optimizer == "nvme":
-        offload += mine * cluster.gpus * 8 * (1 + states) / NVME  # weight and state come and go
+        offload += mine * cluster.gpus * 8 * (1 + states) / NVME  # weight and state are read and written
     if spread.offload_param != "none":
         every = [w for group in groups for w in group] if weights is None else weights
         passes = passes or gathered(every, spread, (), accumulation)

@@ -1,4 +1,4 @@
-"""A row for every strategy file: does it fit, what does it hold and send, how long does it take."""
+"""Rows of a plan, one for every strategy file: whether the run fits, what it holds and sends, how long a step takes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from zerobook.training.recipe import BatchShape, Recipe
 from zerobook.utils.units import size
 
 TIGHT = 0.92
-"""Of a GPU's memory; above it a plan fits on paper, and fragmentation may end the run."""
+"""Share of a GPU's memory. Above it, a plan still fits by its figures, but fragmentation may end the run."""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One strategy file on one cluster. ``problems`` say why it cannot run at all, and then there is nothing else;
-    ``over`` what does not fit. ``states`` are bytes on the GPU between backward pass and step, ``paper`` what the literature
-    says of them. ``checkpoint`` are bytes of all ``checkpoints`` that lie on the disk together; of one, where nobody said how
-    long the run is and their number is None. ``tight``: it fits on paper, and fragmentation may end the run. ``bare``: the
-    states alone do not fit a GPU, so no activations were traced, and no time. ``untraced``: the run may do well, but its step
-    could not be traced, and ``problems`` say why. ``uncounted``: products of matrices that ``time`` lacks. ``by_formula``:
-    nothing was counted or traced; ``formula`` says what was computed instead."""
+    """Plan of one strategy file on one cluster. ``problems`` say why it cannot run; then nothing else is set. ``over``
+    lists what does not fit. ``states`` are bytes on the GPU between the backward pass and the step; ``paper`` has the
+    literature's figures. ``checkpoint`` is the bytes of all ``checkpoints`` that are on the disk at once; where the length
+    of the run is not given, ``checkpoints`` is None and ``checkpoint`` is the bytes of one. ``tight``: it fits, but
+    fragmentation may end the run. ``bare``: the states alone exceed a GPU, so activations were not traced and there is no
+    time. ``untraced``: the run may work, but its step could not be traced, and ``problems`` say why. ``uncounted``: matrix
+    products that ``time`` does not include. ``by_formula``: nothing was counted or traced; ``formula`` says what was
+    computed instead."""
 
     file: str
     name: str
@@ -75,8 +76,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What rows are of: a model, and the ``shape`` of its micro-batches. ``by_formula`` says why its class could not be built,
-    where it could not."""
+    """The model that rows are about, and the ``shape`` of its micro-batches. ``by_formula`` is the reason why its class
+    could not be built; empty where it could."""
 
     name: str
     parameters: int
@@ -88,7 +89,7 @@ class Subject:
 
 @dataclass
 class Traced:
-    """A job's weights, and the traces of a micro-batch that its strategies need, each made once."""
+    """Weights of a job, and the traces of a micro-batch that its strategies need, each made once."""
 
     job: Job
     weights: list[Weight]
@@ -102,10 +103,10 @@ class Traced:
         return cls(job, weights, groups, device)
 
     def trace(self, spread: Spread) -> Trace:
-        """Of a micro-batch, as ``spread`` casts it.
+        """Return the trace of a micro-batch with the casts of ``spread``.
 
         Raises:
-            NoClass: the model cannot be stepped so.
+            NoClass: the model's step cannot be traced with these casts.
         """
         key = (spread.cast, spread.autocast)
         if key not in self._traces:
@@ -126,14 +127,14 @@ class Traced:
                 return found
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 why: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
-            except Exception as error:  # kernels that take no fake tensors
+            except Exception as error:  # some kernels do not accept fake tensors
                 why = error
         cannot = "its step cannot be traced on tensors without contents"
         return NoClass(self.job.name, self.job.model_config.to_dict(), why, cannot)
 
     @property
     def untraced(self) -> NoClass | None:
-        """Why the model cannot be stepped, where no trace of those that were needed came through."""
+        """The reason why the model's step cannot be traced, where every trace that was needed failed; otherwise None."""
         failed = [found for found in self._traces.values() if isinstance(found, NoClass)]
         return failed[0] if failed and len(failed) == len(self._traces) else None
 
@@ -160,7 +161,8 @@ class Traced:
 
 
 def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Resolved) -> LaunchPlan:
-    """Where a strategy file leads on a cluster that need not be here. Disagreements stand in the plan's ``problems``.
+    """Resolve a strategy file for a cluster, which may be another than this machine. The plan's ``problems`` list
+    disagreements.
 
     Raises:
         ConfigError: accelerate refuses the file.
@@ -171,7 +173,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
     if nodes > 1:
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     environ, precision = worker_environment(flags)
-    environ.pop("DS_ACCELERATOR", None)  # said of this machine, not of the one that is planned for
+    environ.pop("DS_ACCELERATOR", None)  # it describes this machine, not the planned one
     hardware = Hardware() if cluster.cpu else Hardware(
         gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
         no_flash_attention=f"it does not run on {cluster.device.name}",
@@ -180,7 +182,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
 
 
 def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
-    """The plan of one strategy file."""
+    """Return the plan of one strategy file."""
     job, config = traced.job, traced.job.config
     try:
         plan = launch_plan(file, cluster, config, sources)
@@ -229,17 +231,18 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
 
 
 def checkpoints(numbers: int, config: RecipeConfig) -> dict[str, Any]:
-    """`Row.checkpoint` and `Row.checkpoints`, of so many fp32 ``numbers`` in one: weights and optimizer state."""
+    """Return `Row.checkpoint` and `Row.checkpoints`, with ``numbers`` fp32 numbers in one checkpoint: weights and optimizer
+    state."""
     one, steps = 4 * numbers, config.max_train_steps
     if steps is None and config.save_steps and config.save_total_limit is None:
         return {"checkpoint": one, "checkpoints": None}
-    # where nobody said how many steps there are, the limit is reached
+    # where the number of steps is not given, assume that the limit is reached
     most = config.checkpoints_at_once(steps if steps is not None else 2**62)
     return {"checkpoint": most * one, "checkpoints": most}
 
 
 def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:
-    """Write into a row what does not fit, and what would help."""
+    """Add to a row what does not fit, and what would help."""
     assert made.memory is not None and made.spread is not None
     limits = [
         ("GPU memory", made.memory.total, cluster.device.memory),
@@ -254,7 +257,7 @@ def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:
     over = {words.partition(":")[0] for words in made.over}
     if "GPU memory" in over:
         made.remedies += _for_the_gpu(made, recipe, made.memory.total - cluster.device.memory)
-    elif "host RAM while loading" in over:  # what shards the GPU's memory helps here too
+    elif "host RAM while loading" in over:  # sharding helps here too
         loads_once = made.spread.kind == "fsdp" or made.spread.stage == 3
         made.remedies.append("more host RAM" if loads_once else "fsdp or zero3, whose ranks do not load a copy each")
     if "host RAM" in over:
@@ -282,20 +285,20 @@ def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
         return found
     if made.spread.stage < 3 or made.spread.offload_param == "none":
         found.append("more sharding or offload")
-    # there is no recipe for adapters of encoder-decoders, and none on weights that were never trained
+    # no recipe trains adapters of encoder-decoders, or adapters on weights that were never trained
     if not (config.trains_adapters or recipe.encoder_decoder or config.initialised_from):
         found.append("LoRA")
     return found or ["more or larger GPUs"]
 
 
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
-"""Strategy files, the one with the least machinery first; where rates are within a twentieth, it goes first, unless it is
-tight."""
+"""Strategy files, the simplest first. Where rates differ by less than about a twentieth, the simpler file comes first,
+unless it is tight."""
 
 
 def rank(rows: Sequence[Row]) -> list[Row]:
-    """The best first: those that fit, by tokens a second; then the others, by how little they lack. What lacks room for the
-    states alone goes behind what would fit with smaller activations."""
+    """Return the rows, the best first: rows that fit, by tokens a second; then the others, by how much memory they need.
+    Rows whose states alone do not fit come after rows that would fit with smaller activations."""
 
     def key(made: Row) -> tuple:
         if made.problems or made.memory is None:

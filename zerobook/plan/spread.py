@@ -1,4 +1,4 @@
-"""How a strategy file spreads a run, in the numbers that memory and traffic depend on."""
+"""Distribution of a run over ranks by a strategy file, as the numbers that memory and traffic depend on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spread:
     node: int  # ranks on one node
     stage: int = 0
     shard: int = 1  # ranks that share one copy of the weights
-    secondary: int = 1  # hpZ: ranks that share a second copy of the weights; 1 is without
+    secondary: int = 1  # hpZ: ranks that share a second copy of the weights; 1: no second copy
     precision: str = "no"
     optimizer: str = "adamw"  # as --optimizer says
     offload_optimizer: str = "none"
@@ -36,14 +36,14 @@ class Spread:
     live: int = 1_000_000_000
     reuse: int = 1_000_000_000
     sub_group: int = 1_000_000_000
-    in_cpu: int = 1_000_000_000  # with weights on NVMe: of a rank's trained ones, those that stay in host RAM
-    buffers: int = 5  # in host RAM, for those on their way
-    buffer: int = 100_000_000  # elements of each
+    in_cpu: int = 1_000_000_000  # with weights on NVMe: a rank's trained elements that stay in host RAM
+    buffers: int = 5  # in host RAM, for weights that are read or written
+    buffer: int = 100_000_000  # elements of each buffer
     overlap: bool = False
     contiguous: bool = True
     quantized_weights: bool = False
     quantized_gradients: bool = False
-    reshards: bool = True  # FSDP: weights are given up behind a layer's forward pass
+    reshards: bool = True  # FSDP: weights are freed after a layer's forward pass
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
@@ -61,18 +61,18 @@ class Spread:
 
     @property
     def autocast(self) -> str:
-        """The precision that autocast casts single operations to, as one process and DDP have it."""
+        """The precision that autocast casts single operations to, under one process and DDP."""
         return self.precision if self.kind in ("single", "ddp") else "no"
 
 
 def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, node: int | None = None) -> Spread:
-    """What a resolved strategy file comes to for a model.
+    """Return the numbers of a resolved strategy file for a model.
 
     Args:
         model_config: transformers' config; accelerate sizes buckets by its ``hidden_size``.
-        node: ranks on one node; None where there is but one.
+        node: ranks on one node; None where there is only one node.
     """
-    # on GPUs, accelerate wraps only several processes in DDP; on a CPU one as well
+    # on GPUs, accelerate wraps a model in DDP only with several processes; on a CPU also with one
     alone = plan.kind == "ddp" and plan.world_size == 1 and plan.device != "cpu"
     common: dict[str, Any] = {
         "kind": "single" if alone else plan.kind, "name": plan.name, "precision": plan.precision,
@@ -120,7 +120,7 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
 
 
 def _width(model_config: PreTrainedConfig | SimpleNamespace) -> int:
-    """As accelerate finds it: the hidden size, the largest of several, or that of the text model inside."""
+    """Return the width as accelerate finds it: the hidden size, the largest of several, or that of the text model inside."""
     for config in (model_config, getattr(model_config, "text_config", None)):
         if size := getattr(config, "hidden_size", None):
             return int(size)

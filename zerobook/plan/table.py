@@ -1,6 +1,6 @@
-"""How plans are printed and written: the rows of strategy files, and the literature's formulas alone.
+"""Output of plans on the terminal and as JSON: the rows of strategy files, and the literature's formulas alone.
 
-Imports nothing heavy, so that the formulas alone are there in a tenth of a second.
+Imports nothing heavy, so that the formulas alone are shown in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zerobook.plan.rows import Row, Subject
 
 WIDTH = 150
-"""Columns, where nobody looks at a terminal."""
+"""Columns of a table where the output is not a terminal."""
 Column = tuple[str, "Callable[[Row], str]"]
 
 
@@ -114,7 +114,7 @@ def _memory(subject: Subject, rows: Sequence[Row]) -> list[Column]:
 
 
 def _traffic(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[Column]:
-    """Counted and by the papers' law, which is all there is by formula."""
+    """Return the columns of what is sent: counted, and by the papers' law. A plan by formula has only the law."""
     columns: list[Column] = [("each rank", lambda row: _or_dash(row.sent))]
     if not subject.by_formula:
         columns.append(("by\npaper", lambda row: _or_dash(_paper(row).sent)))
@@ -132,7 +132,7 @@ def _traffic(subject: Subject, rows: Sequence[Row], where: Cluster) -> list[Colu
 
 
 def _ruled(rows: Sequence[Row]) -> bool:
-    """Whether there is a strategy that the rule of thumb is for."""
+    """Return whether the rule of thumb applies to any of the rows."""
     return any(row.paper is not None and row.paper.rule is not None for row in rows)
 
 
@@ -154,7 +154,8 @@ def _paper(row: Row) -> Paper:
 
 
 def _misfits(out: Console, rows: Sequence[Row]) -> None:
-    """Why rows cannot run, and what would help those that do not fit; those with one reason and remedy on one line."""
+    """Print why rows cannot run, and what would help rows that do not fit. Rows with the same reason and remedy share a
+    line."""
     from rich.markup import escape
 
     for row in rows:
@@ -206,7 +207,7 @@ def _or_dash(amount: float) -> str:
 
 
 def record(subject: Subject, rows: Sequence[Row], where: Cluster) -> dict[str, Any]:
-    """A plan for JSON. Amounts are bytes, times seconds."""
+    """Return a plan as JSON values. Amounts are bytes, times seconds."""
     return {
         "model": subject.name, "parameters": subject.parameters, "trained": subject.trained,
         "by_formula": subject.by_formula or None, "hardware": asdict(where),
@@ -215,7 +216,7 @@ def record(subject: Subject, rows: Sequence[Row], where: Cluster) -> dict[str, A
 
 
 def write_json(target: str, found: object) -> None:
-    """Into a file, or for ``-`` to the terminal."""
+    """Write JSON to a file, or print it where ``target`` is ``-``."""
     text = json.dumps(found, indent=2)
     if target == "-":
         print(text)
@@ -225,7 +226,7 @@ def write_json(target: str, found: object) -> None:
 
 
 def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str | None) -> None:
-    """Print what the papers say of so many parameters under DDP and ZeRO's stages; ``target`` as in `write_json`."""
+    """Print the papers' figures for a number of parameters under DDP and ZeRO's stages; ``target`` as in `write_json`."""
     ranks, rows = where.ranks, []
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
         spread = Spread(

@@ -1,9 +1,9 @@
 """Activation memory of one micro-batch, found by running the model itself on tensors without contents.
 
-The model is built and stepped under `FakeTensorMode`: every operation reports the shapes it would make, nothing is computed,
-and a new architecture needs no formula. Storages are followed from the operation that makes them until Python or autograd
-lets go of them, so the figures hold what a tape really keeps: what autograd saves, what checkpointing drops, the copies that
-autocast and the loss make.
+The model is built and run under `FakeTensorMode`: every operation reports the shapes of its results, and nothing is
+computed, so a new architecture needs no formula. Storages are followed from the operation that makes them until Python or
+autograd frees them. The figures therefore show what a step really keeps: they contain what autograd saves and the copies
+that autocast and the loss make, and not what checkpointing drops.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
 @dataclass
 class Trace:
-    """Bytes of one micro-batch on one rank; weights, their gradients and the optimizer are not among them.
+    """Bytes of one micro-batch on one rank, without weights, their gradients and optimizer state.
 
-    ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` the batch itself. ``timeline``
-    has a point for each weight whose gradient came to be: (elements of gradients there were before it, the most bytes of
-    activations that were alive since the last point); its first point is the forward pass and the loss. ``visits`` are the
-    modules that were come to, forward and then back. ``uncounted`` names operations that multiply matrices, and that
-    ``flops`` lacks since nobody knows how many of them there are. ``evaluation`` is the most bytes alive at once in a forward
-    pass of the evaluation and its loss; None where nothing is evaluated.
+    ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` is the batch itself. ``timeline``
+    has a point for each weight that gets a gradient: (elements of gradients before it, the most bytes of activations alive
+    since the previous point). Its first point is the forward pass and the loss. ``visits`` are the modules in the order in
+    which they run, forward and then backward. ``uncounted`` names operations that multiply matrices but are missing from
+    ``flops``, since their number of operations is unknown. ``evaluation`` is the most bytes alive at once in a forward pass
+    of the evaluation and its loss; None where nothing is evaluated.
     """
 
     saved: int
@@ -56,8 +56,8 @@ class Trace:
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Operations of a product in groups, a mixture's experts: each of ``a``'s rows is multiplied by one of ``b``'s matrices,
-    however many there are. Where both are matrices it is their common side that is cut into groups."""
+    """Return the operations of a grouped product, as for a mixture's experts: each row of ``a`` is multiplied by one of
+    ``b``'s matrices, whatever their number. Where both are matrices, their common dimension is divided into groups."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
@@ -68,14 +68,15 @@ _LAWS: dict[str, Callable[..., float]] = {
     "transformers::grouped_mm_fallback": _grouped,
     "transformers::grouped_mm_fallback_backward": lambda a, b, *_: 2 * _grouped(a, b),
 }
-"""Operations that torch 2.13's flop counter does not know -> how many floating-point operations they take."""
+"""Operations that torch 2.13's flop counter does not know -> their number of floating-point operations."""
 _PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
 class Follow(TorchDispatchMode):
-    """Counts the bytes of storages that operations make inside, while they live, and the floating-point operations.
+    """Counter of the live bytes of storages that operations make inside this mode, and of floating-point operations.
 
-    torch's FlopCounterMode beside it would keep every tensor alive until the next garbage collection.
+    It counts operations itself, because torch's FlopCounterMode would keep every tensor alive until the next garbage
+    collection.
     """
 
     def __init__(self) -> None:
@@ -85,10 +86,10 @@ class Follow(TorchDispatchMode):
         self.flops = 0.0
         self.uncounted: set[str] = set()
         self._known: dict[int, weakref.ref] = {}
-        self._apart: set[int] = set()  # storages of weights and the like
+        self._apart: set[int] = set()  # storages that do not count, such as those of weights
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count ``tensor``'s storage, from now on."""
+        """Stop counting ``tensor``'s storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -96,7 +97,7 @@ class Follow(TorchDispatchMode):
         self._apart.add(key)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Follow ``tensor``'s storage, once."""
+        """Count ``tensor``'s storage, once, for as long as it lives."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._apart or key in self._known or not size:
@@ -106,7 +107,7 @@ class Follow(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
 
     def since(self) -> int:
-        """The most bytes alive at once since this was last asked."""
+        """Return the most bytes alive at once since the last call."""
         most, self.most = self.most, self.live
         return most
 
@@ -132,9 +133,10 @@ class Follow(TorchDispatchMode):
 
 
 def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A product in groups, of fake tensors too that are not bf16. torch's shapes for those know bf16 alone; its kernels for
-    CUDA and CPU take fp32 and fp16 as well, and give what they are given (aten/src/ATen/native/GroupedMMUtils.h). autocast
-    leaves them alone, so that the experts of fp32 weights are run in fp32."""
+    """Run a grouped product, also on fake tensors that are not bf16. torch's shape rule for these knows only bf16; its
+    kernels for CUDA and CPU also accept fp32 and fp16, and return the dtype of their input
+    (aten/src/ATen/native/GroupedMMUtils.h). autocast does not change these dtypes, so the experts of fp32 weights run in
+    fp32."""
     if not isinstance(a, FakeTensor) or a.dtype == b.dtype == torch.bfloat16:
         return func(a, b, *args, **kwargs)
     if a.dtype != b.dtype:
@@ -144,16 +146,16 @@ def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs
 
 
 class Saved:
-    """Bytes of the distinct storages that autograd saves inside.
+    """Counter of the bytes of the distinct storages that autograd saves inside this context.
 
     Args:
-        apart: tensors that do not count, weights above all. Asked anew at each one saved, since sharded weights
+        apart: returns tensors that do not count, mainly weights. It is called for each saved tensor, since sharded weights
             have other storages while they are gathered.
     """
 
     def __init__(self, apart: Callable[[], Iterable[torch.Tensor]]):
         self._apart = apart
-        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no key comes twice
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is used twice
 
     def __enter__(self) -> Saved:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
@@ -185,10 +187,10 @@ def trace(
     """Run one micro-batch forward and backward. Call inside the fake mode that made ``model`` and ``batch``.
 
     Args:
-        batch: what the collator makes, with ``labels``.
-        loss: of an objective, see `zerobook.objective.Objective.loss`.
-        precision: of autocast: ``no``, ``bf16`` or ``fp16``.
-        kernels: the device, ``cpu`` or ``cuda``, whose attention is imitated; None where real tensors show their own.
+        batch: the collator's output, with ``labels``.
+        loss: an objective's loss, see `zerobook.objective.Objective.loss`.
+        precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
+        kernels: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
     """
     follow, done = Follow(), 0
     points: list[tuple[int, int]] = []
@@ -242,7 +244,7 @@ def evaluated(
 
 
 class _Upcast(nn.Module):
-    """Returns logits in fp32, as accelerate does for a model under autocast."""
+    """Wrapper that returns logits in fp32, as accelerate does for a model under autocast."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -258,7 +260,8 @@ class _Upcast(nn.Module):
 def _followed(
     follow: Follow, model: nn.Module, batch: dict[str, torch.Tensor], precision: str, kernels: str | None
 ) -> Iterator[None]:
-    """A micro-batch's operations as the device and ``precision`` run them; ``follow`` counts ``batch`` and what they make."""
+    """Run a micro-batch's operations inside as the device and ``precision`` would; ``follow`` counts ``batch`` and their
+    results."""
     for tensor in [*model.parameters(), *model.buffers()]:
         follow.leave_out(tensor)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -276,7 +279,7 @@ def _followed(
 
 
 class _Back(torch.autograd.Function):
-    """Says when the backward pass comes by."""
+    """Identity that calls ``said`` in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, said: Callable[[], None]) -> torch.Tensor:
@@ -290,7 +293,8 @@ class _Back(torch.autograd.Function):
 
 
 def _visited(model: nn.Module, visits: list[Visit]) -> list[Any]:
-    """Hooks that write down where the passes are, as DeepSpeed's do: on the way back, at each output and behind all inputs."""
+    """Return hooks that record the visits as DeepSpeed's hooks do: in the backward pass, at each output and after all
+    inputs."""
     names = {parameter: name for name, parameter in model.named_parameters()}  # a shared weight has one name
 
     def by(said: Callable[[], None], tensors: Any) -> Any:
@@ -323,7 +327,8 @@ def _visited(model: nn.Module, visits: list[Visit]) -> list[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Scaled dot-product attention by a kernel that keeps no matrix of scores: its results and what it saves."""
+    """Scaled dot-product attention by a kernel that stores no matrix of scores: the shapes of its results and of what it
+    saves."""
 
     @staticmethod
     def forward(
@@ -333,14 +338,14 @@ class _Attention(torch.autograd.Function):
         # two products of [length, width] by [width, keys]; a causal kernel leaves out the half that is masked
         ctx.follow, ctx.flops = follow, 4 * rows * heads * length * k.shape[-2] * width / (2 if causal else 1)
         follow.flops += ctx.flops
-        out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write it as the next layer reads it
+        out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write the layout of the next layer
         ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, bias, *_ = ctx.saved_tensors
-        ctx.follow.flops += 2.5 * ctx.flops  # the scores again, and four products for the gradients
+        ctx.follow.flops += 2.5 * ctx.flops  # the recomputed scores, and four products for the gradients
         needed = bias is not None and ctx.needs_input_grad[3]
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(bias) if needed else None
         return *grads, None, None
@@ -348,7 +353,8 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _kernels(device: str, follow: Follow) -> Iterator[None]:
-    """Attention as ``device`` runs it. Fake tensors take the plain implementation, which devices take for odd shapes only.
+    """Replace attention by that of ``device``. On fake tensors, torch takes the plain implementation, which devices use only
+    for unusual shapes.
 
     The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
     """
@@ -367,12 +373,12 @@ def _kernels(device: str, follow: Follow) -> Iterator[None]:
         on_cpu = device == "cpu" and (dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad))
         if not (alike or options.get("enable_gqa")) or on_cpu:
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if torch.is_autocast_enabled(query.device.type):  # the tensors are a CPU's, whatever device is imitated
+        if torch.is_autocast_enabled(query.device.type):  # the tensors are on a CPU, whatever device is simulated
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (t.to(dtype) for t in (query, key, value))
             attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # kernels take what is added to the scores
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # kernels accept only a mask that is added to the scores
         return _Attention.apply(query, key, value, attn_mask, follow, is_causal)
 
     with _replaced(F, "scaled_dot_product_attention", attend):
@@ -391,8 +397,8 @@ _IN_FP32 = {
 
 @contextmanager
 def _cuda(autocasts: bool) -> Iterator[None]:
-    """What CUDA does otherwise than the CPU, on whose fake tensors a trace runs: autocast's list above, and a fused dropout,
-    which saves a mask of a byte an element."""
+    """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs: the list of autocast above, and a
+    fused dropout, which saves a mask of one byte an element."""
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -424,8 +430,8 @@ def _raised(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _unpacked(sure: bool) -> Iterator[None]:
-    """Where nobody gave position ids, rows are no packs. transformers looks at their values, and of fake ones it assumes
-    the worst: a mask."""
+    """Treat rows as not packed where no position ids are given. transformers looks at the values of position ids; for fake
+    tensors it assumes the worst case, a mask."""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -435,7 +441,7 @@ def _unpacked(sure: bool) -> Iterator[None]:
 
 @contextmanager
 def _unsaid() -> Iterator[None]:
-    """Without the tracebacks that torch prints of an operation with no shapes for it; what raises is told by who catches it."""
+    """Silence the tracebacks that torch prints for an operation without a shape rule. The caller reports the error."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -446,7 +452,7 @@ def _unsaid() -> Iterator[None]:
 
 @contextmanager
 def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Like torch.autocast, which refuses devices that are not there."""
+    """Enable autocast like torch.autocast, which refuses devices that this machine does not have."""
     if dtype is None:
         yield
         return

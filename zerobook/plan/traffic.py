@@ -1,8 +1,9 @@
-"""What the implementations send in an optimizer step, collective by collective.
+"""Bytes that the libraries send in an optimizer step, collective by collective.
 
-The literature's laws are in `zerobook.plan.formulas`; these are the libraries' own, which send more here and less there:
-DeepSpeed's ZeRO-1 and 2 all-reduce gradients where a reduce-scatter would do, ZeRO-3 keeps weights that it needs again soon,
-and FSDP2 leaves what lies outside of layers gathered. Read from DeepSpeed 0.19.8 and torch 2.13, and counted in live runs.
+The literature's laws are in `zerobook.plan.formulas`. The libraries send more in some places and less in others:
+DeepSpeed's ZeRO-1 and 2 all-reduce gradients where a reduce-scatter would be enough, ZeRO-3 keeps weights that it needs
+again soon, and FSDP2 keeps weights outside layers gathered. Read from DeepSpeed 0.19.8 and torch 2.13, and counted in live
+runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from zerobook.plan.spread import Spread
 
 @dataclass(frozen=True)
 class Flow:
-    """A collective's share of a step: ``size`` bytes of whole tensors among ``ranks``, which a ring sends ``worth`` times
-    (N - 1)/N of. ``within``: all of those ranks are on one node, whatever the number of nodes. ``rings`` leave a node at
-    once, where its ranks belong to different ones."""
+    """A collective's share of a step: ``size`` bytes of whole tensors among ``ranks``; in a ring, each rank sends ``worth``
+    x (N - 1)/N of them. ``within``: all of these ranks are on one node, whatever the number of nodes. ``rings``: the number
+    of rings that leave a node at once, where its ranks belong to different rings."""
 
     what: str
     collective: str
@@ -38,10 +39,10 @@ class Flow:
 def flows(
     weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, passes: Gathered | None = None
 ) -> list[Flow]:
-    """All of a step that grow with the model; a norm or a loss is not worth a line.
+    """Return the collectives of a step whose size grows with the model. Those of a norm or a loss are too small to count.
 
     Args:
-        passes: what a micro-batch's gather; where it is None, as `gathered` has it without an order.
+        passes: what a micro-batch's passes gather; None means `gathered` without a recorded order.
     """
     if spread.ranks == 1 or spread.kind == "single":
         return []
@@ -73,7 +74,7 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulati
     forward = far = accumulation * size(passes.forward)
     second = n
     if spread.secondary > 1:
-        # From its first gathering on a weight comes from the second copy, until an update makes that stale.
+        # After its first gather, a weight is gathered from the second copy, until an update makes that copy stale.
         second, far = spread.secondary, size([w for w in set(passes.forward) if w.trained])
     again = accumulation * size(passes.again)
     quantized = 0.5 if spread.quantized_weights else 1.0
@@ -109,20 +110,21 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
         Flow("weights, backward", "all-gather", accumulation * layers, n, within=n <= spread.node),
         Flow("gradients", "reduce-scatter", accumulation * gradients, n, within=n <= spread.node),
     ]
-    if n < spread.ranks:  # in the last micro-batch alone
+    if n < spread.ranks:  # only in the last micro-batch
         rings = min(n, spread.node)
         found.append(Flow("gradients, copies", "all-reduce", gradients / n, spread.ranks // n, worth=2, rings=rings))
     return found
 
 
 def to_gpu(spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
-    """Bytes of offloaded weights that cross to each GPU in a step: a rank's shard, for every gathering. Alone it gathers from
-    nobody, and moves all of them."""
+    """Return the bytes of offloaded weights that are copied to each GPU in a step: a rank's shard, for every gather. With
+    one rank, the shard is the whole weight."""
     return accumulation * sum(_shard(w, spread) for w in passes.all)
 
 
 def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
-    """Bytes of weights that each rank moves from and to NVMe in a step: read for every gathering, written once updated."""
+    """Return the bytes of weights that each rank moves from and to NVMe in a step: read for every gather, written once
+    after the update."""
     away = on_nvme(weights, groups, spread)
     names = {w.name for w in away}
     read = accumulation * sum(_shard(w, spread) for w in passes.all if w.name in names)
@@ -130,7 +132,8 @@ def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, passes:
 
 
 def _shard(weight: Weight, spread: Spread) -> float:
-    """Bytes of a rank's share of a weight as it lies: FSDP2 casts on the GPU. With hpZ it is the second copy that is read."""
+    """Return the bytes of a rank's share of a weight as it is stored: FSDP2 casts on the GPU. With hpZ, the second copy is
+    read."""
     if spread.kind == "fsdp":
         return _rows_up(weight, spread.shard) * weight.element / spread.shard
     ranks = spread.secondary if spread.secondary > 1 else spread.shard
@@ -138,13 +141,13 @@ def _shard(weight: Weight, spread: Spread) -> float:
 
 
 def sent(found: Sequence[Flow]) -> float:
-    """Bytes that each rank sends in a step."""
+    """Return the bytes that each rank sends in a step."""
     return sum(flow.sent for flow in found)
 
 
 def between_nodes(found: Sequence[Flow], nodes: int) -> float:
-    """Bytes that leave each node in a step: a ring over ranks of several nodes crosses each border once, and carries there
-    what any of its ranks sends."""
+    """Return the bytes that leave each node in a step. A ring over ranks of several nodes crosses each border between nodes
+    once, and sends across it what any of its ranks sends."""
     return sum(flow.sent * flow.rings for flow in found if not flow.within) if nodes > 1 else 0.0
 
 

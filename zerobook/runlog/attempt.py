@@ -1,4 +1,4 @@
-"""What an attempt writes first and last, and what it learns from the attempts before it."""
+"""The first and last events of an attempt, and the decisions that it reads from earlier attempts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zerobook.utils.shipped import clone
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
-    """Write how the last attempt ended where it could not, then ``run_start``, ``env``, and what differs from last time.
+    """Write how the last attempt ended if it could not, then ``run_start``, ``env``, and what differs from the last attempt.
 
     Args:
-        step: where this attempt goes on from; with steps recorded behind it, a new branch begins.
+        step: step that this attempt continues from; if later steps are recorded, a new branch begins.
     """
     before = _before(log)
     if before["last"] and not before["ended"]:
@@ -43,8 +43,8 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
 
 
 def _before(log: RunLog) -> dict[str, Any]:
-    """The newest event before this attempt, ``machine`` sample, ``run_start`` and ``env``; whether that attempt ``ended``
-    with a word of its own (people may have left notes behind it)."""
+    """Return the newest event, ``machine`` sample, ``run_start`` and ``env`` before this attempt, and whether the last attempt
+    ``ended`` with an event of its own (a note may follow it)."""
     found: dict[str, Any] = {"last": None, "machine": None, "run_start": None, "env": None, "ended": False}
     for record in backwards(log.folder / EVENTS):
         if record is None or record["attempt"] == log.attempt:
@@ -82,7 +82,7 @@ def _json(value: Any) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Host, hardware and the recipe's git commit; no variables, which may hold secrets."""
+    """Return host, hardware and the git commit; no environment variables, which may hold secrets."""
     memory = psutil.virtual_memory()
     return {
         "host": socket.gethostname(),
@@ -135,13 +135,13 @@ class Decided(NamedTuple):
 
 
 def decided(folder: Path) -> Decided:
-    """Read what the log holds of it."""
+    """Read the decisions of earlier attempts from the log."""
     found = Decided([], [], {}, [], step=0, redone=0)
     for record in stream(folder / EVENTS):
         if record["type"] == "metrics":
             found = found._replace(step=record["steps"][1])
         elif record["type"] == "run_start" or (record["type"] == "rollback" and record["phase"] == "outcome"):
-            # training goes on from this step: what was logged behind it is given up
+            # training goes on from this step: later steps in the log are given up
             found = found._replace(step=record["step"], redone=found.redone + max(0, found.step - record["step"]))
         elif record["type"] == "skip":
             found.skips.extend(record["ranges"])
@@ -156,7 +156,7 @@ def decided(folder: Path) -> Decided:
 
 
 def unfinished_rollback(folder: Path) -> int | None:
-    """Return the step that the newest attempt was about to go back to when it ended; None where it was not about to."""
+    """Return the target step of a rollback that the newest attempt did not finish; None if there is none."""
     for record in backwards(folder / EVENTS):
         if record is None:
             continue
@@ -170,7 +170,7 @@ def unfinished_rollback(folder: Path) -> int | None:
 
 @contextmanager
 def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterator[None]:
-    """Around the training: samples the machine, and an error that ends it is written down before it goes on its way.
+    """Return a context for the training. It samples the machine, logs an error that ends the training, and raises it again.
 
     Rank 0 writes ``crash`` (``stop`` for Ctrl-C) into the log, another rank ``runlog/crash-rank-R.txt``.
     """
@@ -197,11 +197,11 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
 
 
 def write_page(log: RunLog) -> None:
-    """Render the logbook, and say where it is."""
+    """Write the logbook's page, and print its path."""
     from zerobook.runlog.report import write
 
     try:
         page, _ = write(log.folder)
         tqdm.write(f"logbook: {page}")
-    except Exception as error:  # the training is done, its model not saved yet: a page is not worth losing it
+    except Exception as error:  # the model is not saved yet: an error in the page must not end the run
         tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Is a runlog sound? Every line is read."""
+"""Check of a runlog, line by line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zerobook.runlog.writer import EVENTS, STEPS
 
 
 def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
-    """What is wrong with a log, each a sentence, and how many lines were read of each file.
+    """Return (the problems of a log, each a sentence; the number of lines read of each file).
 
-    Damaged lines; numbers that are missing or come twice; attempts, branches and clocks that go back; steps done twice in one
-    branch; parents that come later than what they caused.
+    Problems are: damaged lines; numbers that are missing or occur twice; attempts, branches and clocks that go back; steps done
+    twice in one branch; parents that come later than what they caused.
     """
     found: list[str] = []
     counts = {"events": 0, "steps": 0}

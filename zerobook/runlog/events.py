@@ -1,4 +1,4 @@
-"""The events of a runlog: when each is written, and the fields it has. The reference of the docs is made of this."""
+"""The events of a runlog: when each is written, and the fields it has. The reference in the docs is generated from them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "env": EventKind(
-        "Behind run_start.",
+        "After run_start.",
         {
             "host": "host name of rank 0",
             "platform": "operating system",
@@ -82,7 +82,7 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "verify": EventKind(
-        "Steps were done again, behind a resume or in a replay.",
+        "Steps were done again, after a resume or in a replay.",
         {
             "after": "`steps done again` or `replay`",
             "steps": "first and last step that were compared",
@@ -135,14 +135,14 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "rollback": EventKind(
-        "The run goes back to a checkpoint: one event before (`intent`), one behind it (`outcome`).",
+        "The run goes back to a checkpoint: one event before (`intent`), one after it (`outcome`).",
         {
             "phase": "`intent` or `outcome`",
             "measure": "measure that is carried out",
             "from_step": "step before the rollback",
             "to_step": "step of the checkpoint",
             "why": "finding in words",
-            "step": "step behind the rollback",
+            "step": "step after the rollback",
             "steps_given_up": "steps that will be done again",
             "seconds": "seconds of the rollback",
             "bytes_read": "bytes of tensors that each rank read",
@@ -203,7 +203,7 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "memory": EventKind(
-        "Behind the first step.",
+        "After the first step.",
         {
             "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state",
             "trained_parameters": "number of trained parameters",

@@ -1,4 +1,4 @@
-"""A run's past, read from its log: attempts, branches, what lives on of them, and where the time went."""
+"""The history of a run, read from its log: attempts, branches, the steps that are still part of it, and the time spent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def folder_of(run: str | Path) -> Path:
-    """The log's folder of a run's ``output_dir`` (or the folder itself). Raises `RunLogError` where there is none."""
+    """Return the log's folder of a run's ``output_dir`` (or the folder itself). Raises `RunLogError` if there is none."""
     run = Path(run).expanduser()
     for folder in (run / "runlog", run):
         if (folder / EVENTS).exists():
@@ -29,7 +29,7 @@ def folder_of(run: str | Path) -> Path:
 
 
 def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
-    """The newest event of each type, found without reading those between."""
+    """Return the newest event of each type, without reading the events between them."""
     found: dict[str, Event] = {}
     if not file.stat().st_size:
         return found
@@ -53,7 +53,7 @@ def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
 
 
 def is_being_written(folder: Path) -> bool:
-    """Return whether a process holds the log, or may hold it: on a file system without locks nobody can tell."""
+    """Return whether a process holds the log, or may hold it: on a file system without locks this is not known."""
     with (folder / EVENTS).open("rb") as handle:
         return locks.lock(handle.fileno(), shared=True) is not True
 
@@ -64,7 +64,7 @@ def when(event: Event) -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """Steps behind ``start`` that this branch did; of them those up to ``lives_to`` are part of the run as it is now."""
+    """A branch of a run: its steps after ``start``. Those up to ``lives_to`` are part of the run as it is now."""
 
     number: int
     attempt: int
@@ -77,7 +77,7 @@ class Branch:
 
 @dataclass
 class History:
-    """Everything the events tell. Reading `STEPS` is left to `steps`, since they may be many."""
+    """The events of a run. `STEPS` is read by `steps` only, since there may be many."""
 
     folder: Path
     events: list[Event]
@@ -98,14 +98,14 @@ class History:
         return found if found and found["seq"] == seq else None
 
     def causes(self, event: Event) -> list[Event]:
-        """The chain of parents, oldest first, ``event`` last."""
+        """Return the chain of parents, oldest first, ``event`` last."""
         chain = [event]
         while (parent := chain[0].get("parent")) is not None and (found := self.by_seq(parent)) is not None:
             chain.insert(0, found)
         return chain
 
     def effects(self, event: Event) -> list[Event]:
-        """All events that ``event`` caused, directly or not, in order."""
+        """Return all events that ``event`` caused, directly or not, in order."""
         caused = {event["seq"]}
         found = []
         for later in self.events:
@@ -115,7 +115,7 @@ class History:
         return found
 
     def starts(self) -> dict[int, tuple[int, Event]]:
-        """Branch -> (the step it went on from, the event that says so)."""
+        """Return branch -> (the step it starts from, the event that started it)."""
         found: dict[int, tuple[int, Event]] = {}
         for event in self.events:
             began = event["type"] == "run_start" or (event["type"] == "rollback" and event.get("phase") == "outcome")
@@ -124,7 +124,7 @@ class History:
         return found
 
     def lives_to(self, seen_from: int | None = None) -> dict[int, float]:
-        """Branch -> its last step that no later branch gave up; ``seen_from`` a branch, as it was in its time."""
+        """Return branch -> its last step that no later branch gave up; ``seen_from``: when that branch was the last."""
         limit = float("inf")
         found = {}
         for branch, (start, _) in sorted(self.starts().items(), reverse=True):
@@ -151,7 +151,7 @@ class History:
         return found
 
     def steps(self, *, living: bool = False, seen_from: int | None = None) -> Iterator[Event]:
-        """The per-step records in the order they were done.
+        """Yield the records of steps, in the order in which the steps were done.
 
         Args:
             living: only those that are part of the run as it is.
@@ -168,14 +168,14 @@ class History:
 
     # --- as it is now
     def attempts(self) -> list[list[Event]]:
-        """The events of each attempt."""
+        """Return the events of each attempt."""
         found: dict[int, list[Event]] = {}
         for event in self.events:
             found.setdefault(event["attempt"], []).append(event)
         return list(found.values())
 
     def ending(self, attempt: list[Event]) -> str:
-        """How an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
+        """Return how an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
         last = [event for event in attempt if event["type"] in LAST_WORDS and event.get("of_attempt") is None]
         if last:
             kind = str(last[-1]["type"])
@@ -187,11 +187,11 @@ class History:
 
 @dataclass
 class TimeSpent:
-    """Seconds of wall-clock time from the first event to the last, by what they went into."""
+    """Wall-clock time from the first event to the last, in seconds by use."""
 
     total: float = 0.0
     training: float = 0.0
-    """steps that live on, without saving and evaluating"""
+    """steps that are part of the run as it is now, without saving and evaluating"""
     given_up: dict[str, float] = field(default_factory=dict)
     """steps that were done and are not part of the run any more, by cause"""
     evaluating: float = 0.0
@@ -203,13 +203,13 @@ class TimeSpent:
 
     @property
     def other(self) -> float:
-        """Starting up, mostly."""
+        """Seconds of all other uses, mostly startup."""
         known = self.training + sum(self.given_up.values()) + self.evaluating + self.saving + self.going_back + self.stopped
         return max(0.0, self.total - known)
 
     @property
     def ratio(self) -> float:
-        """The effective-training-time ratio: the share of the time that went into steps which live on."""
+        """The effective-training-time ratio: the share of the time for steps that are part of the run as it is now."""
         return self.training / self.total if self.total else 0.0
 
 
@@ -219,7 +219,7 @@ def time_spent(history: History) -> TimeSpent:
         return spent
     spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
     lives, starts = history.lives_to(), history.starts()
-    mark: float | None = None  # monotonic time behind the last block
+    mark: float | None = None  # monotonic time after the last block
     besides = 0.0
     last: Event | None = None
     for event in history.events:
@@ -253,7 +253,7 @@ def time_spent(history: History) -> TimeSpent:
 
 
 def _gave_up(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
-    """Why a step of a branch is not part of the run any more."""
+    """Return why a step of a branch is not part of the run any more."""
     for later in sorted(starts):
         start, event = starts[later]
         if later > branch and start < step:

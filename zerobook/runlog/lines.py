@@ -1,4 +1,4 @@
-"""The lines of a runlog: how one is written, checked and read again, from either end of the file.
+"""The lines of a runlog: write, check and read them, from either end of the file.
 
 A line is a JSON object whose last member is ``crc``, the CRC-32 of the bytes before it:
 ``{"seq":7,...,"crc":"89abcdef"}``.
@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """One line, with its CRC and newline. What JSON does not know is written as text."""
+    """Return one line, with its CRC and newline. Types that JSON does not know are written as text."""
     body = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)[:-1]
     return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
 
@@ -32,11 +32,11 @@ def _plain(value: Any) -> Any:
 
 
 class BadLine(ValueError):
-    """Not a whole line of a runlog."""
+    """Raised for a line that is damaged or not complete."""
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The record of one line without its newline. Raises `BadLine`, saying what is wrong."""
+    """Return the record of one line, which is given without its newline. Raises `BadLine` with the reason."""
     body, tail = line[:-_TAIL], line[-_TAIL:]
     if not tail.startswith(b',"crc":"'):
         raise BadLine("it has no checksum at its end")
@@ -51,24 +51,24 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 class Damage(NamedTuple):
-    """``line`` counts from 1."""
+    """A damaged line of a file. ``line`` counts from 1."""
 
     line: int
     reason: str
 
 
 def read(file: Path, damaged: list[Damage] | None = None) -> list[dict[str, Any]]:
-    """All sound lines of a runlog file, oldest first.
+    """Return the records of all sound lines of a runlog file, oldest first.
 
     Args:
-        damaged: gets what is wrong with the others; a line without a newline at the end, which is still being written or
-            was torn, is left out without a word.
+        damaged: list that gets the damaged lines. A last line without a newline, which is still being written or was torn, is
+            ignored.
     """
     return list(stream(file, damaged))
 
 
 def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str, Any]]:
-    """`read`, one at a time, with little memory."""
+    """Yield the records that `read` returns, one at a time, with little memory."""
     if not file.exists():
         return
     with file.open("rb") as handle:
@@ -83,7 +83,7 @@ def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str
 
 
 def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Lines, newest first, reading no more of the file than is asked for; None for a damaged one."""
+    """Yield the records, newest first, and None for a damaged line. Reads no more of the file than needed."""
     if not file.exists():
         return
     with file.open("rb") as handle:
@@ -114,7 +114,7 @@ def _sound(line: bytes) -> dict[str, Any] | None:
 
 
 def newest(file: Path) -> tuple[dict[str, Any] | None, int]:
-    """(the newest sound line, how many damaged ones come after it)."""
+    """Return (record of the newest sound line, number of damaged lines after it)."""
     damaged = 0
     for record in backwards(file):
         if record is not None:
@@ -124,7 +124,7 @@ def newest(file: Path) -> tuple[dict[str, Any] | None, int]:
 
 
 def check_format(events: Path) -> None:
-    """Raise `RunLogError` where a newer version wrote the log."""
+    """Raise `RunLogError` if a newer version wrote the log."""
     first = next(stream(events), None)
     if first and first.get("format", FORMAT) > FORMAT:
         raise RunLogError(
@@ -134,7 +134,7 @@ def check_format(events: Path) -> None:
 
 
 def repair(file: Path) -> dict[str, Any] | None:
-    """Cut what follows the last newline and keep it in ``FILE.torn``; returns what was done, None where nothing is torn."""
+    """Move the bytes after the last newline to ``FILE.torn``. Return what was done; None if there are none."""
     size = file.stat().st_size if file.exists() else 0
     if not size:
         return None

@@ -1,6 +1,6 @@
-"""What the machine is doing, sampled into the log beside the training: host memory, and GPUs where there are any.
+"""Samples of the machine in the log, during the training: host memory, and GPUs if there are any.
 
-A process that is killed for memory leaves no word; the last sample tells the next attempt how full it was.
+A process that is killed for memory writes no last event. The last sample tells the next attempt how full the memory was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FULL = 0.92
 """Share of memory in use from which a warning is given."""
 SECONDS = 30.0
 SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
-"""Where torch 2.13 reads its CUDA allocator's settings first, as versions before it do. Where it is not set, 2.13 reads
+"""Variable from which torch 2.13 and versions before it read the CUDA allocator's settings. If it is not set, 2.13 reads
 PYTORCH_ALLOC_CONF."""
 
 
 def sample() -> dict[str, Any]:
-    """Bytes, shares and degrees Celsius, now.
+    """Return the state of the machine now, in bytes, shares and degrees Celsius.
 
     ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
     memory of this process and its children. ``allocator`` is what `allocator` says.
@@ -45,10 +45,10 @@ def sample() -> dict[str, Any]:
 
 
 def allocator() -> dict[str, int] | None:
-    """Bytes that torch's CUDA allocator holds in this process; None where it has none.
+    """Return the bytes that torch's CUDA allocator holds in this process; None if it has none.
 
-    ``allocated`` is what tensors have, ``reserved`` what was taken from the device for them: what lies between is free for
-    tensors that fit into its gaps. ``_peak`` is the most of each so far.
+    ``allocated`` is used by tensors, ``reserved`` was taken from the device for them: the difference is free for tensors that
+    fit into its gaps. ``_peak`` is the maximum of each so far.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -65,7 +65,7 @@ def allocator() -> dict[str, int] | None:
 
 
 def out_of_memory() -> str:
-    """Return advice where a GPU had no room for another tensor, with what torch's allocator held."""
+    """Return advice for a GPU without memory for another tensor, with the memory that torch's allocator held."""
     held, words = allocator(), []
     if held is not None:
         words.append(
@@ -84,7 +84,7 @@ def out_of_memory() -> str:
 
 
 def nearly_full(record: dict[str, Any]) -> str | None:
-    """``host memory 23.1 of 24.0 GiB`` where a sample is above `FULL`; None where there was room."""
+    """Return ``host memory 23.1 of 24.0 GiB`` if a sample is above `FULL`; else None."""
     if record["memory_used"] < FULL * record["memory_total"]:
         return None
     return f"host memory {record['memory_used'] / 2**30:.1f} of {record['memory_total'] / 2**30:.1f} GiB"

@@ -22,11 +22,11 @@ class StepRecord:
     grad_norm: SupportsFloat
     """global 2-norm before clipping"""
     learning_rate: float
-    """of this step"""
+    """learning rate of this step"""
     tokens: int
     """supervised tokens, over all ranks"""
     cursor: tuple[int, int]
-    """where the sample order stood before the step, and behind it"""
+    """position in the sample order before the step, and after it"""
     ids: Iterable[int]
     """samples in run order; below 0 for a row that fills up the batch"""
     metrics: dict[str, SupportsFloat] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from zerobook.runlog.words import QUIET, duration, figure, sentence
 PAGE = "report.html"
 MARKDOWN = "report.md"
 POINTS = 4_000
-"""Points that a curve is thinned to; of each stretch its lowest and highest stay, so no spike is lost."""
+"""Points of a curve at most. The lowest and the highest of each stretch are kept, so no spike is lost."""
 
 MARKS = {
     "spike": ("#d55e00", "triangle-up"),
@@ -35,7 +35,7 @@ _MOODS = {"spike": "warn", "rollback": "bad", "crash": "bad", "stop": "bad", "sa
 
 
 def write(run: str | Path) -> tuple[Path, Path]:
-    """Make both and put them beside the log. Returns their paths."""
+    """Write the page and the Markdown file beside the log. Return their paths."""
     folder = folder_of(run)
     history = History.read(folder)
     page, markdown = folder / PAGE, folder / MARKDOWN
@@ -45,7 +45,7 @@ def write(run: str | Path) -> tuple[Path, Path]:
 
 
 def _put(file: Path, text: str) -> None:
-    """All of it or nothing: half a page on a full disk would take the room that the run's model still needs."""
+    """Write a file completely or not at all: half a page on a full disk would take space that the run's model still needs."""
     staging = file.with_name(f"{file.name}.partial")
     try:
         staging.write_text(text, encoding="utf-8")
@@ -56,7 +56,7 @@ def _put(file: Path, text: str) -> None:
 
 
 def render(history: History, refresh: int | None = None) -> str:
-    """The page. ``refresh``: seconds after which a browser asks for it again."""
+    """Return the page. ``refresh``: seconds after which a browser loads it again."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -97,7 +97,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
 
 # --- figures
 def thin(steps: list[int], values: list[float], most: int = POINTS) -> tuple[list[int], list[float]]:
-    """At most ``most`` of the points: of each stretch the lowest and the highest, in order. What is not finite is left out."""
+    """Return at most ``most`` of the points: of each stretch the lowest and the highest, in order. Drops non-finite values."""
     points = [(s, v) for s, v in zip(steps, values, strict=True) if v is not None and math.isfinite(v)]
     if len(points) <= most:
         return [s for s, _ in points], [v for _, v in points]
@@ -110,7 +110,7 @@ def thin(steps: list[int], values: list[float], most: int = POINTS) -> tuple[lis
 
 
 def _series(history: History) -> tuple[dict[str, list], dict[int, dict[str, list]]]:
-    """(the living steps' columns, the given-up steps' columns by branch)"""
+    """Return (columns of the steps that are part of the run, columns of the given-up steps by branch)."""
     lives = history.lives_to()
     living: dict[str, list] = {name: [] for name in SERIES}
     dead: dict[int, dict[str, list]] = {}
@@ -174,7 +174,7 @@ def _figures(history: History) -> tuple[str, str]:
 
 
 def _mark(event: dict[str, Any]) -> int | None:
-    """The step at which an event is drawn; None where it is not."""
+    """Return the step at which an event is drawn; None if it is not drawn."""
     kind = event["type"]
     if kind == "rollback":
         return event["from_step"] if event["phase"] == "intent" else None
@@ -198,7 +198,7 @@ def _height(event: dict[str, Any], loss_at: dict[int, Any], step: int) -> float 
 
 
 def _timeline(history: History, go: Any) -> Any:
-    """Steps over wall-clock time: attempts side by side, rollbacks as falls."""
+    """Return the figure of steps over wall-clock time: attempts side by side, rollbacks as drops."""
     figure = go.Figure()
     for attempt in history.attempts():
         x, y = [], []
@@ -269,7 +269,7 @@ def _tables(history: History, spent: TimeSpent) -> Iterator[tuple[str, list[str]
 
 
 def _proven(history: History) -> dict[int, int]:
-    """seq of a checkpoint's event -> seq of the one that says it is good"""
+    """Return seq of a checkpoint's event -> seq of the event that says it is good."""
     newest: dict[int, int] = {}
     found: dict[int, int] = {}
     for event in history.of("checkpoint"):
@@ -286,7 +286,7 @@ def _ranges(ranges: list[list[int]]) -> str:
 
 
 def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Day -> entries, as people would keep a logbook: what happened, what was done about it, what came of it."""
+    """Return day -> entries of the logbook: what happened, what was done about it, and the result."""
     days: dict[str, list[dict[str, Any]]] = {}
     for event in history.events:
         armed = event["type"] == "anomaly" and event["kind"] == "armed"
@@ -302,7 +302,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def as_markdown(history: History) -> str:
-    """The same without the pictures."""
+    """Return the logbook as Markdown, without the figures."""
     spent = history.time()
     lines = [f"# {_plain(_name(history))}: logbook", "", _plain(_state(history)), ""]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
@@ -321,6 +321,6 @@ def as_markdown(history: History) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line that Markdown and HTML leave as it is."""
+    """Return ``text`` as one line, escaped for Markdown and HTML."""
     line = html.escape(" ".join("".join(c for c in text if c.isprintable() or c.isspace()).split()), quote=False)
     return re.sub(r"([\\`*\[])", r"\\\1", line)  # no link, picture or code

@@ -12,7 +12,7 @@ from zerobook.utils.terminal import plain
 
 
 def summary(folder: Path) -> str:
-    """Return how a run is, in a sentence or two. Reads a handful of lines, however long the log is."""
+    """Return the state of a run in a sentence or two. Reads a few lines only, however long the log is."""
     kinds = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *LAST_WORDS)
     found = last_of(folder / EVENTS, kinds)
     start = found.get("run_start")

@@ -1,4 +1,4 @@
-"""Events as sentences. What is in them may come from data or people: whoever puts it into HTML escapes it."""
+"""Events as sentences. They may hold text from data or people, so code that puts them into HTML must escape them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 QUIET = ("runlog", "metrics", "machine", "env", "memory", "shard")
-"""Types that a reader of the story does not miss"""
+"""Types of events that the logbook leaves out"""
 
 
 def duration(seconds: float) -> str:
-    """``3 d 4 h``, ``2 h 5 min``, ``41 s``, ``0.3 s``.
+    """Format seconds as ``3 d 4 h``, ``2 h 5 min``, ``41 s`` or ``0.3 s``.
 
     >>> duration(7512), duration(0.31)
     ('2 h 5 min', '0.3 s')
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    """Format a number that may be None, as JSON has NaN and infinities.
+    """Format a number that may be None, which stands for NaN and infinities in JSON.
 
     >>> figure(1.25, ".4f"), figure(None, ".4f")
     ('1.2500', 'not finite')

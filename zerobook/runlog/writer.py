@@ -22,9 +22,9 @@ EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
 NOTES = "notes.jsonl"
 GRACE_S = 15.0
-"""A killed run's processes, loaders above all, hold its log until they are gone."""
+"""Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
 LAST_WORDS = ("run_end", "crash", "preempted", "stop")
-"""An attempt whose last event is none of these was ended from outside."""
+"""Events that end an attempt. An attempt without one of them was killed."""
 
 __all__ = ["EVENTS", "LAST_WORDS", "NOTES", "STEPS", "RunLog", "leave_note", "read"]
 
@@ -34,13 +34,13 @@ class RunLog:
 
     Every event carries ``seq`` (gap-free over the whole file), ``attempt`` (+1 per process start), ``branch`` (+1 whenever
     steps are done again, so that (branch, step) is unique), ``utc``, ``monotonic`` (s, comparable within an attempt),
-    where something caused it ``parent``, the cause's seq, and a CRC. ``steps.jsonl`` holds one line per optimizer step: loss
+    ``parent`` (seq of its cause, if it has one) and a CRC. ``steps.jsonl`` holds one line per optimizer step: loss
     (nats per supervised token, over all ranks), gradient norm before clipping, learning rate, tokens, sample ids in order.
 
-    A full disk loses nothing at once: lines are held in memory, `BACKLOG` at most, and written once there is room.
+    On a full disk, lines are held in memory, `BACKLOG` at most, and written once there is space.
 
     Args:
-        attempt: this process trains. Without, it only adds something to what the last attempt wrote.
+        attempt: True if this process trains. If False, it adds to the events of the last attempt.
 
     Raises:
         RunLogError: another process writes this log, or a newer version did.
@@ -73,7 +73,7 @@ class RunLog:
 
         Args:
             parent: seq of the event that caused it.
-            durable: wait until the disk has it. Without, it outlives this process, but not a loss of power.
+            durable: wait until the event is on disk. If False, it outlives this process, but not a loss of power.
         """
         with self._lock:
             record = {
@@ -97,11 +97,11 @@ class RunLog:
             self._write(STEPS, b"".join(encode(own | record) for record in records), durable=False)
 
     def take_notes(self) -> None:
-        """Take in what people have left in `NOTES` while this process holds the log."""
+        """Move notes that people have left in `NOTES` into the log."""
         file = self.folder / NOTES
         if file.is_file():
             taken = file.with_suffix(".taken")
-            file.rename(taken)  # at once, so that no note is taken twice or lost between
+            file.rename(taken)  # atomic, so that no note is taken twice or lost
             for note in read(taken):
                 facts: dict[str, Any] = {key: str(note[key]) for key in ("text", "by", "left") if key in note}
                 self.event("note", **facts)
@@ -142,7 +142,7 @@ def leave_note(folder: Path, text: str, by: str) -> None:
 
 
 class _File:
-    """An appended file that is never left with half a line by an error of the disk, and that one process has."""
+    """A file for appending that one process holds. An error of the disk never leaves half a line in it."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,4 @@
-"""How a run is spread: one optimizer step, and the state by parameter name, under every strategy."""
+"""Strategies that distribute a run: one optimizer step, and the state by parameter name, under each of them."""
 
 from zerobook.strategy.base import ReplicatedStrategy, Strategy
 from zerobook.strategy.pieces import Piece

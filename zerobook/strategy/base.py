@@ -1,4 +1,4 @@
-"""What the rest of the project asks instead of branching on how a run is spread.
+"""The interface of all strategies, so that no other code branches on how a run is distributed.
 
 A `Strategy` owns the prepared model and optimizer. One optimizer step goes
 
@@ -7,8 +7,8 @@ A `Strategy` owns the prepared model and optimizer. One optimizer step goes
     #  <- the seam: gradients are reduced and ready, nothing is applied yet
     norm = strategy.apply(learning_rate)
 
-under every strategy, DeepSpeed included. Its parts: `zerobook.strategy.mesh` knows the processes,
-`zerobook.strategy.engine` steps, and `zerobook.strategy.state` gives checkpoints the weights and the optimizer's state.
+under every strategy, DeepSpeed included. Its parts: `zerobook.strategy.mesh` describes the processes,
+`zerobook.strategy.engine` steps the optimizer, and `zerobook.strategy.state` reads and writes the state for checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Strategy(Engine):
-    """Common half of every strategy; subclasses hold what differs."""
+    """Base class of all strategies. Subclasses hold what differs."""
 
     shards_parameters = False
     """Each rank holds a part of the weights only."""
@@ -98,17 +98,17 @@ class Strategy(Engine):
         return self.mesh.once_per_node(work)
 
     def differing_replicas(self) -> Replicas | None:
-        """Where every rank holds all weights: do all hold the same? None where they do. Collective."""
+        """Return the difference between the ranks' copies of the weights; None if they are equal or sharded. Collective."""
         if self.mesh.world_size == 1 or self.shards_parameters:
             return None
         named = [(unwrapped_name(name), parameter) for name, parameter in self.model.named_parameters()]
         return differing(self.mesh, named)
 
     def describe(self) -> dict[str, Any]:
-        """Facts read from the live objects, not from the plan or the files: what really runs.
+        """Return facts about the strategy that runs, read from the live objects and not from the plan or files.
 
-        ``strategy`` is worded as `LaunchPlan.name`; ``wrapper`` is the class around the model, or none; ``masters`` is the
-        number of weights, as elements, that this rank's optimizer steps and that are in memory now.
+        ``strategy`` has the form of `LaunchPlan.name`; ``wrapper`` is the class that wraps the model, or ``none``; ``masters``
+        is the number of weight elements that this rank's optimizer steps and that are in memory now.
         """
         trained = [p for _, p in self.trainable()]
         wrapper = "none" if self.model is self.unwrapped else type(self.model).__name__

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches, the reduced gradients, and what is applied."""
+"""One optimizer step: micro-batches, the reduced gradients, and the update."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 class Engine(TrainingState):
-    """Makes the optimizer, spreads it and the model, and steps them."""
+    """Makes the optimizer, distributes it and the model, and takes the optimizer steps."""
 
     max_grad_norm: float
     _unscaled = False
     _skips_on_device: bool
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
-        """Make the optimizer and spread it and the model.
+        """Make the optimizer, and distribute it and the model.
 
         Args:
-            model: with ``requires_grad`` on what is trained.
+            model: with ``requires_grad`` on the trained weights.
             config: the optimizer's settings.
             total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
         """
         self._remember(model)
         self.max_grad_norm = config.max_grad_norm
-        # What is trained is its own master: in half precision, small updates would round to nothing.
+        # Trained weights are fp32, and their own masters: in half precision, small updates would round to 0.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -53,7 +53,7 @@ class Engine(TrainingState):
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = self.optimizer_spec.build(self._groups(model, config.weight_decay), config)
         if self.plan.offload_optimizer != "none" and self._skips_on_device:
-            # Otherwise the scaler hands over a copy of its flag that may not have arrived from the GPU yet. With False, the
+            # Otherwise the scaler passes a copy of its flag that may not have arrived from the GPU yet. With False, the
             # scaler reads the flag itself and skips the step.
             cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
@@ -63,16 +63,16 @@ class Engine(TrainingState):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around one micro-batch's forward *and* backward; ranks reduce their gradients in the ``last`` of a step only.
+        """Return a context for one micro-batch's forward and backward. Gradients are reduced in the ``last`` of a step only.
 
-        Both belong inside: DDP decides in its forward whether the backward after it will reduce.
+        Both passes must be inside: DDP decides in its forward whether the backward after it will reduce.
         """
         self.accelerator.gradient_state._set_sync_gradients(last)
         with nullcontext() if last else self._accumulating():
             yield
 
     def _accumulating(self) -> AbstractContextManager[None]:
-        """Keeps gradients on their ranks, where the strategy can."""
+        """Return a context in which gradients are not reduced, if the strategy can do so."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class Engine(TrainingState):
         self.accelerator.backward(loss * (self.mesh.data_parallel_size * self.accelerator.gradient_accumulation_steps))
 
     def gradient_norm(self) -> torch.Tensor:
-        """Global 2-norm of the gradients, at the seam; unclipped. Collective. Changes nothing that `apply` would see."""
+        """Return the global 2-norm of the gradients, at the seam; unclipped. Collective. Does not affect `apply`."""
         self._unscale()
         return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
@@ -95,8 +95,8 @@ class Engine(TrainingState):
         """Yield (name, this rank's part of the gradient) of every trained weight, at the seam; unclipped. No collective.
 
         Names come in the same order on every rank. All ranks' parts together give each number once, so the sum of their
-        squares over all ranks is the square of `gradient_norm`, under every strategy. A part may be empty, and it may lie in
-        host memory. It holds until the next one is asked for, and must not be changed.
+        squares over all ranks is the square of `gradient_norm`, under every strategy. A part may be empty or in host
+        memory. It is valid until the next one is yielded, and must not be changed.
         """
         self._unscale()
         for index, (name, parameter) in enumerate(self.trainable()):
@@ -104,11 +104,11 @@ class Engine(TrainingState):
             yield name, torch.empty(0) if part is None else part.detach().reshape(-1)
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part; None where it has none. Here, where every rank holds everything, they share the work."""
+        """Return this rank's part; None if it has none. Here every rank holds all gradients, so ranks take them in turn."""
         return parameter.grad if index % self.mesh.world_size == self.mesh.rank else None
 
     def _unscale(self) -> None:
-        """Take fp16's loss scale out of the gradients; a second time in a step would be an error."""
+        """Divide the gradients by fp16's loss scale, at most once per step."""
         if not self._unscaled:
             self.accelerator.unscale_gradients()
             self._unscaled = True
@@ -134,7 +134,7 @@ class Engine(TrainingState):
             # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
             cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~finite).float()
             self.optimizer.step()
-        elif self.accelerator.scaler is not None or finite.item():  # the scaler looks, and waits, by itself
+        elif self.accelerator.scaler is not None or finite.item():  # the scaler checks the flag, and waits, itself
             self.optimizer.step()
         self._applied = self._applied + finite.int()
         self._unscaled = False
@@ -144,14 +144,14 @@ class Engine(TrainingState):
     def inference(self) -> AbstractContextManager[None]:
         """Return a context in which parts of the model run in the precision of its ``forward`` when they are called directly.
 
-        ``generate`` calls the encoder, or the base inside of adapters, without the prepared model's ``forward``. Here it needs
-        nothing: DeepSpeed has cast the weights themselves, and FSDP2 casts what it gathers.
+        ``generate`` calls the encoder, or the base inside of adapters, without the prepared model's ``forward``. The default
+        does nothing: DeepSpeed has cast the weights themselves, and FSDP2 casts what it gathers.
         """
         return nullcontext()
 
     def after_forwards(self) -> None:
-        """Forwards without a backward are over (evaluation, generation): what they left gathered is given up. On every rank."""
+        """Re-shard parameters that forward-only passes (evaluation, generation) left gathered. Call on every rank."""
 
     def learning_rate(self) -> float:
-        """Return the rate set in the optimizer. A schedule that the strategy owns has set that of the next step."""
+        """Return the rate set in the optimizer. Under a schedule that the strategy owns, it is the next step's rate."""
         return float(self.optimizer.param_groups[0]["lr"])

@@ -75,8 +75,8 @@ class FullyShardedStrategy(Strategy):
     def after_forwards(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        # What is left gathered are plain parameters that are not the optimizer's. And ranks that do not all give it up
-        # here would meet in different collectives at the next forward.
+        # Gathered parameters are plain tensors, not those of the optimizer. And if some ranks did not re-shard them, ranks
+        # would call different collectives in the next forward.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -116,7 +116,7 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
         mesh = list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)
-        # what lies outside the layers may stay gathered, whatever the file says: the root does so by itself
+        # the root keeps weights outside of the layers gathered, whatever the file says, so it is left out
         _, *inner = self.model.modules()
         all_groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
         groups = [group for group in all_groups if group is not None]
@@ -132,9 +132,9 @@ class FullyShardedStrategy(Strategy):
 
 
 def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
-    """Let fp16's loss scale lie where offloaded gradients do.
+    """Keep fp16's loss scale in host memory, as offloaded gradients are.
 
-    On the GPU, torch would copy it to them without a wait, and could multiply gradients before it is there.
+    From the GPU, torch would copy it without waiting, and could multiply gradients before it has arrived.
     """
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
@@ -147,7 +147,7 @@ def _is_copy(tensor: DTensor) -> bool:
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return where this rank's shard of a tensor begins, as in `Piece`; None for a tensor that is not sharded.
 
-    Rows are a stretch of the flattened tensor. The shard of another dimension has an offset in each dimension.
+    A shard of rows is a range of the flattened tensor. A shard of another dimension has an offset in each dimension.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -164,9 +164,9 @@ def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def _encoder_decoder(model: nn.Module) -> Iterator[None]:
     """Help accelerate to shard an encoder-decoder model.
 
-    accelerate gives the embedding and the head a group of their own, without the encoder's and decoder's views of the same
-    weight, and torch refuses that; while the two are hidden, all of them stay with the root. BlenderBot and Pegasus do not
-    name their layers' classes.
+    accelerate puts the embedding and the head into a group of their own, without the encoder's and decoder's views of the
+    same weight, which torch refuses. While the two are hidden, all of them stay in the root's group. BlenderBot and Pegasus
+    do not name the classes of their layers, so these are set here.
     """
     model = cast("PreTrainedModel", model)
     if not model._no_split_modules:
@@ -183,7 +183,7 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep persistent buffers out of the state dict: accelerate takes every tensor there for a sharded parameter."""
+    """Keep persistent buffers out of the state dict: accelerate treats every tensor in it as a sharded parameter."""
     import torch.distributed as dist
 
     hidden = list(owners_of_buffers(model))

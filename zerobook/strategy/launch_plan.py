@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class LaunchPlan:
-    """Where a strategy file leads on this machine. Everything here is known before any process group."""
+    """The resolved launch of a strategy file on this machine, known before any process group exists."""
 
     kind: str  # "single", "ddp", "deepspeed" or "fsdp"
     world_size: int
@@ -23,10 +23,10 @@ class LaunchPlan:
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
     optimizer: str = "adamw"  # as --optimizer says
-    host_threads: int | None = None  # of a process, for an optimizer in host memory; None leaves what the environment says
+    host_threads: int | None = None  # per process, for an optimizer in host memory; None keeps the environment's setting
     config_file: str | None = None
     deepspeed_config: dict[str, Any] | None = None
-    asked: dict[str, Any] = field(default_factory=dict)  # the config as all layers ask, before a resumed run's batch is cut
+    asked: dict[str, Any] = field(default_factory=dict)  # the config before a resumed run's batch is cut anew
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class LaunchPlan:
 
     @property
     def line(self) -> str:
-        """The one line a run prints about itself."""
+        """The line that a run prints about its strategy."""
         where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
         return f"strategy {self.name} | {where} | precision {self.precision} ({self.precision_source})"
 

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is among them, and what they tell each other."""
+"""The processes of a run: their ranks and sizes, and the exchange of Python objects."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Mesh:
         return self.sum_over_ranks(values)
 
     def from_main(self, value: T | None) -> T:
-        """Rank 0's picklable ``value``, on every rank."""
+        """Return rank 0's picklable ``value`` on every rank. Collective."""
         box: list[Any] = [value]
         if self.world_size == 1:
             return box[0]
@@ -74,7 +74,7 @@ class Mesh:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's picklable ``value``, by rank, on every rank. Collective."""
+        """Return a list of every rank's picklable ``value``, by rank, on every rank. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -82,7 +82,7 @@ class Mesh:
         return values
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Rank 0's result of ``work``, which must be picklable, on every rank. Collective; its error is raised on all."""
+        """Run ``work`` on rank 0; return its picklable result, or raise its error, on every rank. Collective."""
         result: Any = None
         error: Exception | None = None
         if self.is_main:
@@ -96,10 +96,10 @@ class Mesh:
         return result
 
     def once_per_node(self, work: Callable[[], T]) -> T:
-        """``work``'s result, from one process of each node, while the others wait, however long that takes. Collective.
+        """Run ``work`` in one process of each node, and return its result in all. The others wait without a limit. Collective.
 
         Args:
-            work: its result must be picklable, and holds for all processes of a node.
+            work: its result must be picklable, and valid for all processes of a node.
 
         Raises:
             The first error that any node met, on every process.

@@ -1,4 +1,4 @@
-"""Pieces of a tensor: what one rank writes into a checkpoint."""
+"""Pieces of tensors, as each rank writes them into a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Piece(NamedTuple):
     """A slice of a weight (``key`` None) or of optimizer state.
 
     ``offset`` says where the slice begins, in each dimension of the whole tensor, and ``values`` (fp32) has the slice's shape.
-    With one number, ``offset`` is a place in the flattened tensor, and ``values`` is a stretch of that, [n].
+    With one number, ``offset`` is a position in the flattened tensor, and ``values`` is a range of it, [n].
     """
 
     name: str
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
 
 
 class Read(Protocol):
-    """Reads one tensor of a checkpoint. Values are fp32, on the CPU, and good until the next call."""
+    """Reads one tensor of a checkpoint. Values are fp32, on the CPU, and valid until the next call."""
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
-        """Return [stop - start] of the flattened tensor."""
+        """Return elements ``start`` to ``stop`` of the flattened tensor, [stop - start]."""
 
     def block(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return the slice of ``shape`` that begins at ``offset``."""

@@ -1,4 +1,4 @@
-"""Copies of the weights that every rank holds whole: are they the same, and if not, whose is odd?"""
+"""Comparison of the ranks' copies of replicated weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _PART = 1 << 24
 
 
 class Replicas(NamedTuple):
-    """Copies of the weights that differ. ``tensors`` of them do; ``name`` is the first, with each rank's checksum, the
-    ``places`` (flattened) where ranks differ from rank 0, and each rank's ``values`` there."""
+    """A difference between the ranks' copies of the weights.
+
+    ``tensors`` tensors differ. ``name`` is the first of them, with each rank's checksum, the ``places`` (flattened) where ranks
+    differ from rank 0, and each rank's ``values`` there."""
 
     name: str
     tensors: int
@@ -27,10 +29,10 @@ class Replicas(NamedTuple):
     values: list[list[float]]
 
     def words(self, read: Callable[[str, int], float] | None) -> str:
-        """Whose copy it is, and what it holds.
+        """Return a sentence that names the rank whose copy differs, and the values.
 
         Args:
-            read: (name, place) -> the value in the last checkpoint, which decides where no majority does.
+            read: (name, place) -> the value in the last checkpoint, which decides if there is no majority.
         """
         counts = Counter(self.checksums)
         place = self.places[0] if self.places else 0
@@ -50,15 +52,15 @@ class Replicas(NamedTuple):
 
     @staticmethod
     def _far_off(values: list[float], before: float) -> list[int]:
-        """The rank whose value is ten times as far from what it was as any other's; none where that is not clear."""
+        """Return the rank whose value is ten times as far from ``before`` as any other's, in a list; empty if there is none."""
         far = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
         odd = far.index(max(far))
         return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
 
 
 def differing(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
-    """None where all ranks hold the same. Reads every weight once; the first that differs is looked at more closely.
-    Collective."""
+    """Return how the ranks' weights differ; None if all are the same. Reads every weight once, and the first that differs
+    again. Collective."""
     sums = torch.stack([_sum_of_bits(p) for _, p in named])
     every = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(every, sums)
@@ -82,6 +84,6 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The flattened tensor as integers, so that nothing that is not a number is equal to nothing."""
+    """Return the flattened tensor as integers, so that NaNs with the same bits are equal."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.element_size()])

@@ -1,4 +1,4 @@
-"""The training state by parameter name: what checkpoints read and write, and what memory counts."""
+"""The training state by parameter name, for checkpoints and for memory counts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 _SPLIT = 1 << 18
-"""Numbers; smaller tensors are not worth writing in parts."""
+"""Elements; a smaller tensor is written by one rank."""
 
 
 class TrainingState:
     """Weights, optimizer state and buffers of a prepared model, as this rank holds them.
 
-    Tensors are read and written whole (`get_tensor`) or in pieces (`pieces`, `restore`), by parameter name. That is what makes
+    Tensors are read and written whole (`get_tensor`) or in pieces (`pieces`, `restore`), by parameter name. This makes
     a checkpoint independent of the strategy that wrote it. These calls are collective.
     """
 
@@ -38,7 +38,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     optimizer_spec: OptimizerSpec
     loaded_dtypes: dict[str, torch.dtype]
-    """of each weight as the model was loaded, by name"""
+    """dtype of each weight as the model was loaded, by name"""
     _loaded_buffers: dict[str, torch.Tensor]
     _applied: torch.Tensor | int = 0
     """Steps taken, for an optimizer that does not count its own."""
@@ -56,13 +56,13 @@ class TrainingState:
         return self.accelerator.unwrap_model(self.model)
 
     def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of every trained weight, in one order on all ranks and strategies."""
+        """Yield (name, parameter) of every trained weight, in the same order on all ranks and strategies."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield unwrapped_name(name), parameter
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
-        """The whole parameter's shape, also where this rank holds a part."""
+        """Return the shape of the whole parameter, also if this rank holds a part."""
         return parameter.shape
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
@@ -75,7 +75,7 @@ class TrainingState:
         return self._torch_optimizer().state[parameter]
 
     def initialising_whole(self) -> AbstractContextManager[None]:
-        """Models made inside hold whole weights on this process, whatever sharding would do to them."""
+        """Return a context in which new models hold whole weights on this process, under any sharding."""
         return nullcontext()
 
     def materialise_optimizer(self) -> None:
@@ -92,16 +92,16 @@ class TrainingState:
         return self.optimizer_spec.state_shapes(self.shape(parameter))
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """The whole fp32 weight (``key`` None) or optimizer state, such as ``exp_avg``. Collective.
+        """Return the whole fp32 weight (``key`` None) or optimizer state, such as ``exp_avg``. Collective.
 
         Peak memory is one whole tensor per rank.
         """
         return whole(self._tensor(parameter, key).detach()).float()
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's share of all weights and optimizer state, so that all ranks together give each number once.
+        """Yield this rank's share of all weights and optimizer state. All ranks together yield each element once.
 
-        Nothing is sent between ranks. Values may be live: they hold until the next piece is asked for.
+        Nothing is sent between ranks. Values may be live: they are valid until the next piece is yielded.
         """
         for index, (name, parameter) in enumerate(self.trainable()):
             for key in (None, *self.state_shapes(parameter)):
@@ -110,9 +110,10 @@ class TrainingState:
                     yield Piece(name, key, *found)
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """``offset`` and ``values`` of the `Piece` that this rank writes; None where it writes nothing.
+        """Return ``offset`` and ``values`` of the `Piece` that this rank writes; None if it writes nothing.
 
-        ``index`` counts the parameters. Here, where every rank holds everything, they share the work.
+        ``index`` counts the parameters. Here every rank holds all tensors: each writes a part of a large tensor, and small
+        tensors are written by one rank each, in turn.
         """
         flat = self._tensor(parameter, key).detach().reshape(-1)
         if flat.numel() < _SPLIT:
@@ -122,11 +123,11 @@ class TrainingState:
         return (start,), flat[start : start + part]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
-        """Bring back a weight (``key`` None) or optimizer state. Collective.
+        """Restore a weight (``key`` None) or optimizer state. Collective.
 
         Args:
-            read: of the tensor in the checkpoint. Each rank calls it for what it needs alone; what all need is read by rank 0
-                and sent.
+            read: reads the tensor in the checkpoint. Each rank reads what it alone needs; what all ranks need is read by rank 0
+                and broadcast.
         """
         with torch.no_grad():
             tensor = self._tensor(parameter, key)
@@ -160,7 +161,7 @@ class TrainingState:
         return parameter if key is None else self._state_of(parameter)[key]
 
     def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
-        """The whole tensor of ``shape``, on every rank's device."""
+        """Return the whole tensor of ``shape`` on every rank's device; rank 0 reads it."""
         if self.mesh.is_main:
             value = read(0, shape.numel()).view(shape).to(self.mesh.device)
         else:
@@ -173,7 +174,7 @@ class TrainingState:
         return self._torch_optimizer().state.values()
 
     def optimizer_steps(self) -> int:
-        """Steps that the optimizer has taken, such as the exponent of AdamW's bias correction; 0 before the first."""
+        """Return the optimizer's count of steps, such as the exponent of AdamW's bias correction; 0 before the first."""
         counted = self.optimizer_spec.get_step(self._torch_optimizer())
         return int(self._applied) if counted is None else counted
 
@@ -182,24 +183,24 @@ class TrainingState:
         self.optimizer_spec.set_step(self._torch_optimizer(), steps)
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """The fp16 loss scaler's ``kind``, ``scale`` and whole ``state``, or None where no loss is scaled."""
+        """Return the fp16 loss scaler's ``kind``, ``scale`` and whole ``state``; None if no loss is scaled."""
         scaler = self.accelerator.scaler
         if scaler is None:
             return None
         return {"kind": type(scaler).__name__, "scale": scaler.get_scale(), "state": scaler.state_dict()}
 
     def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
-        """Take over what `scaler_state` gave; of another kind of scaler the scale alone."""
+        """Load what `scaler_state` returned; from another kind of scaler, the scale alone."""
         scaler = self.accelerator.scaler
         if saved and scaler is not None:
             same = saved["kind"] == type(scaler).__name__
             scaler.load_state_dict(saved["state"] if same else scaler.state_dict() | {"scale": saved["scale"]})
 
     def set_schedule_step(self, step: int) -> None:
-        """Continue a schedule that the strategy owns after ``step`` applied steps; those skipped for an overflow are none."""
+        """Set a schedule that the strategy owns to ``step`` applied steps. Steps skipped for an overflow do not count."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds now, counted from live tensors, each storage once.
+        """Return the bytes that this rank holds now, counted from live tensors, each storage once.
 
         ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
         and state). On every device together.
@@ -207,7 +208,7 @@ class TrainingState:
         return {name: storage_bytes(tensors) for name, tensors in self.held().items()}
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """The live tensors that `memory` counts, by the same names. Some may share storages."""
+        """Return the live tensors that `memory` counts, by the same names. Some may share storages."""
         parameters = list(self.model.parameters())
         return {
             "parameters": [p.data for p in parameters],

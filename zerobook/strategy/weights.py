@@ -1,4 +1,4 @@
-"""Weights and buffers of a model by name, and the tensors behind them."""
+"""Weights and buffers of a model by name, and the storages of tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 def parameter_groups(
     model: nn.Module, weight_decay: float, shape: Callable[[nn.Parameter], torch.Size] = lambda p: p.shape
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups of trained weights. Matrices alone decay: biases and norm gains are vectors, as in the
+    """Return the optimizer's groups of trained weights. Only matrices decay, not biases and norm gains, as in the
     transformers examples.
 
     Args:
-        shape: of the whole weight, where a rank holds a part.
+        shape: returns the shape of the whole weight, of which a rank may hold a part.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if weight_decay == 0:
@@ -49,7 +49,7 @@ def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def unwrapped_name(name: str) -> str:
-    """A weight's name without those of the wrappers around its model."""
+    """Return a weight's name without the prefixes of the model's wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
     return name
@@ -64,7 +64,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``; views of one buffer count once."""
+    """Return the bytes of the distinct storages of ``tensors``; views of one buffer count once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -49,7 +49,7 @@ class ZeroStrategy(ZeroState, Strategy):
         self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
         self.deepspeed_optimizer = self.model.optimizer
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
-            # there, DeepSpeed applies what is not finite unless it is asked to look
+            # in these stages, DeepSpeed applies gradients that are not finite unless this is set
             self.deepspeed_optimizer.check_grad_overflow = True
         stage = self.model.zero_optimization_stage()
         if stage != self.plan.zero_stage:
@@ -61,7 +61,7 @@ class ZeroStrategy(ZeroState, Strategy):
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        # accelerate's own wrapper steps inside backward; the engine itself does not, and that opens the seam
+        # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step
         self.model.backward(loss * self.mesh.data_parallel_size, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class ZeroStrategy(ZeroState, Strategy):
         return norm / zero.loss_scale
 
     def _unscale(self) -> None:
-        """DeepSpeed takes the loss scale out in its step; `_gradient` takes it out of what it returns."""
+        """Do nothing: DeepSpeed divides by the loss scale in its step, and `_gradient` divides what it returns."""
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         zero = self.deepspeed_optimizer
@@ -103,9 +103,9 @@ class ZeroStrategy(ZeroState, Strategy):
 
     def after_forwards(self) -> None:
         if self.plan.zero_stage == 3:
-            # It learns the order of modules from the first pass it sees. Learnt from one without a backward pass, it gives
-            # up weights behind the forward pass and gathers all of them again in the backward one, for the rest of the run.
-            # What to give up where is remembered apart from the order, by an lru_cache inside of a wrapper, and outlives it.
+            # DeepSpeed learns the order of modules from the first pass. If that has no backward pass, weights are released
+            # after each forward pass and gathered again in the backward pass, for the rest of the run. An lru_cache inside a
+            # wrapper remembers the weights to release separately, so both are cleared.
             coordinator = self.deepspeed_optimizer.parameter_offload.get_param_coordinator()
             to_give_up = type(coordinator)._PartitionedParameterCoordinator__params_to_release
             inspect.getclosurevars(to_give_up).nonlocals["func"].cache_clear()
@@ -122,7 +122,7 @@ class ZeroStrategy(ZeroState, Strategy):
 
         params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})
         warmup = max(1, config.num_warmup_steps)  # DeepSpeed refuses 0
-        # accelerate would divide the total by the number of processes; a step is a step on any number
+        # accelerate would divide the total by the number of processes; steps here do not depend on it
         for key, value in (("warmup_min_lr", 0.0), ("warmup_max_lr", config.learning_rate),
                            ("warmup_num_steps", warmup), ("total_num_steps", max(total_steps, warmup + 1))):  # fmt: skip
             if params.get(key) == "auto":

@@ -43,7 +43,7 @@ class ZeroState(TrainingState):
         return self.deepspeed_optimizer.optimizer
 
     def _masters(self) -> list[torch.Tensor]:
-        """This rank's flat fp32 partitions, which the torch optimizer really steps."""
+        """Return this rank's flat fp32 partitions, the masters that the torch optimizer steps."""
         zero = self.deepspeed_optimizer
         return zero.fp32_partitioned_groups_flat if self.plan.zero_stage == 3 else zero.single_partition_of_fp32_groups
 
@@ -51,7 +51,7 @@ class ZeroState(TrainingState):
     def initialising_whole(self) -> Iterator[None]:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # with it set, transformers makes ZeRO-3's pieces
+        unset_hf_deepspeed_config()  # with it set, transformers would shard new models
         try:
             yield
         finally:
@@ -67,7 +67,7 @@ class ZeroState(TrainingState):
             zero._lazy_init_hp_params_optimizer_state()
 
     def _make_states(self) -> None:
-        """State of zeros for every master, as the first step would make it."""
+        """Create optimizer state of zeros for every master, as the first step would."""
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3 and zero.swap_optimizer:
             # Swapped-out state exists only once the optimizer has run: one step at rate 0 on zero gradients.
@@ -106,7 +106,7 @@ class ZeroState(TrainingState):
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         if self.plan.zero_stage != 3:
             return self._restore_fragment(parameter, key, read)
-        # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without asking
+        # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without a check
         start, stop = self._bounds(parameter)
         cut = cast("ZeroParameter", parameter)
         mine = torch.zeros(cut.ds_tensor.numel(), dtype=torch.float32)
@@ -122,7 +122,7 @@ class ZeroState(TrainingState):
                     parameter.data.copy_(read(0, cut.ds_numel).view(cut.ds_shape))
 
     def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
-        """ZeRO-1 and 2: every rank holds the weight that forwards read, and some a stretch of the fp32 master."""
+        """Restore under ZeRO-1 and 2: every rank holds the weight for forwards, and some a range of the fp32 master."""
         mapping = cast("ZeroParameter", parameter)._hp_mapping
         value = None
         if key is None:
@@ -136,7 +136,7 @@ class ZeroState(TrainingState):
             mapping.get_hp_fragment(key).data.copy_(mine)
 
     def _bounds(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Which numbers of the flattened weight are this rank's under ZeRO-3, without the padding."""
+        """Return [start, stop) of this rank's part of the flattened weight under ZeRO-3, without the padding."""
         cut = cast("ZeroParameter", parameter)
         piece, group = cut.ds_tensor.numel(), cut.ds_process_group
         rank = self.mesh.rank if group is None else dist.get_rank(group=group)
@@ -152,7 +152,7 @@ class ZeroState(TrainingState):
 
     def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if not saved or scaler is None or not scaler.dynamic:  # one that the JSON fixes stays as it says
+        if not saved or scaler is None or not scaler.dynamic:  # a scale that the JSON fixes stays
             return
         same = saved["kind"] == type(scaler).__name__
         for key, value in (saved["state"] if same else {"cur_scale": saved["scale"]}).items():
@@ -170,7 +170,7 @@ class ZeroState(TrainingState):
         for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
             held["gradients"] += [t for t in tensors or [] if t is not None]
         held["gradients"] += [m.grad for m in masters if m.grad is not None]
-        buffer = getattr(zero, "grad_partitions_flat_buffer", None)  # ZeRO-3's gradients lie in it, before they are swapped out
+        buffer = getattr(zero, "grad_partitions_flat_buffer", None)  # holds ZeRO-3's gradients before they are swapped out
         held["gradients"] += [buffer] if buffer is not None else []
         held["optimizer"] += [m.data for m in masters]
         return held

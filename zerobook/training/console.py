@@ -1,4 +1,4 @@
-"""The run on the console of rank 0: lines at its start and behind evaluations, and the progress bar."""
+"""Console output of rank 0: lines at the start and after evaluations, and the progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerobook.utils.bars import tqdm
 
 
 class Console(Hook):
-    """Prints on rank 0. The other ranks have a silent one."""
+    """Prints the progress of a run on rank 0. The other ranks have a silent console."""
 
     def __init__(self, *, silent: bool):
         self.silent = silent
@@ -27,7 +27,7 @@ class Console(Hook):
             tqdm.write(line)
 
     def introduce(self, trainer: TrainerView) -> None:
-        """Say what runs, on what data, in how many steps."""
+        """Print the strategy, the batch, the number of steps and the data."""
         if self.silent:
             return
         config, state, data = trainer.config, trainer.state, trainer.data
@@ -71,7 +71,7 @@ class Console(Hook):
         self.bar.refresh()
 
     def close(self) -> None:
-        """End the progress bar, so that what follows stands behind it."""
+        """Close the progress bar, so that later lines are printed after it."""
         self.bar.close()
 
 

@@ -1,4 +1,4 @@
-"""Evaluation between the steps: the loss on held-out data, and what scorers measure."""
+"""Evaluation during training: the loss on held-out data, and the scorers' metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Evaluates the model as it is.
+    """Evaluates the model in its current state.
 
     Args:
         collate: list of rows -> batch.
         summed_loss: batch -> the sum over its supervised tokens, in nats.
 
     Attributes:
-        seconds: of all evaluations so far.
+        seconds: time spent on all evaluations so far.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Evaluator:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that a process takes at once; 0 where nothing is held out."""
+        """Rows per forward pass of a process; 0 without held-out data."""
         if not self.data.held_out:
             return 0
         longest = max(part.most_labels for part in self.data.held_out.values())
@@ -53,7 +53,7 @@ class Evaluator:
         return held_out.rows_at_once(self.config.per_device_eval_batch_size, longest, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
-        """Return what is measured; None where nothing is held out and nothing scores. Collective."""
+        """Evaluate the model and return the record; None without held-out data and scorers. Collective."""
         strategy = self.strategy
         if not self.data.held_out and not self.scorers:
             return None

@@ -40,24 +40,24 @@ class TrainerView(Protocol):
     collate: Collator
     scorers: Sequence[Scorer]
     save_results: bool
-    """False where no checkpoint and no model is written, for programs that measure a few steps"""
+    """False if no checkpoint and no model is written, for programs that measure a few steps"""
     state: RunState
     """the progress, the sample order and the learning rate"""
     keeper: Keeper
     evaluator: Evaluator
     evaluation: dict[str, Any] | None
-    """what the evaluation of the present step measured"""
+    """result of the current step's evaluation"""
     watch: Watch
     """the spike monitor"""
     pace: Pace
     log: RunLog | None
-    """rank 0's"""
+    """the runlog; None on all ranks but 0"""
 
     @property
     def progress(self) -> Progress: ...
 
     def add_metric(self, name: str, value: SupportsFloat) -> None:
-        """Add a value to the record of the step that is under way; the runlog and trackers get it.
+        """Add a value to the record of the current step. The runlog and the trackers write it.
 
         Args:
             value: the same on every rank. A tensor with one element is read at the log point, so nothing waits for it here.
@@ -68,15 +68,15 @@ class Hook:
     """Base class of all hooks. Every method does nothing; override those that are needed.
 
     Unless a method says otherwise, every rank calls it at the same place, so it may use collectives if it does so on all
-    ranks. An exception ends the run. Reading a tensor as a number waits for the device; only at log points has the trainer
-    waited already, so do it there.
+    ranks. An exception ends the run. Reading a tensor as a number waits for the device. The
+    trainer waits at log points only, so read tensors there.
     """
 
     def before_prepare(self, trainer: TrainerView, model: nn.Module) -> None:
         """Run first, before the strategy distributes ``model``. The model is as the recipe made it.
 
-        The trainer has ``config``, ``strategy``, ``data``, ``collate``, ``scorers`` and ``save_results`` by now. All of them
-        but ``config`` may be replaced here.
+        The trainer has ``config``, ``strategy``, ``data``, ``collate``, ``scorers`` and ``save_results`` at this point. All of
+        them but ``config`` may be replaced here.
         """
 
     def on_start(self, trainer: TrainerView) -> None:
@@ -106,7 +106,8 @@ class Hook:
         """Run at every log point with the steps since the last one. Losses, norms and metrics are numbers now.
 
         Returns:
-            A measure to carry out, such as a rollback, if the spike monitor asks for none. Return the same on every rank.
+            A measure to carry out, such as a rollback. It is used only if the spike monitor asks for none. Return the same
+                measure on every rank.
         """
         return None
 
@@ -114,7 +115,7 @@ class Hook:
         """Run at a log point where the spike monitor found or decided something. Rank 0 only: use no collectives.
 
         Args:
-            messages: sentences that say what.
+            messages: sentences that describe it.
         """
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
@@ -136,7 +137,7 @@ class Hook:
         """
 
     def on_end(self, trainer: TrainerView) -> None:
-        """Run at the end of training: after the last step or a warning signal, or where the run stops for a person to decide.
+        """Run at the end of training: after the last step or a warning signal, or where the run stops so a person can decide.
 
         Everything is saved by then. An exception that ends the run skips this method. Hooks end in reverse order.
         """
@@ -153,7 +154,7 @@ class Hooks:
         self._user = [*user]
 
     def add(self, *own: Hook) -> None:
-        """Add the trainer's own."""
+        """Add the trainer's own hooks."""
         self._own += own
 
     def __call__(self, name: str, *given: Any) -> list[Any]:
@@ -193,6 +194,6 @@ def load_hooks(specs: Sequence[str]) -> list[Hook]:
         specs: ``FILE.py:Class`` or ``module:Class`` each.
 
     Raises:
-        ConfigError: one of them is not there, or is no hook.
+        ConfigError: a class is not found, or is no subclass of `Hook`.
     """
     return [user_code.load_class("hooks", spec, Hook)() for spec in specs]

@@ -27,7 +27,7 @@ class Logbook(Hook):
         self._start = time.monotonic()
 
     def begin(self, trainer: TrainerView, sources: Resolved) -> None:
-        """Write how the attempt starts, before anything else of it."""
+        """Write the first events of the attempt."""
         state, data = trainer.state, trainer.data
         begin(
             self.log,
@@ -73,7 +73,7 @@ class Logbook(Hook):
         tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
 
     def finish(self, trainer: TrainerView) -> None:
-        """Write that the run is done, and the logbook's page."""
+        """Write the ``run_end`` event, and the logbook's page."""
         spent, progress = trainer.evaluator.seconds, trainer.progress
         training, evaluation = round(time.monotonic() - self._start - spent, 3), round(spent, 3)
         far = trainer.watch.far_above_best(progress.eval_loss, progress.best_eval_loss)
@@ -83,14 +83,14 @@ class Logbook(Hook):
         )  # fmt: skip
         tqdm.write(f"{training:.1f} s training (saving included), {evaluation:.1f} s evaluation")
         write_page(self.log)
-        if far:  # as the last line: the recipe still saves the model
+        if far:  # printed at exit, as the last line: the recipe still has to save the model
             atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
 
 
 class MemoryRecord(Hook):
-    """Writes down the bytes that each rank holds in the first step.
+    """Records the bytes that each rank holds in the first step.
 
-    Gradients are counted before the update, the optimizer's state after it, and weights where they are more.
+    Gradients are counted before the update, and optimizer state after it. Of the two counts of weights, the larger is recorded.
     """
 
     def __init__(self, log: RunLog | None):

@@ -12,7 +12,7 @@ class Pace:
 
     Attributes:
         tokens_per_second: supervised tokens, over all ranks.
-        data_wait: share, 0 to 1.
+        data_wait: share of the time spent waiting for data, 0 to 1.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class Pace:
         self._waited = 0.0
 
     def start(self, tokens: int) -> None:
-        """Count from ``tokens`` on."""
+        """Start a measurement at ``tokens`` tokens seen."""
         self._since, self._tokens = time.monotonic(), tokens
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for data."""
+        """Measure a wait for data. Use it as a context manager."""
         asked = time.monotonic()
         yield
         self._waited += time.monotonic() - asked
 
     def measure(self, tokens: int) -> None:
-        """Measure up to here, where the run has seen ``tokens``, and start anew."""
+        """Update the attributes at ``tokens`` tokens seen, and start a new measurement."""
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = (tokens - self._tokens) / seconds
         self.data_wait, self._waited = self._waited / seconds, 0.0

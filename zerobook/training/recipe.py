@@ -1,6 +1,6 @@
-"""What a recipe is: a config class, and the parts of a training that differ from recipe to recipe.
+"""Recipes: a config class, and the parts of a training that differ from recipe to recipe.
 
-A recipe's file declares one subclass of `Recipe` and ends with ``run(ThatClass)``. What a recipe does not say stands here.
+A recipe's file declares one subclass of `Recipe` and ends with ``run(ThatClass)``. The defaults are defined here.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ class BatchShape(NamedTuple):
 
 
 class Recipe(ABC, Generic[ConfigT]):
-    """The parts of a training. The strategies, the loop, checkpoints and the planner take them as they are.
+    """Base class of recipes. The strategies, the training loop, checkpoints and the planner work with any recipe.
 
-    Every method is called on every rank, in the order in which they stand here.
+    Every method is called on every rank, in the order of the definitions.
     """
 
     config_class: ClassVar[type[RecipeConfig]]
     """The class of ``config``, with the fields that become flags and YAML keys."""
     encoder_decoder: ClassVar[bool] = False
-    """The model is an encoder-decoder; otherwise it is a decoder."""
+    """True if the model is an encoder-decoder, False for a decoder."""
 
     def __init__(self, config: ConfigT):
         self.config = config
 
     def check_model_config(self, model_config: PreTrainedConfig) -> None:
-        """Raise `ConfigError` where the model cannot be what the config asks for. Called before any data is prepared.
+        """Raise `ConfigError` if the model does not fit the config. Called before any data is prepared.
 
         Args:
             model_config: transformers' config of the model.
         """
 
     def objective(self) -> Objective:
-        """Return what is minimised."""
+        """Return the objective that the run minimises."""
         return TargetTokens() if self.encoder_decoder else NextToken(self.config.router_aux_loss_coef)
 
     @abstractmethod
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-        """Return what makes token ids and labels of samples."""
+        """Return the encoder, which turns samples into token ids and labels."""
 
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
-        """Load the model, without what `adapt` adds. ZeRO-3 and FSDP2 shard it while it is loaded."""
+        """Load the model, without adapters. ZeRO-3 and FSDP2 shard it while it is loaded."""
         from zerobook.models.load import load_model
 
         quantization = self.quantization(strategy.plan.precision)
@@ -78,16 +78,16 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return transformers' quantisation config of the frozen weights; None where they are not quantised.
 
         Args:
-            precision: of the run: ``no``, ``bf16`` or ``fp16``.
+            precision: precision of the run: ``no``, ``bf16`` or ``fp16``.
         """
         return None
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
-        """Return the model that is trained: ``requires_grad`` is set on what is trained, and adapters are added."""
+        """Return the model to train: set ``requires_grad`` on its trained weights, and add adapters."""
         return model
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
-        """Return what makes a batch of rows."""
+        """Return the collator, which makes a batch from rows."""
         from zerobook.data.collate import causal_collator
 
         return causal_collator(tokenizer, model, packed=self.config.packing, length=self.config.row_length)
@@ -95,14 +95,14 @@ class Recipe(ABC, Generic[ConfigT]):
     def scorers(
         self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
     ) -> Sequence[Scorer]:
-        """Return what measures more than the loss at every evaluation."""
+        """Return the scorers, which measure more than the loss at every evaluation."""
         from zerobook.evaluation.tasks import task_scorers
 
         return task_scorers(self.config, tokenizer, model, "causal")
 
     # --- for the planner, which builds the model from shapes alone
     def batch_shape(self) -> BatchShape:
-        """Return the shape of the largest micro-batch there can be."""
+        """Return the shape of the largest possible micro-batch."""
         config = self.config
         # running text is cut into blocks, which need no padding; chats and pairs do
         blocks = not config.trains_adapters and config.format in (None, "text")
@@ -110,7 +110,7 @@ class Recipe(ABC, Generic[ConfigT]):
         return BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=padded)
 
     def example_batch(self, shape: BatchShape) -> dict[str, Tensor]:
-        """Return a batch of ``shape`` as the collator would make it, of any contents."""
+        """Return a batch of ``shape`` as the collator would make it, with arbitrary contents."""
         import torch
 
         ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A recipe's file: the check that it is one, before it is run, and the class in it. A recipe is Python code."""
+"""Recipe files: check a file before it is run, and load its recipe class. A recipe is Python code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerobook.training.recipe import Recipe
 
 RUNS = "a recipe is Python code, and it is run"
-"""A sentence of the commands' help."""
+"""A clause in the help texts of commands."""
 _RUN = "zerobook.training.run"
 
 

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: check that data and model are the same, take over decisions, compare losses."""
+"""Resume from a checkpoint: check that data and model are the same, restore earlier decisions, compare losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zerobook.utils.terminal import plain
 
 
 def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
-    """Refuse other training data than the checkpoint's, or another order of it. A new run's progress takes the facts.
+    """Refuse training data that differ from the checkpoint's, in contents or order. Records the data in ``progress``.
 
     Raises:
         CheckpointError: with both values.
@@ -53,7 +53,7 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
-    """Refuse a checkpoint whose weights would compute something else here: another base, config or LoRA setting.
+    """Refuse a checkpoint whose weights would compute another function here: with another base model, config or LoRA setting.
 
     A branch on the hub can move while a run is stopped, and a folder can get other content.
 
@@ -81,19 +81,19 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
 
 
 def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
-    """Take over what earlier attempts decided after the checkpoint was written. Collective.
+    """Apply what earlier attempts decided after the checkpoint was written. Collective.
 
-    Without a checkpoint the run begins anew, and takes over only how many steps trackers have seen.
+    Without a checkpoint the run starts from the beginning, and only the number of steps that trackers have seen is kept.
 
     Returns:
-        The state of their ladder of measures.
+        The state of the earlier attempts' ladder of measures.
     """
     before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]  # rank 0 has a log
     progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
     if keeper.checkpoint is None:
         return {}
     progress.skip_ranges = joined(progress.skip_ranges, before.skips)
-    for cut in before.cuts:  # the same cut may stand there twice
+    for cut in before.cuts:  # the same cut may occur twice
         if progress.rate_cuts.count(cut) < before.cuts.count(cut):
             progress.rate_cuts.append(cut)
     keeper.proven = set(before.proven)
@@ -101,10 +101,10 @@ def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, lo
 
 
 def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None) -> int:
-    """Return the steps that the learning-rate schedule is laid out for.
+    """Return the length of the learning-rate schedule, in steps.
 
-    A resumed run keeps the layout that the checkpoint records: samples left out since then shorten the run, not the
-    schedule. It is laid out anew only where a person asks for another number of steps or epochs, or another global batch.
+    A resumed run keeps the length that the checkpoint records: samples left out since then shorten the run, not the
+    schedule. The length changes only if a person asks for another number of steps or epochs, or another global batch.
     """
     if checkpoint is None:
         return state.end_step
@@ -120,7 +120,7 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
 
 
 def load(state: RunState, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> None:
-    """Load the checkpoint that the run goes on from, and compare what the next step uses with its record. Collective."""
+    """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in keeper.passed_over.values():
         tqdm.write(plain(f"passed over: {reason}"))
     _, bytes_read = keeper.load()
@@ -155,7 +155,7 @@ def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | No
 
 
 class ResumeCheck(Hook):
-    """Compares the first losses after a checkpoint with those that were recorded there before, once. Rank 0 has one."""
+    """Compares the first losses after a checkpoint was loaded with earlier losses of the same steps, once. Rank 0 only."""
 
     def __init__(self, log: RunLog):
         self.log = log
@@ -171,12 +171,12 @@ class ResumeCheck(Hook):
 
 
 def amount(samples: int) -> str:
-    """Return how much data there is, in words."""
+    """Return the amount of data as text."""
     return f"{samples} samples" if samples else "a stream"
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
-    """Return the losses that earlier attempts recorded after ``step``, from the newest stretch of the log."""
+    """Return step -> loss that earlier attempts recorded after ``step``, from the newest part of the log."""
     found: dict[int, float] = {}
     for record in backwards(log.folder / STEPS):
         if record is None or record["step"] <= step:
@@ -187,6 +187,6 @@ def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
 
 
 def _order(config: dict[str, Any], key: str) -> object:
-    """Return what ``key`` of a config says of the samples' order; of datasets, their weights do."""
+    """Return what ``key`` of a config contributes to the order of samples. For datasets, that is their weights."""
     value = config.get(key)
     return {spec["name"]: spec.get("weight") for spec in value} if isinstance(value, list) else value

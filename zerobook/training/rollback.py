@@ -1,4 +1,4 @@
-"""Carry out what was decided about a spike: leave samples out, go back to a checkpoint, lower the rate, or hand over."""
+"""Carry out measures against a spike: leave samples out, roll back to a checkpoint, lower the rate, or stop the run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from zerobook.utils.bars import tqdm
 
 
 class Recovery:
-    """Changes the run state as the spike monitor decided. Every rank calls it alike.
+    """Carries out the measures of the spike monitor. Call the methods on every rank.
 
     Args:
-        state: brought back to an earlier step, with another sample order or learning rate.
+        state: its step, sample order and learning rate are changed.
         keeper: loads the checkpoint.
         watch: forgets the steps that are given up.
-        log: rank 0's.
+        log: the runlog, on rank 0 only.
     """
 
     def __init__(self, state: RunState, strategy: Strategy, keeper: Keeper, watch: Watch, log: RunLog | None):
         self.state, self.strategy, self.keeper, self.watch, self.log = state, strategy, keeper, watch, log
 
     def checked(self, measure: Measure) -> Measure:
-        """Return ``measure``, or one that stops where it would leave nothing to train on."""
+        """Return ``measure``, or a measure that stops the run if ``measure`` would leave no samples to train on."""
         left_out = self._samples_of(measure)
         if left_out and self.state.data.train.skipping(joined(self.state.progress.skip_ranges, left_out)).is_empty:
             return replace(measure, kind="stop", rule="all samples of the data would be left out")
         return measure
 
     def act(self, measure: Measure) -> None:
-        """Carry out what was decided, unless it is to stop. The log has it before it is done."""
+        """Carry out ``measure``, whose kind is not ``stop``. It is logged before it is carried out."""
         state, log, cause = self.state, self.log, self.watch.seq
         left_out = self._samples_of(measure)
         skip_ranges = joined(state.progress.skip_ranges, left_out)
@@ -66,15 +66,15 @@ class Recovery:
             tqdm.write(f"  the run ends at step {state.end_step}; its schedule stays laid out for {state.total_steps} steps")
 
     def go_back(self, measure: Measure, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
-        """Restore weights, moments, schedule, sample order, random numbers, loss scale and detector from the checkpoint."""
+        """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector."""
         to_step = measure.to_step
         assert to_step is not None
         state, keeper, log = self.state, self.keeper, self.log
         start, progress = time.monotonic(), state.progress
-        keeper.finish(log)  # a save under way is of what is given up
+        keeper.finish(log)  # a save in progress belongs to the steps that are given up
         state.drop_feed()
         loaded, bytes_read = keeper.load(to_step)
-        # only now: where it cannot be loaded, a restart still finds what was saved later
+        # after loading: if that fails, a restart still finds the later checkpoints
         aside = self.strategy.on_main(lambda: store.set_aside(keeper.folder, to_step, keeper.passed_over))
         given_up = progress.step - loaded.step
         kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
@@ -82,7 +82,7 @@ class Recovery:
                 "global_batch": progress.global_batch}  # fmt: skip
         vars(progress).update(vars(loaded) | kept)
         losses = self.watch.back(measure, loaded.detector, intent)
-        if measure.rate_factor:  # behind the first update with the lower rate, the losses are others
+        if measure.rate_factor:  # after the first update at the lower rate, losses differ
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         state.earlier_losses = losses
         state.build_feed()
@@ -98,7 +98,7 @@ class Recovery:
             tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
 
     def hand_over(self, measure: Measure) -> None:
-        """Write down for people what was seen and tried. The caller then ends the process with `EXIT_CODE`."""
+        """Write a report of the spike and of what was tried. The caller then ends the process with `EXIT_CODE`."""
         log, step, config = self.log, self.state.progress.step, self.state.config
         self.keeper.finish(log)
         if log:
@@ -114,7 +114,7 @@ class Recovery:
             write_page(log)
 
     def _samples_of(self, measure: Measure) -> list[list[int]]:
-        """[start, end) of the samples that ``measure`` leaves out: those that its steps took, through packs."""
+        """Return [start, end) ranges of the samples that ``measure`` leaves out: all samples in the rows of its steps."""
         if measure.kind == "stop" or not measure.steps:
             return []
         feed, global_batch = self.state.feed, self.state.layout.global_batch

@@ -1,6 +1,6 @@
 """The run of a recipe, from its flags to the saved model.
 
-`run` is the last line of every recipe's file. The commands ``zerobook data`` and ``zerobook plan`` take their parts of it.
+`run` is the last line of every recipe's file. The commands ``zerobook data`` and ``zerobook plan`` use parts of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(recipe_class: type[Recipe[Any]]) -> None:
-    """Train what the command line says, or print the plan of it with ``--dry-run``. Ends a launched process.
+    """Train as the command line says, or print the resolved config with ``--dry-run``. Ends a launched process.
 
     A user's error is printed without a traceback, and the process exits with 2.
     """
@@ -44,18 +44,18 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 def train(
     recipe: Recipe[Any], *, hooks: Sequence[Hook] = (), sources: Resolved | None = None, plan: LaunchPlan | None = None
 ) -> Progress:
-    """Prepare the data, load the model, train it and save it. Return how far the run came. Collective.
+    """Prepare the data, load the model, train it and save it. Return the final progress. Collective.
 
     A script or a notebook calls it in one process; a launched script calls it in every process.
 
     Args:
-        hooks: called besides those that the config names.
-        sources: where each value of the recipe's config came from; recorded in the runlog. None: from Python.
-        plan: of the launch that this process belongs to; None: as the environment of this process says.
+        hooks: hooks besides those in ``config.hooks``.
+        sources: source of each value of the recipe's config, recorded in the runlog. None: the values were set in Python.
+        plan: launch plan of this process. None: it is resolved from the environment.
 
     Raises:
-        ConfigError: with everything that is wrong in the config or the launch.
-        ZerobookError: what stopped the run.
+        ConfigError: lists all problems in the config and the launch.
+        ZerobookError: the run could not go on.
     """
     from zerobook.data.prepare import prepare
     from zerobook.models.load import check_fit, load_config, load_tokenizer
@@ -85,7 +85,7 @@ def train(
 
 
 def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
-    """Prepare the data of a recipe as its run would, and nothing else. Returns it with the tokenizer.
+    """Prepare the data of a recipe as its run would. Return (data, tokenizer).
 
     Args:
         workers: processes that tokenize.
@@ -104,7 +104,7 @@ def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[
 
 
 def announce(plan: LaunchPlan) -> None:
-    """Print the strategy in one line, and what was decided for the user. Rank 0 only."""
+    """Print the strategy in one line, and notes on choices that were made for the user. Rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
         say(plan.line)
         for note in plan.notes:

@@ -8,13 +8,13 @@ from zerobook.constants import POLYNOMIAL_END
 
 
 def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:
-    """transformers' schedule of that name, as step -> rate.
+    """Return transformers' schedule ``name`` as a function step -> rate.
 
     Args:
         name: as ``lr_scheduler_type``.
         peak: rate after the warm-up.
-        warmup: steps from 0 to the peak; with ``total`` or more, the run ends while it warms up.
-        total: steps the schedule is laid out for; decaying ones are at their end at ``total``.
+        warmup: steps from 0 to the peak; if it is ``total`` or more, the run ends during the warm-up.
+        total: length of the schedule in steps; a decaying schedule ends at ``total``.
 
     Returns:
         Function of the number of steps done: step k (from 0) trains with ``rate(k)``.
@@ -25,7 +25,7 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
     own = {}
     if name == "polynomial":
-        # The last save asks for the rate behind the last step. There, transformers divides by the number of decay steps.
+        # The last save needs the rate after the last step. There, transformers divides by the number of decay steps.
         own, total = {"lr_end": POLYNOMIAL_END}, max(total, warmup + 1)
     scheduler = get_scheduler(
         name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=own

@@ -1,4 +1,4 @@
-"""The state that a run begins with: a new one, or the one of a checkpoint."""
+"""The initial state of a run: new, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def first_state(
     data: PreparedData,
     collate: Collator,
 ) -> tuple[RunState, dict[str, Any]]:
-    """Return the run's first state, and what earlier attempts tried about spikes. Collective; loads no weights.
+    """Return the run's initial state, and what earlier attempts tried against spikes. Collective; loads no weights.
 
     Args:
-        log: rank 0's.
+        log: the runlog, on rank 0 only.
         model: as the recipe made it.
 
     Raises:
-        CheckpointError: data, model or settings are not those of the checkpoint.
+        CheckpointError: data, model or settings differ from those of the checkpoint.
     """
     checkpoint = keeper.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)

@@ -19,7 +19,7 @@ _FOREVER = 2**62
 
 
 class RunState:
-    """The state that decides the next steps, apart from the weights and the optimizer.
+    """State of a run that determines its next steps, besides weights and optimizer state.
 
     Args:
         progress: changed in place, at every step and by a rollback.
@@ -43,11 +43,11 @@ class RunState:
         """the step at which training ends"""
         self.build_feed()
         self.total_steps: int = self.end_step
-        """steps that the learning-rate schedule is laid out for"""
+        """length of the learning-rate schedule, in steps"""
         self.schedule: Callable[[int], float]
         """steps done -> scheduled rate of the next one"""
         self.earlier_losses: dict[int, float] = {}
-        """by step, of steps that are done again"""
+        """step -> loss recorded earlier, for steps that are done again"""
 
     @property
     def collate(self) -> Collator:
@@ -58,7 +58,7 @@ class RunState:
         self._collate = self.feed.collate = collate
 
     def build_feed(self) -> None:
-        """Make the feed from where the progress stands, without the samples that are left out."""
+        """Build the feed from the current position in the sample order, without the samples that are left out."""
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
@@ -73,16 +73,16 @@ class RunState:
         self.end_step = config.max_train_steps or progress.step + self.feed.steps()
 
     def drop_feed(self) -> None:
-        """Let go of the feed, its processes and its memory, until `build_feed`."""
+        """Release the feed, its processes and its memory. `build_feed` makes a new one."""
         del self.feed
 
     def rate(self) -> float:
-        """Return the next step's learning rate: what the schedule gives, lowered by the cuts."""
+        """Return the next step's learning rate: the scheduled rate, lowered by the cuts."""
         step = self.progress.step
         return self.schedule(step) * rate_share(self.progress.rate_cuts, step)
 
     def expected_next_step(self) -> dict[str, Any]:
-        """Return what the next step uses, by name; recorded in a checkpoint, compared after it was loaded."""
+        """Return the inputs of the next step by name. They are recorded in a checkpoint, and compared after it was loaded."""
         progress = self.progress
         generator = torch.Generator().manual_seed(step_seed(progress.seed, progress.step, 0))
         return {
@@ -92,7 +92,7 @@ class RunState:
         }
 
     def verify(self, recorded: dict[str, Any]) -> tuple[list[str], dict[str, list[Any]]]:
-        """Compare what the next step uses with what a checkpoint says.
+        """Compare the inputs of the next step with those that a checkpoint records.
 
         Returns:
             (names that agree, name -> [recorded, found] of those that differ).

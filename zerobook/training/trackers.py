@@ -13,9 +13,9 @@ from zerobook.training.hooks import Hook, TrainerView
 
 
 class Trackers(Hook):
-    """Logs the last step of each log point, evaluations, and what the spike monitor says.
+    """Logs the last step of each log point, evaluations, and messages of the spike monitor.
 
-    Steps never go back there, since trackers take no step twice: the steps that were given up are counted too.
+    Trackers take no step number twice, so theirs never goes back: it counts the steps that were given up too.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig):

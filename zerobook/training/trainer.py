@@ -1,4 +1,4 @@
-"""The trainer, once for every recipe and every strategy."""
+"""The trainer of every recipe under every strategy."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from zerobook.training.trackers import Trackers
 
 
 class Trainer:
-    """Trains ``model`` on ``data`` as ``config`` says, spread as ``strategy`` says.
+    """Trains ``model`` on ``data`` with the settings of ``config``, distributed by ``strategy``.
 
     The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
-    micro-batches. That count is known beforehand from the sample ids, so no rank has to ask another.
-    Between log points nothing here waits for the device. DeepSpeed does so itself in each step, and FSDP2 where it keeps the
-    gradients in host memory. transformers does so in each forward pass of an encoder-decoder: 3 times for BART and
-    BlenderBot, twice for T5, to see whether the mask masks anything.
+    micro-batches. That count is known beforehand from the sample ids, so it needs no communication.
+    Between log points the trainer does not wait for the device. DeepSpeed itself waits in each step, and so does FSDP2 if it
+    keeps gradients in host memory. transformers waits in each forward pass of an encoder-decoder (3 times for BART and
+    BlenderBot, twice for T5) to check whether the mask hides any token.
 
     Args:
-        collate: list of rows -> the model's arguments by name, tensors above all, with ``labels``. One of a causal recipe is
-            replaced by the form of it that costs the prepared model least: see `zerobook.models.isolation.settled`.
+        collate: list of rows -> the model's arguments by name (mostly tensors), including ``labels``. That of a causal recipe
+            is replaced by its cheapest form for the prepared model: see `zerobook.models.isolation.settled`.
         objective: the loss, and what it is divided by.
         scorers: measure more than the loss at every evaluation.
-        hooks: called besides those that ``config.hooks`` names.
+        hooks: hooks besides those in ``config.hooks``.
 
     Attributes:
         state: the progress, the sample order and the learning rate.
-        evaluation: what the evaluation of the present step measured; None where there was none.
-        save_results: False where no checkpoint and no model is written, for programs that measure a few steps.
+        evaluation: result of the current step's evaluation; None if there was none.
+        save_results: False if no checkpoint and no model is written, for programs that measure a few steps.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Trainer:
         return self.state.progress
 
     def _open_log(self) -> None:
-        self.log = RunLog(self.config.output_dir)  # stays here: it cannot be sent to other ranks, as a result would be
+        self.log = RunLog(self.config.output_dir)  # not returned: a result is sent to all ranks, and a log cannot be
 
     def _add_own_hooks(self, sources: Resolved) -> None:
-        """Build what writes down and shows the run. The log has the start of the attempt before all else."""
+        """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
         trackers = [Trackers(self.strategy, self.config)] if self.config.report_to else []
         self.logbook = Logbook(self.log) if self.log else None
         if self.log and self.logbook:
@@ -133,7 +133,7 @@ class Trainer:
 
     # --- training
     def run(self) -> Progress:
-        """Train to the end; returns the final `Progress`. Evaluates and saves on the way and at the end."""
+        """Train to the end and return the final `Progress`. Evaluates and saves during the training and at its end."""
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
         self.pace.start(progress.tokens)
@@ -156,7 +156,7 @@ class Trainer:
         return progress
 
     def _until_trouble(self) -> Measure | None:
-        """Train to the end, or until something has to be done about a spike; returns that."""
+        """Train to the end and return None, or until a measure against a spike is needed, and return the measure."""
         config, progress, state = self.config, self.progress, self.state
         steps = iter(state.feed)
         while progress.step < state.end_step:
@@ -174,7 +174,7 @@ class Trainer:
                 if action is not None:
                     return action
             if evaluates:
-                self.evaluate()  # before the checkpoint, which says what it is worth
+                self.evaluate()  # before the save: the checkpoint records its held-out loss
             if saves:
                 action = self.watch.replicas(step)
                 if action is not None and action.kind != "none":
@@ -190,8 +190,8 @@ class Trainer:
         """Take one optimizer step. Collective.
 
         Args:
-            plan: which samples it takes, and how many supervised tokens they have over all ranks.
-            micro_batches: this rank's.
+            plan: the samples of the step, and their number of supervised tokens over all ranks.
+            micro_batches: micro-batches of this rank.
         """
         strategy, state, progress = self.strategy, self.state, self.progress
         self._metrics = {}
@@ -235,7 +235,7 @@ class Trainer:
         self._metrics[name] = value
 
     def _log_point(self) -> Measure | None:
-        """Read losses and norms, the only place where the host waits for them; returns what is to be done about them."""
+        """Read losses and norms; return the measure to carry out, if any. The host waits for the device here only."""
         records, self._pending = self._pending, []
         if not records:
             return None
@@ -255,7 +255,7 @@ class Trainer:
         return action or next((measure for measure in asked if measure.kind != "none"), None)
 
     def _read(self, records: list[StepRecord]) -> None:
-        """Turn tensors into numbers, losses into sums over ranks: the same bits on every rank, since all decide from them."""
+        """Convert tensors to numbers, and sum losses over ranks. Every rank gets the same bits, since all decide from them."""
         losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
         norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
         mesh = self.strategy.mesh
@@ -270,7 +270,7 @@ class Trainer:
             record.metrics |= dict(zip(names, summed, strict=True))
 
     def _recover(self, action: Measure) -> None:
-        """Do what was decided about a spike. All ranks come here with the same action."""
+        """Carry out a measure against a spike. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
         if action.kind == "stop":
             self.console.close()
@@ -288,7 +288,7 @@ class Trainer:
         """Measure the loss on the held-out data, and what the scorers measure. Collective.
 
         Returns:
-            As `zerobook.runlog.records.EvaluationRecord.result`; None where nothing is held out and nothing scores.
+            The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
         """
         self._evaluated, self.evaluation = self.progress.step, None
         record = self.evaluator.evaluate(self.progress.step)
@@ -301,7 +301,7 @@ class Trainer:
         return record.result
 
     def save(self) -> None:
-        """Save a checkpoint of this step, unless its loss or gradient was not finite: what is good would be pruned for it."""
+        """Save a checkpoint of this step, unless its loss or gradient was not finite: a good one could be pruned for it."""
         if not self.save_results:
             return
         step, last = self.progress.step, self.watch.history[-1] if self.watch.history else None
@@ -319,7 +319,7 @@ class Trainer:
         self.hooks("on_save", self, self.keeper.folder / f"step-{step:06d}")
 
     def _leave_early(self) -> None:
-        """Save, and end the process with `preemption.EXIT_CODE`. What asks for a rollback is not saved."""
+        """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
         step, reason = self.progress.step, self.preemption.received
         if self._log_point() is None and self._saved != step:
             self.save()
@@ -330,7 +330,7 @@ class Trainer:
         self._leave(EXIT_CODE)
 
     def _leave(self, code: int) -> None:
-        """End this process, once all ranks are here."""
+        """End this process after all ranks have reached this point."""
         self.hooks("on_end", self)
         self.strategy.barrier()
         leave(code)

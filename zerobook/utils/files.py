@@ -1,4 +1,4 @@
-"""File modes, and folders that appear whole."""
+"""File modes, and folders that get their names only when they are complete."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def modes_by_umask(folder: Path) -> None:
 
 
 def staging_of(folder: Path) -> Path:
-    """Return an empty place beside ``folder`` where it is written before it is whole; what a killed process left there goes."""
+    """Return the path beside ``folder`` where it is written until it is complete. Deletes the remains of a killed process."""
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     return staging
 
 
 def put_in_place(staging: Path, folder: Path) -> None:
-    """Give a whole folder its name. What has that name is renamed first, and deleted when the new one is there.
+    """Give a complete folder its name. An old one of that name is renamed first, and deleted when the new one is there.
 
-    A process that is killed between the renames leaves both, hidden; the next one writes the folder anew.
+    A process that is killed between the renames leaves both, hidden; the next process writes the folder again.
     """
     old = folder.with_name(f".{folder.name}.replaced")
     _remove(old)

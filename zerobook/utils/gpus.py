@@ -1,6 +1,6 @@
-"""NVIDIA GPUs that this process may use, found without torch: what stands between them and torch is then said.
+"""NVIDIA GPUs that this process may use, found without torch, and the reason why torch does not see them.
 
-torch answers "no GPU" alike where there is none, where the driver is too old for it, and where it was built without CUDA.
+torch reports "no GPU" equally where there is none, where the driver is too old for it, and where it was built without CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def unused(torch_version: str, built_for: str | None) -> str | None:
-    """Say which GPUs torch does not see, and why; None where there are none or where the environment hides them.
+    """Return which GPUs torch does not see, and why; None where there are none or where the environment hides them.
 
     Call it where torch sees no GPU.
 
@@ -43,7 +43,7 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
 
 
 def hidden() -> bool:
-    """True where ``CUDA_VISIBLE_DEVICES`` names no device: it is empty, or begins with a word that is none, such as -1."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` hides every device: it is empty, or its first entry is no device, such as -1."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return False
@@ -52,7 +52,7 @@ def hidden() -> bool:
 
 
 def devices() -> list[str]:
-    """Device files of GPUs that this process can open. A container, or a job's control group, may deny those of its host."""
+    """Return the device files of GPUs that this process can open. A container or a job's control group may deny others."""
     found = []
     for file in sorted(DEVICES.glob("nvidia[0-9]*"), key=lambda file: (len(file.name), file.name)):
         try:
@@ -64,7 +64,7 @@ def devices() -> list[str]:
 
 
 def driver_version() -> str:
-    """The kernel driver's version, as 535.104.05."""
+    """Return the kernel driver's version, as 535.104.05."""
     try:
         words = DRIVER.read_text().partition("Kernel Module")[2].split()
     except OSError:
@@ -73,7 +73,7 @@ def driver_version() -> str:
 
 
 def cuda_of_driver() -> str | None:
-    """The newest CUDA that the driver's library supports, as 12.2; None without that library: CUDA cannot run."""
+    """Return the newest CUDA that the driver's library supports, as 12.2; None without that library: CUDA cannot run."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -13,10 +13,10 @@ _BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
 
 def fetch(name: str, revision: str, *, weights: bool) -> None:
-    """Download what ``from_pretrained`` reads of a model into the hub's cache on this machine: its config, tokenizer and code.
+    """Download a model's config, tokenizer and code, as ``from_pretrained`` reads them, into the hub's cache on this machine.
 
-    Nothing happens where ``name`` is a folder. Errors are left to ``from_pretrained``, which meets them too, and may find
-    all files in the cache where there is no network.
+    Nothing happens where ``name`` is a folder. Errors are ignored here: ``from_pretrained`` raises them, unless
+    it finds all files in the cache without a network.
 
     Args:
         weights: download the weights too.

@@ -1,8 +1,8 @@
-"""Files that come with Zerobook and are no modules: recipes with their configs, strategy files, DeepSpeed configs.
+"""Files that are shipped beside the modules of Zerobook: recipes with their configs, strategy files, DeepSpeed configs.
 
-In a clone they stand beside the package, where users type their paths. A wheel has the recipes there too, because
-``from recipes.causal_lm import CausalLM`` imports them, and the rest inside of the package, because ``accelerate_configs``
-is no name for a folder of site-packages.
+In a clone they are beside the package, where users type their paths. A wheel has the recipes there too, for
+``from recipes.causal_lm import CausalLM``. It has the other files inside the package, because ``accelerate_configs`` is no
+suitable name for a folder of site-packages.
 """
 
 from __future__ import annotations

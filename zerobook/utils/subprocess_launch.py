@@ -1,4 +1,4 @@
-"""Starts a script through ``accelerate launch`` in processes of its own, bounded in time, and leaves none of them behind."""
+"""Starts a script through ``accelerate launch`` in separate processes, with a time limit, and ends all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 
 TIMED_OUT = 124
-"""The exit status of what was stopped for taking too long, as timeout(1) has it."""
+"""Exit status of a command that exceeded its time limit, as in timeout(1)."""
 
 
 def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:
-    """The command line.
+    """Return the command line.
 
     Args:
         launcher: flags of ``accelerate launch``; a strategy file as ``--config_file FILE``.
@@ -28,17 +28,17 @@ def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -
 
 
 def flags(values: Mapping[str, object]) -> list[str]:
-    """``{"seed": 1}`` as ``--seed 1``."""
+    """Return ``{"seed": 1}`` as ``--seed 1``."""
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
 def run(
     line: Sequence[str], limit: float, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> tuple[int, str]:
-    """Wait for it at most ``limit`` seconds. Returns its exit status, `TIMED_OUT` where it was stopped, and what it printed.
+    """Run a command for at most ``limit`` seconds. Return its exit status, `TIMED_OUT` where it was stopped, and its output.
 
-    On a CPU one thread a rank, because ranks share the cores. On a GPU a run chooses its threads: an optimizer in host memory
-    needs more.
+    On a CPU, each rank gets one thread, because ranks share the cores. On a GPU, a run chooses its threads: an optimizer in
+    host memory needs more.
     """
     own = dict(environment or {})
     threads = {} if _on_gpu(os.environ | own) else {"OMP_NUM_THREADS": "1"}
@@ -67,7 +67,7 @@ def _on_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def kill_family(process: subprocess.Popen) -> None:
-    """SIGKILL what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
+    """Kill what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
     family: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -78,7 +78,7 @@ def kill_family(process: subprocess.Popen) -> None:
 
 
 def last_error(text: str) -> str:
-    """The line of a dead run's output that says why; torchrun's own summary says nothing."""
+    """Return the line of a failed run's output that names the error. torchrun's own summary does not."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
     lines = [line for line in lines if not line.startswith("raise ")] or lines  # a traceback's source line
     return lines[0][:300] if lines else "it said nothing of an error"

@@ -52,7 +52,7 @@ def say_traceback(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def keep_logs_plain(name: str) -> None:
-    """Let the handlers of a library's logger print as `plain` returns it: models' files are quoted there."""
+    """Let the handlers of a library's logger print as `plain` returns it: messages may quote models' files."""
     for handler in logging.getLogger(name).handlers:
         if not isinstance(handler.formatter, _PlainFormatter):
             handler.setFormatter(_PlainFormatter(handler.formatter or logging.Formatter()))

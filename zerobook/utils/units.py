@@ -14,10 +14,10 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """``80GB`` is 80 x 10^9 bytes, ``80GiB`` 80 x 2^30.
+    """Return a number of bytes: ``80GB`` is 80 x 10^9, ``80GiB`` 80 x 2^30.
 
     Raises:
-        ConfigError: no number, no unit, an unknown unit, or nothing at all of it. ``key`` names the flag.
+        ConfigError: no number, no unit, an unknown unit, or an amount of 0. ``key`` names the flag.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtp]i?)?b\s*", text, re.I)
     value = _number(match[1]) if match else None
@@ -33,10 +33,10 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_rate(text: str, key: str) -> float:
-    """Bytes a second. The case of the b counts: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` bytes.
+    """Return bytes a second. The case of the b matters: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` bytes.
 
     Raises:
-        ConfigError: as `parse_bytes`; or all is written small, as in ``50gb/s``, which people use for both.
+        ConfigError: as `parse_bytes`; or all letters are lower case, as in ``50gb/s``, which people use for both.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
     value = _number(match[1]) if match else None
@@ -46,10 +46,10 @@ def parse_rate(text: str, key: str) -> float:
 
 
 def parse_count(text: str, key: str) -> int:
-    """``7.5B`` is 7.5 x 10^9.
+    """Return a number: ``7.5B`` is 7.5 x 10^9.
 
     Raises:
-        ConfigError: no such number, or nothing.
+        ConfigError: no such number, or 0.
     """
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
     value = _number(match[1]) if match else None
@@ -67,12 +67,12 @@ def _number(text: str) -> float | None:
 
 
 def gb(amount: float) -> str:
-    """Bytes in units of 10^9, as hardware is sold: three figures, never scientific."""
+    """Return bytes in units of 10^9, as in the names of hardware: three figures, never in scientific notation."""
     return _three(amount / 1e9) if amount < 1e15 else f"{amount / 1e9:,.0f}"
 
 
 def size(amount: float) -> str:
-    """Bytes with the decimal unit that fits: ``1.21 TB``."""
+    """Return bytes with the decimal unit that fits: ``1.21 TB``."""
     for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= 0.9995 * unit:
             return f"{_three(amount / unit)} {name}"
@@ -80,7 +80,7 @@ def size(amount: float) -> str:
 
 
 def count(number: float) -> str:
-    """``1.56B`` parameters."""
+    """Return a number with its unit: ``1.56B`` parameters."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * unit:
             return f"{_three(number / unit)}{name}"
@@ -88,7 +88,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``3 h 20 min``, ``40 s``."""
+    """Return a duration as text: ``3 h 20 min``, ``40 s``."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 90:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def problem(key: str, spec: str) -> str | None:
-    """Return why ``spec`` cannot be loaded, as far as that shows without running it; None where nothing shows.
+    """Return why ``spec`` cannot be loaded, as far as can be checked without running it; None where no problem is found.
 
     Args:
         key: the config key that holds it, with which the sentence begins.
@@ -48,7 +48,7 @@ def load(key: str, spec: str) -> object:
     """Import what ``spec`` names. A file is run once, however many of its classes are loaded.
 
     Raises:
-        ConfigError: it is not there. An error inside of the user's code goes through.
+        ConfigError: it is not there. Errors of the user's code are passed on.
     """
     found = problem(key, spec)
     if found:
@@ -105,7 +105,7 @@ def _is_there(module: str) -> bool:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Names that the file binds, wherever in it."""
+    """Return the names that the file binds, at any place in it."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Which versions a run, a benchmark or a table was made with."""
+"""Versions of the software with which a run, a benchmark or a table was made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions() -> dict[str, str]:
-    """Of zerobook, Python and the libraries that decide what a run does."""
+    """Return the versions of zerobook, Python and the libraries that affect a run."""
     found = {"zerobook": _version("zerobook"), "python": platform.python_version()}
     return found | {name: _version(name) for name in ("torch", "accelerate", "deepspeed", "transformers", "peft")}
 
