@@ -29,8 +29,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zerobook.monitor.watch import Watch
-from zerobook.runlog.lines import encode
+from zerobook.monitor.spike_monitor import Watch
+from zerobook.runlog.jsonl import encode
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 
 ROUNDS = 5
@@ -75,13 +75,13 @@ def record(step: int, rng: random.Random) -> dict[str, Any]:
 def per_step(folder: Path) -> dict[str, float]:
     """Return the microseconds of CPU time a step that rank 0 spends on the log and the watch."""
     strategy = SimpleNamespace(plan=SimpleNamespace(precision="no"), on_main=lambda work: work())
-    keeper = SimpleNamespace(steps=lambda: ([], []), prove=lambda *_: None, protect=lambda *_: None)
+    manager = SimpleNamespace(steps=lambda: ([], []), prove=lambda *_: None, protect=lambda *_: None)
     config = SimpleNamespace(on_spike="rollback", max_rollbacks=8, rollback_lr_factor=0.5)
     rng = random.Random(0)
     watching, writing = [], []
     for number in range(ROUNDS):
         log = RunLog(folder / str(number))
-        watch = Watch(config, strategy, keeper, log, detector={}, ladder={})  # type: ignore[arg-type]
+        watch = Watch(config, strategy, manager, log, detector={}, ladder={})  # type: ignore[arg-type]
         blocks = [[record(step, rng) for step in range(first, first + 10)] for first in range(1, 5001, 10)]
         start = time.process_time()
         for block in blocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.plan.job import Job, job
 from zerobook.plan.rows import Row, Traced, rank, row
 from zerobook.training.recipe_file import recipe_class
@@ -29,7 +29,7 @@ def rows_of(recipe: str, model: str, where, files=None, **flags) -> dict[str, Ro
 def planned_rows(recipe: str, model: str, where, files=None, **flags) -> tuple[Traced, dict[str, Row]]:
     planned = made(recipe, MODELS / f"{model}.json", **flags)
     traced = Traced.of(planned, "cuda")
-    sources = Resolved({key: f"flag --{key}" if key in flags else "default" for key in type(planned.config).model_fields})
+    sources = ConfigSources({key: f"flag --{key}" if key in flags else "default" for key in type(planned.config).model_fields})
     chosen = [file for file in FILES if files is None or file.stem in files]
     return traced, {made.file: made for made in rank([row(file, traced, where, sources) for file in chosen])}
 

@@ -8,13 +8,13 @@ from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from tests.harness import ROOT
-from zerobook.config import Resolved, parse
+from zerobook.config import ConfigSources, parse
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.plan.hardware import cluster
-from zerobook.plan.holdings import hold
 from zerobook.plan.job import job
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.spread import spread
+from zerobook.plan.sharding import spread
+from zerobook.plan.state_bytes import hold
 
 SINGLE = ROOT / "accelerate_configs" / "single.yaml"
 
@@ -69,7 +69,7 @@ def test_a_half_precision_base_trains_like_an_fp32_one_and_is_planned(flags, tmp
         config = LoraConfig(**flags | ({"dtype": dtype} if dtype else {}))
         planned = job(LoraFinetune(config))
         weights, groups = planned.weights()
-        sources = Resolved(dict.fromkeys(LoraConfig.model_fields, "default"))
+        sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
         where = cluster(gpus="1", gpu="a100-80gb")
         spreads = spread(launch_plan(SINGLE, where, config, sources), planned.model_config)
         held = hold(weights, groups, spreads).states
@@ -94,7 +94,7 @@ def test_a_half_precision_base_is_spread(launches, strategy):
         return
     config = LoraConfig(**run.event("run_start")["config"])
     planned, where = job(LoraFinetune(config)), cluster(gpus="2", gpu="a100-80gb")
-    sources = Resolved(dict.fromkeys(LoraConfig.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
     spreads = spread(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
     held = [hold(*planned.weights(), spreads, rank).states for rank in range(2)]
     assert run.event("memory")["per_rank_bytes"] == held

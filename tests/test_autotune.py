@@ -14,7 +14,7 @@ from zerobook.errors import ConfigError
 from zerobook.plan import autotune
 from zerobook.plan.autotune import Candidate, Tuned, cuts
 from zerobook.plan.rows import Row
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,7 +45,7 @@ def test_a_search_in_which_every_run_died_has_no_best():
 
 
 def test_a_file_that_comes_to_the_same_as_another_is_not_run(monkeypatch):
-    same = Spread(kind="deepspeed", name="ZeRO-3", ranks=2, node=2, stage=3, shard=2)
+    same = ShardingSpec(kind="deepspeed", name="ZeRO-3", ranks=2, node=2, stage=3, shard=2)
     made = [
         Candidate(Path(f"{name}.yaml"), 1, 1, False, Row(file=name, name=name, spread=same)) for name in ("zero3", "zero3_hpz")
     ]

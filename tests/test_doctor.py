@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness import ROOT
 from zerobook.cli.doctor import inspect_launch
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch import ops
@@ -149,7 +149,7 @@ def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean
     clean.setenv("LOCAL_WORLD_SIZE", "4")
     clean.setattr(launch, "chose_threads", lambda: True)
     clean.setattr(launch, "usable_cores", lambda: 22)
-    config, sources = RecipeConfig(output_dir=str(tmp_path)), Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    config, sources = RecipeConfig(output_dir=str(tmp_path)), ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     for flags, expected in ((["--config_file", written(ZERO3.format(use_cpu="true")), "a.py"], 5), (["a.py"], None)):
         clean.setattr(launch, "parent_flags", lambda flags=flags: flags)
         for name, value in worker_environment(flags[:-1])[0].items():
@@ -196,7 +196,7 @@ def test_use_cpu_hides_the_gpus_before_anyone_looks(clean, written, tmp_path):
 
     clean.setattr(launch.Hardware, "detect", detect)
     config = RecipeConfig(output_dir=str(tmp_path))
-    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     for use_cpu, expected in (("false", None), ("true", "")):
         flags = ["--config_file", written(ZERO3.format(use_cpu=use_cpu)), "a.py"]
         clean.setattr(launch, "parent_flags", lambda flags=flags: flags)

@@ -11,7 +11,7 @@ import pytest
 from tests.harness import ROOT
 from tests.test_resolve import WORKER, plan_for
 from zerobook.cli.doctor import doctor, inspect_launch
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch.resolve import Hardware
@@ -99,7 +99,7 @@ def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, cap
     monkeypatch.chdir(ROOT)
     expected = Hardware.detect().unused
     monkeypatch.setattr(launch, "parent_flags", lambda: None)
-    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     with pytest.raises(ConfigError) as caught:
         launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
     assert caught.value.problems == [expected]

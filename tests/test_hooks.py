@@ -13,9 +13,9 @@ from tests.alone import train
 from tests.harness import ROOT
 from zerobook.config import parse
 from zerobook.errors import ConfigError
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.check import problems
-from zerobook.runlog.lines import read
+from zerobook.runlog.jsonl import read
 from zerobook.training.hooks import Hook, load_hooks
 from zerobook.utils import user_code
 
@@ -66,7 +66,7 @@ class Diary(Hook):
         self.note("on_log", [record.step for record in records], all(isinstance(record.loss, float) for record in records))
         if records[-1].step != 4 or any(call[0] == "on_rollback" for call in CALLS):
             return None
-        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=4, to_step=2)
+        return RecoveryAction(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=4, to_step=2)
 
     def on_evaluate(self, trainer, record):
         self.note("on_evaluate", record.step, "loss" in record.result)

@@ -67,7 +67,7 @@ def made(name, attention=None, **changes):
 def strategy(model):
     return SimpleNamespace(
         model=model, unwrapped=model, device=torch.device("cpu"), plan=SimpleNamespace(precision="no"), world_size=1,
-        sum_over_ranks=lambda t: t, after_forwards=lambda: None,
+        sum_over_ranks=lambda t: t, release_gathered_parameters=lambda: None,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.launch.deepspeed_json import located
 from zerobook.plan.autotune import write
-from zerobook.runlog.attempt import environment
+from zerobook.runlog.lifecycle import environment
 from zerobook.training import run as recipe_run
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import clone, shipped

@@ -89,7 +89,7 @@ def strategy(model):
         device=model.device,
         plan=SimpleNamespace(precision="no"),
         sum_over_ranks=lambda t: t,
-        after_forwards=lambda: None,
+        release_gathered_parameters=lambda: None,
         world_size=1,
     )
 
@@ -187,7 +187,7 @@ def test_models_whose_positions_come_from_the_mask_are_refused(name, attention):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     model.config.use_cache = False
     measured, given_up = strategy(model), []
-    measured.after_forwards = lambda: given_up.append(model.training)
+    measured.release_gathered_parameters = lambda: given_up.append(model.training)
     with pytest.raises(ConfigError, match=rf"packing: in \w+ with attn_implementation {attention}.* --packing false"):
         isolating(measured, PackedCollator(0))
     assert model.training, "it is left as it was"

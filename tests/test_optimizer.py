@@ -16,8 +16,8 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import OPTIMIZERS, optimizer_spec
-from zerobook.plan.holdings import Weight, hold
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Weight, hold
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OWN = """
@@ -86,7 +86,7 @@ def test_a_step_is_torchs_own(make):  # noqa: F811
         for rate in (1e-2, 2e-2, 1e-3):
             with strategy.micro_batch(last=True):
                 strategy.backward(strategy.model(torch.ones(2, 4)).sum())
-            strategy.apply(rate)
+            strategy.optimizer_step(rate)
             plain(torch.ones(2, 4)).sum().backward()
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -243,5 +243,5 @@ def test_the_planner_counts_the_state_that_is_held(make, said):  # noqa: F811
     strategy = make(optimizer=said)
     step(strategy)
     weights = [Weight(name, tuple(p.shape), 4, trained=True) for name, p in strategy.model.named_parameters()]
-    spread = Spread(kind="single", name="one process", ranks=1, node=1, optimizer=said)
+    spread = ShardingSpec(kind="single", name="one process", ranks=1, node=1, optimizer=said)
     assert hold(weights, [weights], spread).optimizer == strategy.memory()["optimizer"] > 0

@@ -14,7 +14,7 @@ import torch
 
 from tests.planning import FILES, HALF, MODELS, ROOT, made, planned_rows, rows_of
 from zerobook.cli.main import main
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import DEVICES, cluster
@@ -22,7 +22,7 @@ from zerobook.plan.job import read_config
 from zerobook.plan.memory import PARTS, Memory
 from zerobook.plan.recommend import recommend
 from zerobook.plan.rows import Row, checkpoints, judge, launch_plan, rank
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import Saved
 from zerobook.utils.units import size
 
@@ -66,11 +66,11 @@ def test_a_strategy_that_the_model_cannot_take_has_a_row_that_says_so(tiny, tmp_
 
 def test_one_process_has_ddps_buckets_on_a_cpu_alone():
     """accelerate wraps the model of one process there, and not on a GPU."""
-    from zerobook.plan.spread import spread
+    from zerobook.plan.sharding import spread
 
     made_job = made("causal_lm", MODELS / "gpt2_xl.json")
     ddp = next(file for file in FILES if file.stem == "ddp")
-    sources = Resolved(dict.fromkeys(type(made_job.config).model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(type(made_job.config).model_fields, "default"))
     gpu = cluster(gpus="1", gpu="a100-80gb")
     for where, kind in ((gpu, "single"), (replace(gpu, gpus=2), "ddp"), (replace(gpu, cpu=True), "ddp")):
         assert spread(launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
@@ -237,7 +237,8 @@ def test_remedies_name_what_is_in_the_way():
 
     def for_the_gpu(activations: int, **flags) -> list[str]:
         held = dict.fromkeys(PARTS, 0) | {"activations": activations, "parameters": 10}
-        made_of = Row(file="zero3", name="ZeRO-3", spread=Spread(kind="deepspeed", name="ZeRO-3", ranks=1, node=1, stage=3),
+        spread = ShardingSpec(kind="deepspeed", name="ZeRO-3", ranks=1, node=1, stage=3)
+        made_of = Row(file="zero3", name="ZeRO-3", spread=spread,
                       memory=Memory(device=held, when="", host_at_load=0, host=0, disk=0))  # fmt: skip
         judge(made_of, made("causal_lm", MODELS / "gpt2_xl.json", **flags).recipe, cluster(gpu_memory="100B"))
         return made_of.remedies

@@ -13,15 +13,15 @@ import torch
 from tests.planning import FILES, ROOT, made
 from zerobook.cli.main import main
 from zerobook.cli.plan import here
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
-from zerobook.plan.holdings import Weight, hold
 from zerobook.plan.memory import memory
 from zerobook.plan.roofline import time
 from zerobook.plan.rows import Traced, row
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Weight, hold
 from zerobook.plan.trace import Trace
 from zerobook.plan.traffic import Flow, flows
 
@@ -102,7 +102,7 @@ def test_the_optimizer_waits_for_memory():
     eight = cluster(gpus="8", gpu="a100-80gb")
 
     def seconds(where=eight, **spread):
-        return time(0, [], groups, Spread(**common, **spread), where, accumulation=1)
+        return time(0, [], groups, ShardingSpec(**common, **spread), where, accumulation=1)
 
     alone = seconds(kind="ddp")
     assert alone.optimizer == pytest.approx(28e9 / 2039e9) == alone.step and alone.bound == "optimizer"
@@ -141,7 +141,7 @@ def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
         "offload_optimizer": "nvme",
     }  # fmt: skip
     weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
-    on_host, on_disk = (Spread(**common, offload_param=where) for where in ("cpu", "nvme"))
+    on_host, on_disk = (ShardingSpec(**common, offload_param=where) for where in ("cpu", "nvme"))
     before, after = hold(weights, groups, on_host), hold(weights, groups, on_disk)
     away = 2 * (4 * M + 2 * M * (3 - len(staying)))
     assert after.parameters == before.parameters - away + 2 and after.disk == before.disk + away, "a number in their place"
@@ -168,7 +168,7 @@ def test_a_strategy_file_says_what_stays_in_host_ram(tmp_path, tiny):
     )
     planned = made("causal_lm", tiny / "wide", block_size=64)
     traced = Traced.of(planned, "cuda")
-    sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(type(planned.config).model_fields, "default"))
     two = cluster(gpus="2", gpu="a100-80gb")
     shipped, little = (row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
     both = [(planned.spread.buffers, planned.spread.buffer) for planned in (little, shipped)]
@@ -188,7 +188,7 @@ def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
     where, weights = cluster(gpus=str(ranks), gpu="a100-80gb"), [layer, trained, head]
 
     def seconds(offload_param: str) -> float:
-        spread = Spread(**common, offload_param=offload_param)
+        spread = ShardingSpec(**common, offload_param=offload_param)
         found = flows(weights, [[trained]], spread, 3)
         return time(0, found, [[trained]], spread, where, accumulation=3, weights=weights).offload
 
@@ -207,7 +207,7 @@ def links(folder: Path, rate: float) -> str:
 def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
     """A listed one they get a part of."""
     moved = [Flow("gradients", "all-reduce", 16e9, 16, worth=2)]
-    spread = Spread(kind="ddp", name="", ranks=16, node=8)
+    spread = ShardingSpec(kind="ddp", name="", ranks=16, node=8)
 
     def seconds(rate: str, part: str) -> float:
         where = cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: rate})

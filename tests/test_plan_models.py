@@ -8,18 +8,18 @@ import pytest
 
 from tests.planning import FILES, HALF, MODELS, made, planned_rows, rows_of
 from zerobook.cli.main import main
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.fallback import Decoder
 from zerobook.plan.hardware import CONTEXT, cluster
-from zerobook.plan.holdings import Weight
+from zerobook.plan.literature import paper
 from zerobook.plan.memory import Memory
-from zerobook.plan.paper import paper
 from zerobook.plan.recommend import recommend
 from zerobook.plan.roofline import Time
 from zerobook.plan.rows import Row, Traced, rank, row
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Weight
 from zerobook.plan.traffic import between_nodes, flows
 
 
@@ -72,7 +72,7 @@ def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
     file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 1536, "n_layer": layers, "n_head": 16}))
     flags = {"mixed_precision": "fp16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
     planned = made("causal_lm", file, **flags)
-    sources = Resolved(dict.fromkeys(type(planned.config).model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(type(planned.config).model_fields, "default"))
     traced = Traced.of(planned, "cuda")
     v100 = cluster(gpus="8", gpu="v100-32gb", gpu_memory="32GiB")
     (ddp,) = [row(file, traced, v100, sources) for file in FILES if file.stem == "ddp"]
@@ -149,7 +149,7 @@ def test_packed_weights_are_parameters_by_their_own_number():
     frozen = traced.parameters - traced.trained
     assert frozen == sum(w.numel for w in made("causal_lm", MODELS / "llama_65b.json").weights()[0])
     assert traced.subject.parameters == traced.parameters
-    spread = Spread(kind="single", name="", ranks=1, node=1, precision="bf16")
+    spread = ShardingSpec(kind="single", name="", ranks=1, node=1, precision="bf16")
     said = paper(traced.parameters, traced.trained, spread, 1, density=traced.density)
     stored = 2 * sum(w.numel for w in traced.weights)
     assert said.states.parameters == pytest.approx(stored) and 0.5 * frozen < stored < 0.6 * frozen
@@ -253,7 +253,7 @@ def test_hpz_between_two_nodes_and_on_one():
 def test_what_hpz_sends_where(secondary, near):
     """Trained weights are gathered from all ranks once a step, and frozen ones never."""
     weights = [Weight("trained", (48, 100), 2, True), Weight("frozen", (48, 200), 2, False), Weight("small", (10,), 2, False)]
-    spread = Spread(
+    spread = ShardingSpec(
         kind="deepspeed", name="", ranks=48, node=8, stage=3, shard=48, secondary=secondary, precision="bf16", persistent=10,
         reuse=0, prefetch_bucket=0,
     )  # fmt: skip
@@ -270,13 +270,13 @@ def test_what_hpz_sends_where(secondary, near):
 def test_every_ring_between_two_nodes_counts():
     """Hybrid sharding reduces each of a node's shards over a ring of its own."""
     weights = [Weight("w", (64, 100), 4, True, "layer")]
-    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8)
+    spread = ShardingSpec(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8)
     assert between_nodes(flows(weights, [weights], spread), 2) == 4 * 6400, "all gradients, from each node once"
 
 
 def test_fsdp_reduces_in_fp32_and_over_replicas_once_a_step():
     weights = [Weight("w", (64, 100), 4, True, "layer")]
-    spread = Spread(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8, precision="bf16")
+    spread = ShardingSpec(kind="fsdp", name="", ranks=16, node=8, stage=3, shard=8, precision="bf16")
     sizes = {flow.what: flow.size for flow in flows(weights, [weights], spread, accumulation=3)}
     assert sizes["weights, forward"] == sizes["weights, backward"] == 3 * 2 * 6400
     assert sizes["gradients"] == 3 * 4 * 6400

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zerobook.plan.holdings import Weight
+from zerobook.plan.gather_schedule import Visit, gathered
 from zerobook.plan.memory import memory
-from zerobook.plan.passes import Visit, gathered
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Weight
 from zerobook.plan.trace import Trace, trace
 from zerobook.plan.traffic import flows
 
@@ -21,9 +21,9 @@ SIZES = {"embed": 60, "a": 30, "b": 40, "c": 50, "small": 3}
 WEIGHTS = [Weight(name, (size,), 4, True) for name, size in SIZES.items()]
 
 
-def zero3(**limits) -> Spread:
+def zero3(**limits) -> ShardingSpec:
     given = {"ranks": 2, "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "live": 1000} | limits
-    return Spread(kind="deepspeed", name="", node=2, stage=3, shard=given["ranks"], precision="no", **given)
+    return ShardingSpec(kind="deepspeed", name="", node=2, stage=3, shard=given["ranks"], precision="no", **given)
 
 
 def run(*moments: str) -> list[Visit]:
@@ -38,7 +38,7 @@ def run(*moments: str) -> list[Visit]:
     return found
 
 
-def counts(spread: Spread, *moments: str, accumulation: int = 1) -> tuple[dict[str, int], dict[str, int]]:
+def counts(spread: ShardingSpec, *moments: str, accumulation: int = 1) -> tuple[dict[str, int], dict[str, int]]:
     found = gathered(WEIGHTS, spread, run(*moments), accumulation)
     return Counter(w.name for w in found.forward), Counter(w.name for w in found.again)
 

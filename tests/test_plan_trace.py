@@ -18,7 +18,7 @@ from zerobook.plan.hardware import cluster
 from zerobook.plan.job import Job
 from zerobook.plan.recommend import recommend
 from zerobook.plan.rows import Row, Traced, judge
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import Follow, Saved, _autocast, _kernels, evaluated, trace
 from zerobook.training.recipe import BatchShape
 
@@ -333,5 +333,5 @@ def test_code_that_looks_at_values_is_told_in_words(tmp_path):
     planned.model_config._experts_implementation = "eager"
     traced = Traced.of(planned, "cuda")
     with pytest.raises(ConfigError, match="looks at what tensors hold, as a loop over experts does"):
-        traced.trace(Spread(kind="single", name="", ranks=1, node=1))
+        traced.trace(ShardingSpec(kind="single", name="", ranks=1, node=1))
     assert traced.untraced is not None

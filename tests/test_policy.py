@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.monitor.detector import Finding
-from zerobook.monitor.policy import LEAD, Ladder, joined, ranges, rate_share
+from zerobook.monitor.policy import LEAD, RecoveryPolicy, joined, ranges, rate_share
 
 
 def finding(onset, kind="damage", noticed=None):
@@ -18,7 +18,7 @@ def finding(onset, kind="damage", noticed=None):
 
 
 def ladder(on_spike="rollback", **options):
-    return Ladder(on_spike, **{"max_rollbacks": 8, "rate_factor": 0.5} | options)
+    return RecoveryPolicy(on_spike, **{"max_rollbacks": 8, "rate_factor": 0.5} | options)
 
 
 GOOD = [10, 20, 30, 40]

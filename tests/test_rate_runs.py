@@ -11,11 +11,11 @@ import pytest
 
 from tests.alone import train
 from zerobook.checkpoint import store
-from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.monitor import curves
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.history import History
 from zerobook.training.hooks import Hook
 
@@ -31,7 +31,7 @@ def flags(tiny):
 
 
 def asks(kind, step, **what):
-    return Measure(kind=kind, rule="a test", reason="a test", options=(), onset=step, noticed=step, **what)
+    return RecoveryAction(kind=kind, rule="a test", reason="a test", options=(), onset=step, noticed=step, **what)
 
 
 class LeavesOut(Hook):
@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_p
     def full(*_):
         raise ConfigError("the disk is full")
 
-    monkeypatch.setattr(Keeper, "check_space", full)
+    monkeypatch.setattr(CheckpointManager, "check_space", full)
     done = train(whole.output, resume_from_checkpoint="auto", **flags(tiny))
     assert len(done.steps) == len(whole.steps), "nothing is left to train or to save, so a full disk does not matter"
     monkeypatch.undo()
@@ -177,14 +177,14 @@ def test_a_lowered_rate_is_the_same_for_a_run_that_was_stopped(tiny, tmp_path):
 
 @pytest.fixture
 def killed_while_it_goes_back(monkeypatch):
-    load = Keeper.load
+    load = CheckpointManager.load
 
     def killed(self, step=None):
         if step is not None:
             raise KeyboardInterrupt
         return load(self)
 
-    monkeypatch.setattr(Keeper, "load", killed)
+    monkeypatch.setattr(CheckpointManager, "load", killed)
 
 
 def test_a_cut_outlives_a_stop_before_the_run_went_back(tiny, tmp_path, killed_while_it_goes_back):

@@ -12,7 +12,7 @@ from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 
@@ -32,7 +32,7 @@ HYBRID = {
 
 def plan_for(environ, hardware=CPU, explicit=None, kind=RecipeConfig, **given) -> tuple[LaunchPlan, RecipeConfig]:
     config = kind(**given)
-    sources = Resolved({k: f"flag --{k}" if k in given else "default" for k in kind.model_fields})
+    sources = ConfigSources({k: f"flag --{k}" if k in given else "default" for k in kind.model_fields})
     return resolve(environ, hardware, config, sources, explicit), config
 
 
@@ -254,7 +254,7 @@ def test_precision_follows_the_nearest_word(tmp_path):
 
     def resolved(typed, source, launcher):
         config = RecipeConfig(mixed_precision=typed)
-        sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default") | {"mixed_precision": source})
+        sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default") | {"mixed_precision": source})
         return resolve(WORKER | {"ACCELERATE_MIXED_PRECISION": "bf16"}, A100, config, sources, launcher)
 
     by_flag = resolved("fp16", "flag --mixed_precision", "no")

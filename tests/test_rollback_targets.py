@@ -10,9 +10,10 @@ import time
 import pytest
 
 from tests.alone import train
-from zerobook.checkpoint import keeper, save, store
+from zerobook.checkpoint import manager as manager
+from zerobook.checkpoint import save, store
 from zerobook.monitor.detector import Finding
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.writer import read
 from zerobook.training.hooks import Hook
 
@@ -32,15 +33,15 @@ class Diverging(Hook):
     def __init__(self):
         self.done = False
 
-    def before(self, keeper): ...
+    def before(self, manager): ...
 
     def on_log(self, trainer, records):
         if records[-1].step != 9 or self.done:
             return None
         self.done = True
-        self.before(trainer.keeper)
+        self.before(trainer.manager)
         finding = Finding(kind="divergence", step=9, onset=self.onset, points=1, base=3.0, peak=9.0, reason="a test")
-        return trainer.watch.decide(finding)
+        return trainer.monitor.decide(finding)
 
 
 class DivergingSinceSeven(Diverging):
@@ -48,8 +49,8 @@ class DivergingSinceSeven(Diverging):
 
 
 class DivergingBesideDamage(Diverging):
-    def before(self, keeper):
-        (file,) = (keeper.folder / "step-000006").glob("tensors-*.safetensors")
+    def before(self, manager):
+        (file,) = (manager.folder / "step-000006").glob("tensors-*.safetensors")
         content = bytearray(file.read_bytes())
         content[-2] ^= 0x40
         file.write_bytes(content)
@@ -87,7 +88,7 @@ class LeavesAllOut(Hook):
     def on_log(self, trainer, records):
         if records[-1].step != 8:
             return None
-        return Measure(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
+        return RecoveryAction(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
 
 
 @pytest.mark.parametrize("shape", [{}, {"packing": True}, {"num_train_epochs": 5}])
@@ -152,7 +153,7 @@ def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_pat
 
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun):
-    monkeypatch.setattr(keeper, "TORCHRUN_S", 0)
+    monkeypatch.setattr(manager, "TORCHRUN_S", 0)
     if under_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     run = train(tmp_path / "run", **flags(tiny) | {"max_train_steps": 4})

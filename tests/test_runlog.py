@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from zerobook.cli.main import main
 from zerobook.errors import RunLogError
 from zerobook.runlog import writer
-from zerobook.runlog.attempt import begin, decided, last_words
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of
-from zerobook.runlog.lines import backwards, decode, encode, newest, read
+from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
+from zerobook.runlog.lifecycle import begin, decided, last_words
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import RunLog
 
@@ -508,7 +508,8 @@ def test_comparing_replaying_and_noting(run, tmp_path, capsys):
 
 def test_status_reads_little_of_a_long_log(tmp_path, capsys):
     """A million events: counted in bytes that are parsed, not in seconds, which belong to benchmarks/."""
-    from zerobook.runlog import history, lines
+    from zerobook.runlog import history
+    from zerobook.runlog import jsonl as lines
 
     log = attempt(tmp_path, {"seed": 1})
     log.event("decision", measure="none", rule="r", why="w", options=[], ladder={})

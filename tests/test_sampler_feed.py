@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.constants import FILLER, IGNORE
+from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.collate import CausalCollator
-from zerobook.data.feed import Feed, Layout
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
 
 
@@ -126,8 +126,8 @@ def test_every_cut_gives_the_same_rows_in_the_same_order(size, split, start):
     start = min(start, end)
     per_rank = []
     for rank in range(world):
-        layout = Layout(world_size=world, rank=rank, micro=micro, accumulation=accumulation)
-        feed = Feed(part, SampleOrder([size], seed=1), layout, CausalCollator(0), cursor=start, end=end)
+        layout = BatchLayout(world_size=world, rank=rank, micro=micro, accumulation=accumulation)
+        feed = BatchLoader(part, SampleOrder([size], seed=1), layout, CausalCollator(0), cursor=start, end=end)
         expected_steps = feed.steps()
         steps = [(plan, [b["labels"][:, 1].tolist() for b in batches]) for plan, batches in feed]
         assert len(steps) == expected_steps
@@ -145,10 +145,10 @@ def test_every_cut_gives_the_same_rows_in_the_same_order(size, split, start):
 
 def test_workers_do_not_change_the_plan():
     part = Rows([{"input_ids": [i, i], "labels": [i, i]} for i in range(30)])
-    layout = Layout(world_size=1, rank=0, micro=2, accumulation=2)
+    layout = BatchLayout(world_size=1, rank=0, micro=2, accumulation=2)
     found = []
     for workers in (0, 2):
-        feed = Feed(part, SampleOrder([30], seed=0), layout, CausalCollator(0), end=45, workers=workers)
+        feed = BatchLoader(part, SampleOrder([30], seed=0), layout, CausalCollator(0), end=45, workers=workers)
         found.append([(p.cursor, p.ids.tolist(), [b["input_ids"].tolist() for b in bs]) for p, bs in feed])
     assert found[0] == found[1] and len(found[0]) == 12
 
@@ -164,10 +164,10 @@ def test_collator_masks_what_it_pads(multiple):
 
 
 def test_padding_of_a_feed_with_no_rows_left():
-    layout = Layout(world_size=1, rank=0, micro=2)
+    layout = BatchLayout(world_size=1, rank=0, micro=2)
     rows = Rows([{"input_ids": [1] * n} for n in (2, 4, 4, 4)])
     shares = [
-        Feed(rows, SampleOrder([4], seed=0, shuffle=False), layout, list, cursor=cursor, end=end).padding()
+        BatchLoader(rows, SampleOrder([4], seed=0, shuffle=False), layout, list, cursor=cursor, end=end).padding()
         for cursor, end in ((0, 4), (4, 4), (6, 4))
     ]
     assert shares == [1 - 14 / 16, 0.0, 0.0]
@@ -185,6 +185,6 @@ def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
         lengths = supervised = np.ones(100, np.int64)
 
     data = SimpleNamespace(train=Part100((), ""), weights=None)
-    layout = Layout(world_size=1, rank=0, micro=1)
+    layout = BatchLayout(world_size=1, rank=0, micro=1)
     state = RunState(RecipeConfig(num_train_epochs=epochs), data, layout, Progress(seed=1), list)
-    assert (state.feed.end, state.end_step) == (rows, rows)
+    assert (state.loader.end, state.end_step) == (rows, rows)

@@ -18,7 +18,7 @@ from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.alone import train
 from tests.harness import ROOT, reseal
 from zerobook.checkpoint import origin, store
-from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import earlier_result
 from zerobook.cli.chat import Conversation
@@ -82,7 +82,7 @@ def trained(tmp_path):
         save_model(strategy, tokenizer, config)
         progress = Progress(step=1, samples=1, tokens=1, global_batch=1, data_fingerprint="x")
         log = RunLog(config.output_dir)
-        Keeper(strategy, config).save(progress, log)
+        CheckpointManager(strategy, config).save(progress, log)
         log.close()
         return Path(config.output_dir)
 

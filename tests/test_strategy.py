@@ -59,7 +59,7 @@ def step(strategy, before_apply=lambda strategy: None, scale=1.0):
     with strategy.micro_batch(last=True):
         strategy.backward(strategy.model(torch.full((2, 4), scale)).sum())
     seen = before_apply(strategy)
-    return seen, strategy.apply(1e-2)
+    return seen, strategy.optimizer_step(1e-2)
 
 
 def test_the_norm_of_an_embedding_of_a_real_vocabulary_is_exact():
@@ -103,7 +103,7 @@ def test_half_precision_weights_get_fp32_masters_and_frozen_ones_stay_half(make)
     assert model[0].weight.dtype == torch.bfloat16
     with strategy.micro_batch(last=True):
         strategy.backward(model[1](torch.ones(2, 8)).sum())
-    strategy.apply(1e-7)
+    strategy.optimizer_step(1e-7)
     moved = (model[1].weight - before).abs().max()
     assert 0 < moved < 1e-5, "half precision would round so small a step away"
 
@@ -148,7 +148,7 @@ def test_a_step_under_a_loss_scaler_does_not_wait(make):
     with strategy.micro_batch(last=True):
         strategy.backward(strategy.model(torch.ones(2, 4)).sum())
     with never_waiting():
-        strategy.apply(1e-2)
+        strategy.optimizer_step(1e-2)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from zerobook.config import ConfigError, RecipeConfig, parse
 from zerobook.data import sources
-from zerobook.data.feed import Feed, Layout
+from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import Library
 from zerobook.data.stream import BEHIND, Stream, row_number
 from zerobook.data.templates import CausalEncoder
@@ -237,9 +237,9 @@ def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeyp
     assert sorted(streamed.loss_weights_of(ids)) == sorted(whole.loss_weights) and streamed.lengths_of(ids).max() <= 64
     folders = list((tmp_path / "cache" / "data").glob("stream-*/shard-*/meta.json"))
     assert len(folders) == streamed.counts[0]
-    feed = Feed(streamed, streamed.order(seed=3, weights=None, by_length=True), Layout(world_size=1, rank=0, micro=4),
-                lambda rows: rows, end=FAR, workers=1)  # fmt: skip
-    plan, batches = next(iter(feed))
+    order, layout = streamed.order(seed=3, weights=None, by_length=True), BatchLayout(world_size=1, rank=0, micro=4)
+    loader = BatchLoader(streamed, order, layout, lambda rows: rows, end=FAR, workers=1)
+    plan, batches = next(iter(loader))
     assert plan.samples == 4 and [len(r["input_ids"]) for r in next(batches)] == streamed.lengths_of(plan.ids).tolist()
     made.forget(0, 0)
     assert len(made.shard(0, 0)) and made.stream(0).fingerprint == streamed.fingerprint

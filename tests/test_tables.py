@@ -226,7 +226,7 @@ def test_one_process_on_a_gpu_is_not_called_ddp(tmp_path, monkeypatch, where, na
 
 def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
     from recipes.causal_lm import CausalLMConfig
-    from zerobook.config import Resolved
+    from zerobook.config import ConfigSources
     from zerobook.plan.measure import measure
 
     lines = []
@@ -236,7 +236,7 @@ def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
     config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
     single, recipe = ROOT / "accelerate_configs" / "single.yaml", ROOT / "recipes" / "causal_lm.py"
     where = replace(CPU, gpus=1)
-    assert "Error: no" in measure(single, SimpleNamespace(config=config), recipe, [], where, Resolved()).died
+    assert "Error: no" in measure(single, SimpleNamespace(config=config), recipe, [], where, ConfigSources()).died
     assert [line[line.index("--on_low_disk") + 1] for line in lines] == ["warn", "warn"]
 
 

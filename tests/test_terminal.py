@@ -23,7 +23,7 @@ from zerobook.cli import chat, doctor
 from zerobook.cli import data as data_command
 from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
-from zerobook.config import DatasetSpec, Resolved
+from zerobook.config import ConfigSources, DatasetSpec
 from zerobook.errors import ConfigError
 from zerobook.launch import process
 from zerobook.plan import table as plan_table
@@ -99,7 +99,7 @@ def test_brackets_in_a_path_are_part_of_it(tmp_path, capsys):
 
 def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp_path, capsys, monkeypatch):
     config = CausalLMConfig(model_name_or_path=BRACKETS, dataset_name="x", output_dir=str(tmp_path))
-    sources = Resolved(dict.fromkeys(CausalLMConfig.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(CausalLMConfig.model_fields, "default"))
     plan = LaunchPlan(kind="single", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
     plan.config_file = BRACKETS
     plan.notes.append(BRACKETS)

@@ -7,8 +7,8 @@ import random
 from types import SimpleNamespace
 
 from zerobook.monitor.policy import LEAD
-from zerobook.monitor.watch import Watch
-from zerobook.runlog.lines import read
+from zerobook.monitor.spike_monitor import SpikeMonitor
+from zerobook.runlog.jsonl import read
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 
@@ -41,7 +41,7 @@ class Run:
     """Steps of noise, with losses and masks put in; saves every 10 steps and looks every 5."""
 
     def __init__(self, tmp_path, **config):
-        self.keeper = FakeKeeper()
+        self.manager = FakeKeeper()
         self.log = RunLog(tmp_path)
         self.replicas = None
         strategy = SimpleNamespace(
@@ -49,7 +49,7 @@ class Run:
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip
         config = SimpleNamespace(**{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5} | config)
-        self.watch = Watch(config, strategy, self.keeper, self.log, detector={}, ladder={})
+        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector={}, ladder={})
         self.states = {}
 
     def go(self, first, last, **put):
@@ -64,18 +64,18 @@ class Run:
                 )
             )
             if step % 5 == 0 or step == last:
-                measure = self.watch.see(block)
+                measure = self.monitor.see(block)
                 block = []
                 if measure is not None:
                     return measure
             if step % 10 == 0:
-                self.watch.saved(step)
-                self.keeper.whole.append(step)
-                self.states[step] = self.watch.detector.state()
+                self.monitor.saved(step)
+                self.manager.whole.append(step)
+                self.states[step] = self.monitor.detector.state()
         return None
 
     def back(self, measure):
-        return self.watch.back(measure, self.states[measure.to_step], None)
+        return self.monitor.back(measure, self.states[measure.to_step], None)
 
     def events(self, kind):
         return [e for e in read(self.log.folder / "events.jsonl") if e["type"] == kind]
@@ -87,23 +87,23 @@ HIGH = {f"s{step}": (6.0, 1.0) for step in range(62, 80)}
 def test_a_checkpoint_is_good_once_training_went_on_well_from_it(tmp_path):
     run = Run(tmp_path)
     run.go(1, 29)
-    assert run.keeper.proven == [10], "20 has had no ten steps yet"
+    assert run.manager.proven == [10], "20 has had no ten steps yet"
     run.go(30, 45)
-    assert run.keeper.proven == [10, 20, 30]
+    assert run.manager.proven == [10, 20, 30]
 
 
 def test_what_was_saved_inside_or_right_before_a_spike_is_never_good(tmp_path):
     run = Run(tmp_path, on_spike="log")
     assert run.go(1, 110, **{f"s{s}": (6.0, 1.0) for s in range(42, 56)}) is None
-    assert run.keeper.proven == [10, 20, 30, 60, 70, 80, 90, 100] and 50 in run.keeper.whole
+    assert run.manager.proven == [10, 20, 30, 60, 70, 80, 90, 100] and 50 in run.manager.whole
 
 
 def test_arming_pins_and_calm_lets_go(tmp_path):
     run = Run(tmp_path)
     run.go(1, 50, s48=(2.0, 40.0))
-    assert run.keeper.protected == (30,) and [e["state"] for e in run.events("checkpoint")] == ["pinned"]
+    assert run.manager.protected == (30,) and [e["state"] for e in run.events("checkpoint")] == ["pinned"]
     run.go(51, 65)
-    assert run.keeper.protected == () and [e["state"] for e in run.events("checkpoint")] == ["pinned", "unpinned"]
+    assert run.manager.protected == () and [e["state"] for e in run.events("checkpoint")] == ["pinned", "unpinned"]
 
 
 def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
@@ -114,9 +114,9 @@ def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
     assert sorted(must_come_back) == list(range(51, 61)), "the losses before what is suspect"
     again = run.go(51, 80, **HIGH)
     assert (again.kind, again.to_step, again.steps) == ("skip", 50, (61, 69))
-    assert run.watch.history[-1].step == 62, "not waited until it was confirmed once more"
+    assert run.monitor.history[-1].step == 62, "not waited until it was confirmed once more"
     assert [e["reproduced"] for e in run.events("verify")] == [True]
-    assert run.watch.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
+    assert run.monitor.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
         "also of steps not done again"
     )
     run.back(again)
@@ -166,7 +166,7 @@ def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):
 def test_odd_data_and_a_nan_or_two_do_nothing(tmp_path):
     run = Run(tmp_path)
     assert run.go(1, 100, s40=(9.0, 1.0), s60=(2.0, math.inf), s61=(math.nan, math.nan)) is None
-    assert run.keeper.proven[-1] == 90 and run.events("decision") == []
+    assert run.manager.proven[-1] == 90 and run.events("decision") == []
 
 
 def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
@@ -180,9 +180,9 @@ def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
 def test_replicas_are_compared_before_a_save(tmp_path):
     run = Run(tmp_path)
     run.go(1, 40)
-    assert run.watch.replicas(40) is None
+    assert run.monitor.replicas(40) is None
     run.replicas = SimpleNamespace(words=lambda read: "rank 1's copy of w is not the others'")
-    measure = run.watch.replicas(50)
+    measure = run.monitor.replicas(50)
     assert (measure.kind, measure.to_step) == ("replay", 30) and run.events("spike")[-1]["step"] == 50
     assert run.events("decision")[-1]["parent"] == run.events("spike")[-1]["seq"]
 
@@ -190,25 +190,25 @@ def test_replicas_are_compared_before_a_save(tmp_path):
 def test_weights_that_are_lost_are_given_up(tmp_path):
     run = Run(tmp_path, on_spike="log")
     run.go(1, 60, **{f"s{step}": (math.nan, math.nan) for step in range(51, 61)})
-    assert run.watch.dead()
+    assert run.monitor.dead()
     run.go(61, 65)
-    assert not run.watch.dead()
+    assert not run.monitor.dead()
 
 
 def test_a_run_that_ends_far_above_its_best_says_so_whatever_was_found(tmp_path):
     run = Run(tmp_path, on_spike="log")
     run.go(1, 100)
-    assert run.watch.far_above_best(held_out=2.02, best_held_out=2.0) == {}
-    far = run.watch.far_above_best(held_out=2.6, best_held_out=2.0)
+    assert run.monitor.far_above_best(held_out=2.02, best_held_out=2.0) == {}
+    far = run.monitor.far_above_best(held_out=2.6, best_held_out=2.0)
     assert far == {"held-out loss": [2.6, 2.0]}
     run.go(101, 200, **{f"s{step}": (2.0 + 0.02 * (step - 100), 1.0) for step in range(101, 201)})
-    ((name, (value, best)),) = run.watch.far_above_best(None, None).items()
+    ((name, (value, best)),) = run.monitor.far_above_best(None, None).items()
     assert name == "loss" and value > 3.9 and 1.9 < best < 2.1
     run.go(201, 208, **{f"s{step}": (math.nan, math.nan) for step in range(201, 209)})
-    assert run.watch.far_above_best(None, None)["loss"][0] == math.inf
+    assert run.monitor.far_above_best(None, None)["loss"][0] == math.inf
     young = Run(tmp_path / "young")
     young.go(1, 3, s2=(9.0, 1.0), s3=(9.0, 1.0))
-    assert young.watch.far_above_best(9.0, 9.0) == {}, "three points have no level"
+    assert young.monitor.far_above_best(9.0, 9.0) == {}, "three points have no level"
 
 
 def test_the_ladder_goes_on_in_another_process(tmp_path):
@@ -216,15 +216,15 @@ def test_the_ladder_goes_on_in_another_process(tmp_path):
     run.go(1, 80, **HIGH)
     state = run.events("decision")[-1]["ladder"]
     assert state == {"rollbacks": 1, "trouble": {"onset": 62, "last": 69, "tried": ["replay"], "to_step": 50}}
-    assert run.watch.ladder.state() == state
+    assert run.monitor.ladder.state() == state
 
 
 def test_nothing_to_go_back_to(tmp_path):
     run = Run(tmp_path)
-    run.keeper.steps = lambda: ([], [])
+    run.manager.steps = lambda: ([], [])
     assert run.go(1, 80, **{f"s{step}": (6 - 0.18 * (step - 62), 1.0) for step in range(62, 80)}) is None
     (decision,) = run.events("decision")
     assert decision["measure"] == "none" and f"no checkpoint from before step {62 - LEAD + 1}" in decision["rule"]
     lost = Run(tmp_path / "divergence")
-    lost.keeper.steps = lambda: ([], [])
+    lost.manager.steps = lambda: ([], [])
     assert lost.go(1, 80, **HIGH).kind == "stop"

@@ -310,7 +310,7 @@ def _unusable_folder(key: str, path: str) -> list[str]:
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
-class Resolved(dict[str, str]):
+class ConfigSources(dict[str, str]):
     """Source of the value of each key: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
 
     def given(self, key: str) -> bool:
@@ -322,7 +322,9 @@ class Resolved(dict[str, str]):
         return self.get(key, "default").startswith("flag ")
 
 
-def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True) -> tuple[ConfigT, Resolved, bool]:
+def parse(
+    config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True
+) -> tuple[ConfigT, ConfigSources, bool]:
     """Read flags and the YAML they name.
 
     Args:
@@ -349,7 +351,7 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: b
         problems.append(f"{' '.join(unknown)}: a value without a flag. Flags look like --learning_rate 5e-4.")
 
     values: dict[str, Any] = {}
-    sources = Resolved(dict.fromkeys(config_class.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if known.config:
         file_values, file_problems = _read_yaml(known.config)
         problems += file_problems
@@ -377,7 +379,7 @@ def parse(config_class: type[ConfigT], argv: list[str] | None = None, *, data: b
     return config, sources, known.dry_run
 
 
-def from_python(config: RecipeConfig) -> Resolved:
+def from_python(config: RecipeConfig) -> ConfigSources:
     """Return the sources of a config that was made in Python.
 
     Raises:
@@ -387,10 +389,12 @@ def from_python(config: RecipeConfig) -> Resolved:
     problems += config.problems()
     if problems:
         raise ConfigError(problems)
-    return Resolved({key: "Python" if key in config.model_fields_set else "default" for key in type(config).model_fields})
+    return ConfigSources({key: "Python" if key in config.model_fields_set else "default" for key in type(config).model_fields})
 
 
-def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], changes: dict[str, Any]) -> tuple[ConfigT, Resolved]:
+def changed(
+    config: RecipeConfig, sources: ConfigSources, kind: type[ConfigT], changes: dict[str, Any]
+) -> tuple[ConfigT, ConfigSources]:
     """Return the values given for one recipe as another recipe's config; keys that the other does not have are left out.
 
     Raises:
@@ -398,7 +402,7 @@ def changed(config: RecipeConfig, sources: Resolved, kind: type[ConfigT], change
     """
     given = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
     taken = {key: value for key, value in given.items() if key in kind.model_fields}
-    origin = Resolved({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
+    origin = ConfigSources({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
     try:
         made = kind(**taken)
     except ValidationError as error:
@@ -478,7 +482,7 @@ def _nearest(name: str, names: set[str], prefix: str = "") -> str:
     return f" Did you mean {prefix}{match[0]}?" if match else ""
 
 
-def _explain(error: Any, sources: Resolved) -> str:
+def _explain(error: Any, sources: ConfigSources) -> str:
     path = ".".join(str(part) for part in error["loc"])
     source = sources.get(str(error["loc"][0]), "default")
     if error["type"] == "extra_forbidden":

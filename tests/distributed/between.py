@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.training.hooks import Hook
 
 BACK_AT = int(os.environ["ZEROBOOK_BETWEEN_BACK_AT"])
@@ -42,9 +42,9 @@ class Between(Hook):
         if step < BACK_AT or self.back:
             return None
         self.back = True
-        good, others = trainer.strategy.on_main(trainer.keeper.steps)
+        good, others = trainer.strategy.on_main(trainer.manager.steps)
         to = max(s for s in (*good, *others) if s < step)
-        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=step, noticed=step, to_step=to)
+        return RecoveryAction(kind="replay", rule="a test", reason="a test", options=(), onset=step, noticed=step, to_step=to)
 
 
 def main():

@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerobook.monitor.policy import Measure, rate_share
+from zerobook.monitor.policy import RecoveryAction, rate_share
 from zerobook.training.hooks import Hook
 
 AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))
@@ -51,7 +51,7 @@ class WrongLabels(Hook):
         trainer.data = replace(trainer.data, train=Poisoned(trainer.data.train, self))
 
     def on_start(self, trainer):
-        layout, feed = trainer.state.layout, trainer.state.feed
+        layout, feed = trainer.state.layout, trainer.state.loader
         cursor = 0
         bad = set()
         for step in range(1, AT + STEPS):
@@ -166,10 +166,10 @@ class SentBack(Hook):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is in use, not what the allocator keeps for later
         self.rss = psutil.Process().memory_info().rss
         start = time.perf_counter()
-        trainer.keeper.load(to)
+        trainer.manager.load(to)
         self.start = time.perf_counter()
         self.plain = self.start - start
-        return Measure(kind="replay", rule="a test", reason="a test", options=(), onset=AT, noticed=AT, to_step=to)
+        return RecoveryAction(kind="replay", rule="a test", reason="a test", options=(), onset=AT, noticed=AT, to_step=to)
 
     def on_rollback(self, trainer, action):
         self.times.append({"rss": self.rss, "load": self.plain, "rollback": time.perf_counter() - self.start})

@@ -7,12 +7,12 @@ import pytest
 from recipes.causal_lm import CausalLM, CausalLMConfig
 from tests.distributed.test_parity import STRATEGIES, largest_difference
 from tests.harness import ROOT, launch
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.plan.hardware import cluster
-from zerobook.plan.holdings import hold
 from zerobook.plan.job import job
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.spread import spread
+from zerobook.plan.sharding import spread
+from zerobook.plan.state_bytes import hold
 
 TOLERANCE = 1e-6
 """Relative, on every step's loss and norm, in fp32."""
@@ -48,7 +48,7 @@ def assert_planned(run, strategy, processes):
     """Each rank holds to the byte the optimizer state that was planned for it."""
     config = CausalLMConfig(**run.event("run_start")["config"])
     planned, where = job(CausalLM(config)), cluster(gpus=str(processes), gpu="a100-80gb")
-    sources = Resolved(dict.fromkeys(type(config).model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(type(config).model_fields, "default"))
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     spreads = spread(launch_plan(file, where, config, sources), planned.model_config)
     held = [hold(*planned.weights(), spreads, rank).optimizer for rank in range(processes)]

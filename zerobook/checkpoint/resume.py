@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zerobook.checkpoint import store
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import optimizer_name
 
@@ -86,7 +86,7 @@ def differing_optimizer(checkpoint: Path, name: str) -> str | None:
     )
 
 
-def keep_global_batch(config: RecipeConfig, sources: Resolved, world_size: int) -> str | None:
+def keep_global_batch(config: RecipeConfig, sources: ConfigSources, world_size: int) -> str | None:
     """Keep the checkpoint's global batch if only the number of processes changed.
 
     The global batch decides the training (steps, schedule, noise); the number of processes must not. A batch size or

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
-from zerobook.config import RecipeConfig, Resolved, parse
+from zerobook.config import ConfigSources, RecipeConfig, parse
 from zerobook.errors import ConfigError
 from zerobook.launch import ops
 from zerobook.launch.accelerate_cli import loopback_note
@@ -62,7 +62,7 @@ def doctor(argv: list[str]) -> int:
     return 1 if problems else 0
 
 
-def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, Resolved]:
+def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, ConfigSources]:
     """Resolve what ``accelerate launch ARGV`` would pass to its workers.
 
     Returns:
@@ -75,7 +75,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
             break
     problems: list[str] = []
     config: RecipeConfig = RecipeConfig()
-    sources = Resolved(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     if recipe:
         try:
             config, sources, _ = parse(recipe_class(recipe).config_class, recipe_flags)
@@ -124,13 +124,13 @@ def _machine(out: Console, hardware: Hardware) -> list[str]:
     return problems
 
 
-def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     from rich.table import Table
 
-    from zerobook.data.feed import Layout
+    from zerobook.data.batch_loader import BatchLayout
 
     table = Table(title="the run", title_justify="left", show_header=False)
-    layout = Layout(
+    layout = BatchLayout(
         world_size=plan.data_parallel_size,
         rank=0,
         micro=config.per_device_train_batch_size,

@@ -18,7 +18,7 @@ from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
 if TYPE_CHECKING:
-    from zerobook.config import Resolved
+    from zerobook.config import ConfigSources
     from zerobook.plan.measure import Figure
     from zerobook.plan.recommend import Advice
     from zerobook.plan.rows import Row, Subject, Traced
@@ -202,7 +202,7 @@ def here(processes: str | None) -> Cluster:
     return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host.available, disk=disk)
 
 
-def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], Resolved]:
+def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], ConfigSources]:
     """Return the recipe's file, its flags, the recipe with the config from these flags, and the source of each value."""
     from zerobook.config import parse
     from zerobook.plan.job import NoClass, read_config
@@ -232,7 +232,7 @@ def _files(chosen: str | None) -> list[Path]:
     return [file for file in files if file.stem in wanted]
 
 
-def _rows(recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
+def _rows(recipe: Recipe[Any], sources: ConfigSources, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
     from zerobook.plan.job import job
     from zerobook.plan.rows import Traced, rank, row
     from zerobook.utils.bars import tqdm
@@ -251,7 +251,7 @@ def _rows(recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | 
 
 
 def _plan(
-    recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None
+    recipe: Recipe[Any], sources: ConfigSources, where: Cluster, chosen: str | None
 ) -> tuple[Subject, list[Row], Traced | None]:
     """Return what was planned, its rows, and its traces; None in place of traces for a plan by formula."""
     from zerobook.plan.job import NoClass
@@ -266,7 +266,7 @@ def _plan(
 
 
 def _advice(
-    file: Path, recipe: Recipe[Any], sources: Resolved, where: Cluster, chosen: str | None, rows: list[Row],
+    file: Path, recipe: Recipe[Any], sources: ConfigSources, where: Cluster, chosen: str | None, rows: list[Row],
     traced: Traced | None,
 ) -> Advice | None:  # fmt: skip
     """Return the recommendation; None for a plan by formula, on which no rule can be tried."""

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import RunLogError
+from zerobook.runlog.event_text import QUIET, duration, sentence
 from zerobook.runlog.history import History, folder_of, is_being_written
 from zerobook.runlog.summary import summary
-from zerobook.runlog.words import QUIET, duration, sentence
 from zerobook.utils.terminal import console, plain, say
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerobook.data.feed import Feed, Layout
+from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.sampler import SampleOrder
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -62,9 +62,10 @@ def losses(
         ``loss`` (nats per supervised token), ``perplexity``, ``tokens``; ``datasets``, the same three by name.
     """
     mesh = strategy.mesh
-    layout = Layout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
+    layout = BatchLayout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
     feeds = [
-        Feed(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, collate, end=len(part)) for part in parts.values()
+        BatchLoader(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, collate, end=len(part))
+        for part in parts.values()
     ]
     bar = tqdm(total=sum(f.steps() for f in feeds), desc="evaluating", leave=False, disable=not strategy.is_main)
     sums = torch.zeros(len(parts), device=strategy.device, dtype=torch.float64)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
 from zerobook.launch.resolve import Hardware, resolve
@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for each other before they report a hang."""
 
 
-def plan_for_this_process(config: RecipeConfig, sources: Resolved) -> LaunchPlan:
+def plan_for_this_process(config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
     """Return the launch plan of the process that calls it. Raises `ConfigError` with all problems."""
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     """Add a problem if the JSON's micro-batch differs from the config's. Call it before a resumed run cuts its batch anew."""
     key = "per_device_train_batch_size"
     present = (plan.deepspeed_config or {}).get("train_micro_batch_size_per_gpu", "auto")
@@ -181,7 +181,7 @@ def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: Resolved)
         plan.problems.append(_differ(plan, "train_micro_batch_size_per_gpu", present, key, config, sources))
 
 
-def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
+def fill(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     """Write the run's sizes, clipping and optimizer into the config.
 
     Values that the JSON fixes and no person set are copied into ``config``; values that both set must be equal.
@@ -228,7 +228,7 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: Resolved) -> None:
         plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
 
 
-def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: Resolved) -> None:
+def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: ConfigSources) -> None:
     section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
     kind = section.get("type")
     if config.optimizer != "adamw":
@@ -265,7 +265,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         )
 
 
-def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: Resolved) -> None:
+def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: ConfigSources) -> None:
     """Copy ``present`` into ``config.key``, or add a problem if a person set another value."""
     if present in ("auto", getattr(config, key)):
         return
@@ -278,7 +278,7 @@ def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: Rec
         sources[key] = str(plan.config_file)
 
 
-def _differ(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: Resolved) -> str:
+def _differ(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: ConfigSources) -> str:
     return (
         f"{plan.config_file}: {dotted} is {present}, but {key} is {getattr(config, key)} (from {sources[key]}). "
         'Write "auto" in the JSON, or make them equal.'

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, ops
 from zerobook.optimizer import refused_by
@@ -93,7 +93,7 @@ def resolve(
     environ: Mapping[str, str],
     hardware: Hardware,
     config: RecipeConfig,
-    sources: Resolved,
+    sources: ConfigSources,
     explicit_precision: str | None = None,
 ) -> LaunchPlan:
     """Work out the strategy from what the launcher put into the environment.
@@ -229,7 +229,7 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
 
 
-def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: Resolved) -> None:
+def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: ConfigSources) -> None:
     """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
     said: dict[str, int] = {}
     from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
@@ -271,7 +271,7 @@ def _choose_precision(
     plan: LaunchPlan,
     environ: Mapping[str, str],
     config: RecipeConfig,
-    sources: Resolved,
+    sources: ConfigSources,
     explicit: str | None,
     on_cpu: bool,
 ) -> None:

@@ -183,7 +183,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
         return [model(**to_device(batch, strategy.device)).logits[0, where].to(torch.float32, copy=True) for batch in given]
     finally:
         model.train(was_training)
-        strategy.after_forwards()  # also after an error: the next forward must not find weights still gathered
+        strategy.release_gathered_parameters()  # also after an error: the next forward must not find weights still gathered
 
 
 def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:

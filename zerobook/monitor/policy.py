@@ -29,7 +29,7 @@ NEAR = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure:
+class RecoveryAction:
     """A measure against a spike. ``to_step``: the checkpoint's step; ``steps``: first and last whose samples are left out."""
 
     kind: Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
@@ -57,7 +57,7 @@ class Trouble:
     to_step: int | None = None
 
 
-class Ladder:
+class RecoveryPolicy:
     """Decides on measures and remembers what was tried where.
 
     Args:
@@ -91,7 +91,9 @@ class Ladder:
         self.rollbacks = state.get("rollbacks", 0)
         self.trouble = Trouble(**state["trouble"]) if state.get("trouble") else None
 
-    def decide(self, finding: Finding, good: Sequence[int], others: Sequence[int] = (), hardware: str | None = None) -> Measure:
+    def decide(
+        self, finding: Finding, good: Sequence[int], others: Sequence[int] = (), hardware: str | None = None
+    ) -> RecoveryAction:
         """Return the measure against a finding that asks for one.
 
         Args:
@@ -107,8 +109,8 @@ class Ladder:
         if hardware:
             reason += f"; {hardware}"
 
-        def measure(kind: Any, rule: str, **facts: Any) -> Measure:
-            return Measure(
+        def measure(kind: Any, rule: str, **facts: Any) -> RecoveryAction:
+            return RecoveryAction(
                 kind=kind, rule=rule, reason=reason, onset=onset, noticed=noticed, options=tuple(self._options(tried)), **facts
             )
 

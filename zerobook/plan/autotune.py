@@ -11,14 +11,14 @@ from pathlib import Path
 
 import yaml
 
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.deepspeed_json import located
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
 from zerobook.plan.rows import Row, Traced, row
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 
 TRIED = 6
 """Number of candidates that are measured. The plan ranks hundreds of them well enough to leave out the others."""
@@ -86,7 +86,9 @@ def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
         micro *= 2
 
 
-def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolved, global_batch: int) -> Iterable[Candidate]:
+def candidates(
+    job: Job, files: Sequence[Path], where: Cluster, sources: ConfigSources, global_batch: int
+) -> Iterable[Candidate]:
     """Return all candidates that fit, the fastest by plan first."""
     kernels = "cpu" if where.cpu else "cuda"
     found: list[Candidate] = []
@@ -94,7 +96,7 @@ def candidates(job: Job, files: Sequence[Path], where: Cluster, sources: Resolve
         for checkpointing in (False, True):
             changed = {"per_device_train_batch_size": micro, "activation_checkpointing": checkpointing,
                        "gradient_accumulation_steps": accumulation}  # fmt: skip
-            given = Resolved(sources | dict.fromkeys(changed, "autotune"))
+            given = ConfigSources(sources | dict.fromkeys(changed, "autotune"))
             traced = Traced.of(job.changed(**changed), kernels)
             for file in files:
                 planned = row(file, traced, where, given)
@@ -111,7 +113,7 @@ def autotune(
     flags: Sequence[str],
     files: Sequence[Path],
     where: Cluster,
-    sources: Resolved,
+    sources: ConfigSources,
     global_batch: int,
     progress: Callable[[str], None],
 ) -> Tuned:
@@ -125,7 +127,7 @@ def autotune(
             f"nothing is planned to fit {where.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
         )
     # for each strategy and choice of checkpointing, only the split with the best plan; the curve covers the others
-    seen: dict[tuple[Spread | None, bool], Candidate] = {}
+    seen: dict[tuple[ShardingSpec | None, bool], Candidate] = {}
     for candidate in planned:  # on one node, hpZ has the same spread as ZeRO-3
         seen.setdefault((candidate.planned.spread, candidate.checkpointing), candidate)
     tried = list(seen.values())[:TRIED]
@@ -148,9 +150,11 @@ def autotune(
     return tuned
 
 
-def _measure(candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: Resolved) -> None:
+def _measure(
+    candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: ConfigSources
+) -> None:
     line = [*flags, *(word for key, value in candidate.flags.items() for word in (f"--{key}", str(value)))]
-    given = Resolved(sources | dict.fromkeys(candidate.flags, "autotune"))
+    given = ConfigSources(sources | dict.fromkeys(candidate.flags, "autotune"))
     found = measure(candidate.file, job.changed(**candidate.flags), recipe, line, where, given)
     candidate.died = found.died
     if not found.died:

@@ -14,17 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Weight, state_ratio
 from zerobook.plan.job import NoClass
+from zerobook.plan.literature import flows, paper
 from zerobook.plan.memory import Memory, at_load
-from zerobook.plan.paper import flows, paper
 from zerobook.plan.roofline import time
 from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank
-from zerobook.plan.spread import spread
+from zerobook.plan.sharding import spread
+from zerobook.plan.state_bytes import Weight, state_ratio
 from zerobook.training.recipe import BatchShape, Recipe
 
 KEYS = {
@@ -127,7 +127,7 @@ class Decoder:
 
 
 def fall_back(
-    recipe: Recipe[Any], sources: Resolved, error: NoClass, files: Sequence[Path], cluster: Cluster
+    recipe: Recipe[Any], sources: ConfigSources, error: NoClass, files: Sequence[Path], cluster: Cluster
 ) -> tuple[Subject, list[Row]]:
     """Return the model and a row computed by formula for every strategy file, the best row first.
 
@@ -156,7 +156,7 @@ def fall_back(
     return subject, rank([_row(file, recipe, sources, decoder, shape, cluster) for file in files])
 
 
-def _row(file: Path, recipe: Recipe[Any], sources: Resolved, decoder: Decoder, shape: BatchShape, cluster: Cluster) -> Row:
+def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decoder, shape: BatchShape, cluster: Cluster) -> Row:
     config = recipe.config
     try:
         plan = launch_plan(file, cluster, config, sources)

@@ -1,6 +1,6 @@
 """Formulas from the literature for what a training step holds and sends. Imports nothing heavy.
 
-These are the figures that people compare with; `zerobook.plan.holdings` counts what the libraries really hold.
+These are the figures that people compare with; `zerobook.plan.state_bytes` counts what the libraries really hold.
 ``parameters`` are elements; results are bytes unless noted otherwise. Sources:
 
 ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054

@@ -18,7 +18,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.models.load import DTYPES, check_length, enable_activation_checkpointing, keep_all_layers
 from zerobook.objective import Objective
-from zerobook.plan.holdings import Weight
+from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
+from zerobook.plan.gather_schedule import gathered
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import hold
 from zerobook.plan.job import Job
 from zerobook.plan.memory import memory
-from zerobook.plan.passes import gathered
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.spread import spread
+from zerobook.plan.sharding import spread
+from zerobook.plan.state_bytes import hold
 from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 from zerobook.training.recipe import BatchShape
@@ -68,7 +68,7 @@ def measure(
     recipe: Path,
     flags: Sequence[str],
     where: Cluster,
-    sources: Resolved,
+    sources: ConfigSources,
     limit: float = LIMIT_S,
 ) -> Measured:
     """Run the recipe for a few steps under one strategy file.

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from zerobook.plan.gather_schedule import Gathered, gathered
 from zerobook.plan.hardware import CONTEXT
-from zerobook.plan.holdings import Groups, Holdings, Weight, hold, nvme_buffers
-from zerobook.plan.passes import Gathered, gathered
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Groups, StateBytes, Weight, hold, nvme_buffers
 from zerobook.plan.trace import Trace
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "other")
@@ -38,7 +38,7 @@ class Memory:
 def memory(
     weights: Sequence[Weight],
     groups: Groups,
-    spread: Spread,
+    spread: ShardingSpec,
     trace: Trace,
     *,
     accumulation: int,
@@ -95,7 +95,7 @@ def memory(
     )
 
 
-def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumulation: int) -> int:
+def _gradients(held: StateBytes, spread: ShardingSpec, done: int, trained: int, accumulation: int) -> int:
     """Return the bytes of gradients on the device when ``done`` of the ``trained`` elements have one."""
     final = held.on_device["gradients"]
     if accumulation > 1 and spread.kind in ("single", "ddp"):
@@ -107,7 +107,7 @@ def _gradients(held: Holdings, spread: Spread, done: int, trained: int, accumula
     return final * done // max(trained, 1)
 
 
-def _buffers(weights: Sequence[Weight], groups: Groups, spread: Spread, whole: int, *, backward: bool) -> int:
+def _buffers(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, whole: int, *, backward: bool) -> int:
     """Return the bytes of buffers during the passes. ``whole``: elements that ZeRO-3 has gathered."""
     trained = sum(w.numel for group in groups for w in group)
     if spread.kind == "ddp":
@@ -141,14 +141,14 @@ def _trained(groups: Groups) -> dict[str, int]:
     return found
 
 
-def _units(weights: Sequence[Weight], spread: Spread) -> dict[str, int]:
+def _units(weights: Sequence[Weight], spread: ShardingSpec) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for w in weights:
         found[w.unit] += w.numel * (spread.compute if spread.precision != "no" else w.element)
     return found
 
 
-def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
+def _at_step(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> int:
     """Return the bytes of buffers of the optimizer's step."""
     if spread.kind == "ddp":
         return 4 * sum(w.numel for group in groups for w in group)
@@ -162,7 +162,7 @@ def _at_step(weights: Sequence[Weight], groups: Groups, spread: Spread) -> int:
     return max(((4 + spread.compute) * size for size in sizes), default=0)
 
 
-def _pinned(groups: Groups, spread: Spread) -> int:
+def _pinned(groups: Groups, spread: ShardingSpec) -> int:
     """Return the bytes of host RAM beside the states: ZeRO-2 offload also keeps updated weights in the compute dtype there,
     and weights on NVMe are read through buffers."""
     if spread.kind == "deepspeed" and spread.stage < 3:
@@ -170,7 +170,7 @@ def _pinned(groups: Groups, spread: Spread) -> int:
     return nvme_buffers(groups, spread)
 
 
-def at_load(whole: int, spread: Spread, gpus_per_node: int) -> int:
+def at_load(whole: int, spread: ShardingSpec, gpus_per_node: int) -> int:
     """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded: one copy for each rank. Where the
     model is sharded while it is loaded, rank 0 alone holds a copy (FSDP2), or each rank a file at a time (ZeRO-3)."""
     if spread.kind == "fsdp":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from zerobook.plan.gather_schedule import Gathered, gathered
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight, state_ratio
-from zerobook.plan.passes import Gathered, gathered
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Groups, Weight, state_ratio
 from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
 
 EFFICIENCY = 0.45
@@ -48,7 +48,7 @@ def time(
     flops: float,
     flows: Sequence[Flow],
     groups: Groups,
-    spread: Spread,
+    spread: ShardingSpec,
     cluster: Cluster,
     *,
     accumulation: int,

@@ -10,18 +10,18 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
+from zerobook.plan.gather_schedule import gathered
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.holdings import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.job import Job, NoClass
+from zerobook.plan.literature import Paper, paper
 from zerobook.plan.memory import Memory, memory
-from zerobook.plan.paper import Paper, paper
-from zerobook.plan.passes import gathered
 from zerobook.plan.roofline import Time, time
-from zerobook.plan.spread import Spread, spread
+from zerobook.plan.sharding import ShardingSpec, spread
+from zerobook.plan.state_bytes import Groups, Weight, hold, state_ratio, unswappable
 from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -45,7 +45,7 @@ class Row:
 
     file: str
     name: str
-    spread: Spread | None = None
+    spread: ShardingSpec | None = None
     memory: Memory | None = None
     states: float = 0.0
     paper: Paper | None = None
@@ -102,7 +102,7 @@ class Traced:
         weights, groups = job.weights()
         return cls(job, weights, groups, device)
 
-    def trace(self, spread: Spread) -> Trace:
+    def trace(self, spread: ShardingSpec) -> Trace:
         """Return the trace of a micro-batch with the casts of ``spread``.
 
         Raises:
@@ -160,7 +160,7 @@ class Traced:
         )  # fmt: skip
 
 
-def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Resolved) -> LaunchPlan:
+def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
     """Resolve a strategy file for a cluster, which may be another than this machine. The plan's ``problems`` list
     disagreements.
 
@@ -178,10 +178,10 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Res
         gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
         no_flash_attention=f"it does not run on {cluster.device.name}",
     )  # fmt: skip
-    return resolve(environ, hardware, config.model_copy(deep=True), Resolved(sources), precision)
+    return resolve(environ, hardware, config.model_copy(deep=True), ConfigSources(sources), precision)
 
 
-def row(file: Path, traced: Traced, cluster: Cluster, sources: Resolved) -> Row:
+def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) -> Row:
     """Return the plan of one strategy file."""
     job, config = traced.job, traced.job.config
     try:

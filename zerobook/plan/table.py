@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.paper import Paper, paper
-from zerobook.plan.spread import Spread
+from zerobook.plan.literature import Paper, paper
+from zerobook.plan.sharding import ShardingSpec
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, duration, gb, size
 
@@ -229,7 +229,7 @@ def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str |
     """Print the papers' figures for a number of parameters under DDP and ZeRO's stages; ``target`` as in `write_json`."""
     ranks, rows = where.ranks, []
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
-        spread = Spread(
+        spread = ShardingSpec(
             kind="deepspeed" if stage else "ddp", name=name, ranks=ranks, node=where.gpus, stage=stage,
             shard=ranks if stage == 3 else 1, precision="bf16" if mixed else "no",
         )  # fmt: skip

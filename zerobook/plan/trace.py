@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from zerobook.plan.passes import Visit
+from zerobook.plan.gather_schedule import Visit
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 

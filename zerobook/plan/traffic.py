@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerobook.plan.holdings import Groups, Weight, on_nvme
-from zerobook.plan.passes import Gathered, gathered
-from zerobook.plan.spread import Spread
+from zerobook.plan.gather_schedule import Gathered, gathered
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Groups, Weight, on_nvme
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Flow:
 
 
 def flows(
-    weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int = 1, passes: Gathered | None = None
+    weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int = 1, passes: Gathered | None = None
 ) -> list[Flow]:
     """Return the collectives of a step whose size grows with the model. Those of a norm or a loss are too small to count.
 
@@ -54,7 +54,7 @@ def flows(
     return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
 
 
-def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+def _zero(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int) -> list[Flow]:
     n = spread.ranks
     elements = sum(w.numel for group in groups for w in group)
     flat = sum(-(-sum(w.numel for w in group) // (2 * n)) * 2 * n for group in groups)
@@ -65,7 +65,7 @@ def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int, passes: Gathered) -> list[Flow]:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int, passes: Gathered) -> list[Flow]:
     n = spread.ranks
 
     def size(some: Sequence[Weight]) -> int:
@@ -97,7 +97,7 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulati
     return [flow for flow in found if flow.size]
 
 
-def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulation: int) -> list[Flow]:
+def _fsdp(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int) -> list[Flow]:
     n = spread.shard
 
     def size(some: Sequence[Weight]) -> int:
@@ -116,13 +116,15 @@ def _fsdp(weights: Sequence[Weight], groups: Groups, spread: Spread, accumulatio
     return found
 
 
-def to_gpu(spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
+def to_gpu(spread: ShardingSpec, passes: Gathered, accumulation: int = 1) -> float:
     """Return the bytes of offloaded weights that are copied to each GPU in a step: a rank's shard, for every gather. With
     one rank, the shard is the whole weight."""
     return accumulation * sum(_shard(w, spread) for w in passes.all)
 
 
-def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, passes: Gathered, accumulation: int = 1) -> float:
+def with_nvme(
+    weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, passes: Gathered, accumulation: int = 1
+) -> float:
     """Return the bytes of weights that each rank moves from and to NVMe in a step: read for every gather, written once
     after the update."""
     away = on_nvme(weights, groups, spread)
@@ -131,7 +133,7 @@ def with_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread, passes:
     return read + sum(_shard(w, spread) for w in away if w.trained)
 
 
-def _shard(weight: Weight, spread: Spread) -> float:
+def _shard(weight: Weight, spread: ShardingSpec) -> float:
     """Return the bytes of a rank's share of a weight as it is stored: FSDP2 casts on the GPU. With hpZ, the second copy is
     read."""
     if spread.kind == "fsdp":
@@ -151,7 +153,7 @@ def between_nodes(found: Sequence[Flow], nodes: int) -> float:
     return sum(flow.sent * flow.rings for flow in found if not flow.within) if nodes > 1 else 0.0
 
 
-def _element(weight: Weight, spread: Spread) -> int:
+def _element(weight: Weight, spread: ShardingSpec) -> int:
     return spread.compute if spread.precision != "no" else weight.element
 
 

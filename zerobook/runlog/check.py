@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from zerobook.runlog.lines import Damage, stream
+from zerobook.runlog.jsonl import Damage, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import RunLogError
-from zerobook.runlog.lines import BadLine, Damage, check_format, decode, stream
+from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
 from zerobook.utils import locks
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from zerobook.runlog.event_text import QUIET, duration, figure, sentence
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
-from zerobook.runlog.words import QUIET, duration, figure, sentence
 
 PAGE = "report.html"
 MARKDOWN = "report.md"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from zerobook.runlog.event_text import duration, far_above_best, figure, sentence
 from zerobook.runlog.history import is_being_written, last_of
-from zerobook.runlog.words import duration, far_above_best, figure, sentence
 from zerobook.runlog.writer import EVENTS, LAST_WORDS
 from zerobook.utils.terminal import plain
 

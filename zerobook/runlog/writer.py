@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import RunLogError
-from zerobook.runlog.lines import FORMAT, check_format, encode, newest, read, repair
+from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, read, repair
 from zerobook.utils import locks
 
 EVENTS = "events.jsonl"

@@ -5,7 +5,7 @@ A `Strategy` owns the prepared model and optimizer. One optimizer step goes
     for micro-batch:
         with strategy.micro_batch(last=...): loss = ...; strategy.backward(loss)
     #  <- the seam: gradients are reduced and ready, nothing is applied yet
-    norm = strategy.apply(learning_rate)
+    norm = strategy.optimizer_step(learning_rate)
 
 under every strategy, DeepSpeed included. Its parts: `zerobook.strategy.mesh` describes the processes,
 `zerobook.strategy.engine` steps the optimizer, and `zerobook.strategy.state` reads and writes the state for checkpoints.

@@ -87,7 +87,7 @@ class Engine(TrainingState):
         self.accelerator.backward(loss * (self.mesh.data_parallel_size * self.accelerator.gradient_accumulation_steps))
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the global 2-norm of the gradients, at the seam; unclipped. Collective. Does not affect `apply`."""
+        """Return the global 2-norm of the gradients, at the seam; unclipped. Collective. Does not affect `optimizer_step`."""
         self._unscale()
         return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
@@ -113,7 +113,7 @@ class Engine(TrainingState):
             self.accelerator.unscale_gradients()
             self._unscaled = True
 
-    def apply(self, learning_rate: float) -> torch.Tensor | float:
+    def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
         """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
 
         An optimizer that cannot skip a step on the device makes the host wait for the norm in every step.
@@ -149,7 +149,7 @@ class Engine(TrainingState):
         """
         return nullcontext()
 
-    def after_forwards(self) -> None:
+    def release_gathered_parameters(self) -> None:
         """Re-shard parameters that forward-only passes (evaluation, generation) left gathered. Call on every rank."""
 
     def learning_rate(self) -> float:

@@ -72,7 +72,7 @@ class FullyShardedStrategy(Strategy):
         finally:
             sharded.set_requires_all_reduce(True)
 
-    def after_forwards(self) -> None:
+    def release_gathered_parameters(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         # Gathered parameters are plain tensors, not those of the optimizer. And if some ranks did not re-shard them, ranks

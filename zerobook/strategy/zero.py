@@ -87,7 +87,7 @@ class ZeroStrategy(ZeroState, Strategy):
         address = mapping.lp_fragment_address
         return (found[address.start :] if found.numel() == parameter.numel() else found)[: address.numel] / zero.loss_scale
 
-    def apply(self, learning_rate: float) -> torch.Tensor | float:
+    def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
         groups = self.deepspeed_optimizer.param_groups
         scheduled = self.learning_rate()
         for group in groups:
@@ -101,7 +101,7 @@ class ZeroStrategy(ZeroState, Strategy):
                 group["lr"] = scheduled
         return self.model.get_global_grad_norm()
 
-    def after_forwards(self) -> None:
+    def release_gathered_parameters(self) -> None:
         if self.plan.zero_stage == 3:
             # DeepSpeed learns the order of modules from the first pass. If that has no backward pass, weights are released
             # after each forward pass and gathered again in the backward pass, for the rest of the run. An lru_cache inside a

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobook.evaluation import held_out
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.resume import amount
@@ -47,7 +47,7 @@ class Console(Hook):
                 f"more than {held_out.LOGITS:,} logits"
             )
         if state.progress.step < state.end_step:
-            self.say(f"{state.feed.padding():.1%} of a batch's tokens are padding")
+            self.say(f"{state.loader.padding():.1%} of a batch's tokens are padding")
         else:
             self.say(f"all {state.progress.step} steps are done; nothing is left to train")
 
@@ -66,7 +66,7 @@ class Console(Hook):
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
         self.say(f"step {record.step}: " + held_out.describe(record.result))
 
-    def on_rollback(self, trainer: TrainerView, action: Measure) -> None:
+    def on_rollback(self, trainer: TrainerView, action: RecoveryAction) -> None:
         self.bar.n = trainer.progress.step
         self.bar.refresh()
 

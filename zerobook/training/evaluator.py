@@ -69,7 +69,7 @@ class Evaluator:
             metrics |= measured
             samples += table
         strategy.model.train()
-        strategy.after_forwards()
+        strategy.release_gathered_parameters()
         if metrics:
             result["metrics"] = metrics
         seconds = round(time.monotonic() - start, 3)

@@ -16,12 +16,12 @@ from zerobook.utils import user_code
 if TYPE_CHECKING:
     from torch import nn
 
-    from zerobook.checkpoint.keeper import Keeper
+    from zerobook.checkpoint.manager import CheckpointManager
     from zerobook.checkpoint.progress import Progress
     from zerobook.config import RecipeConfig
     from zerobook.data.prepare import PreparedData
-    from zerobook.monitor.policy import Measure
-    from zerobook.monitor.watch import Watch
+    from zerobook.monitor.policy import RecoveryAction
+    from zerobook.monitor.spike_monitor import SpikeMonitor
     from zerobook.runlog.records import EvaluationRecord, StepRecord
     from zerobook.runlog.writer import RunLog
     from zerobook.strategy import Strategy
@@ -43,11 +43,11 @@ class TrainerView(Protocol):
     """False if no checkpoint and no model is written, for programs that measure a few steps"""
     state: RunState
     """the progress, the sample order and the learning rate"""
-    keeper: Keeper
+    manager: CheckpointManager
     evaluator: Evaluator
     evaluation: dict[str, Any] | None
     """result of the current step's evaluation"""
-    watch: Watch
+    monitor: SpikeMonitor
     """the spike monitor"""
     pace: Pace
     log: RunLog | None
@@ -102,7 +102,7 @@ class Hook:
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
         """Run after every optimizer step. The record's loss and norm are tensors, and the loss is this rank's part."""
 
-    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> Measure | None:
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> RecoveryAction | None:
         """Run at every log point with the steps since the last one. Losses, norms and metrics are numbers now.
 
         Returns:
@@ -129,7 +129,7 @@ class Hook:
                 ``--on_save_error continue`` it is missing.
         """
 
-    def on_rollback(self, trainer: TrainerView, action: Measure) -> None:
+    def on_rollback(self, trainer: TrainerView, action: RecoveryAction) -> None:
         """Run after a measure against a spike was carried out.
 
         The run has gone back to the checkpoint of ``action.to_step``, and ``trainer.progress`` is that of the checkpoint. If

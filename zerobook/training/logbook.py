@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from zerobook.config import Resolved
+from zerobook.config import ConfigSources
 from zerobook.monitor.preemption import EXIT_CODE
-from zerobook.runlog.attempt import begin, write_page
+from zerobook.runlog.event_text import far_above_best
+from zerobook.runlog.lifecycle import begin, write_page
 from zerobook.runlog.records import EvaluationRecord, StepRecord
-from zerobook.runlog.words import far_above_best
 from zerobook.runlog.writer import RunLog
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
@@ -26,7 +26,7 @@ class Logbook(Hook):
         self.log = log
         self._start = time.monotonic()
 
-    def begin(self, trainer: TrainerView, sources: Resolved) -> None:
+    def begin(self, trainer: TrainerView, sources: ConfigSources) -> None:
         """Write the first events of the attempt."""
         state, data = trainer.state, trainer.data
         begin(
@@ -47,7 +47,7 @@ class Logbook(Hook):
         self._start = time.monotonic()
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        for facts in trainer.state.feed.order.news():
+        for facts in trainer.state.loader.order.news():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
         last = records[-1]
@@ -66,7 +66,7 @@ class Logbook(Hook):
     def preempted(self, trainer: TrainerView, reason: str | None) -> None:
         """Write that a warning signal ended the attempt."""
         step = trainer.progress.step
-        good, others = trainer.keeper.steps()
+        good, others = trainer.manager.steps()
         saved = step in (*good, *others)
         self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
         done = f"saved at step {step}" if saved else f"step {step} was not saved"
@@ -76,7 +76,7 @@ class Logbook(Hook):
         """Write the ``run_end`` event, and the logbook's page."""
         spent, progress = trainer.evaluator.seconds, trainer.progress
         training, evaluation = round(time.monotonic() - self._start - spent, 3), round(spent, 3)
-        far = trainer.watch.far_above_best(progress.eval_loss, progress.best_eval_loss)
+        far = trainer.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
         self.log.event(
             "run_end", progress=progress.to_json(), learning_rate_after=trainer.state.rate(), eval=trainer.evaluation,
             seconds={"training": training, "evaluation": evaluation}, far_above_best=far,

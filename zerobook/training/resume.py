@@ -9,15 +9,15 @@ from typing import Any
 from torch import nn
 
 from zerobook.checkpoint import origin, store
-from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
 from zerobook.monitor.policy import joined
-from zerobook.runlog.attempt import decided
 from zerobook.runlog.history import last_of
-from zerobook.runlog.lines import backwards
+from zerobook.runlog.jsonl import backwards
+from zerobook.runlog.lifecycle import decided
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.strategy import Strategy
@@ -80,7 +80,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
     origin.check(checkpoint, kept, facts, weights=not (was and now))
 
 
-def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
+def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
     """Apply what earlier attempts decided after the checkpoint was written. Collective.
 
     Without a checkpoint the run starts from the beginning, and only the number of steps that trackers have seen is kept.
@@ -90,13 +90,13 @@ def earlier_decisions(progress: Progress, keeper: Keeper, strategy: Strategy, lo
     """
     before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]  # rank 0 has a log
     progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
-    if keeper.checkpoint is None:
+    if manager.checkpoint is None:
         return {}
     progress.skip_ranges = joined(progress.skip_ranges, before.skips)
     for cut in before.cuts:  # the same cut may occur twice
         if progress.rate_cuts.count(cut) < before.cuts.count(cut):
             progress.rate_cuts.append(cut)
-    keeper.proven = set(before.proven)
+    manager.proven = set(before.proven)
     return before.ladder
 
 
@@ -119,23 +119,23 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
     return state.end_step
 
 
-def load(state: RunState, keeper: Keeper, strategy: Strategy, log: RunLog | None) -> None:
+def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> None:
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
-    for reason in keeper.passed_over.values():
+    for reason in manager.passed_over.values():
         tqdm.write(plain(f"passed over: {reason}"))
-    _, bytes_read = keeper.load()
+    _, bytes_read = manager.load()
     progress = state.progress
     verified, differing = state.verify(progress.following)
     if log is None:
         return
-    tqdm.write(f"resumed {keeper.checkpoint} at step {progress.step}")
-    aside = store.set_aside(keeper.folder, progress.step, keeper.passed_over)
-    keeper.take_back()
+    tqdm.write(f"resumed {manager.checkpoint} at step {progress.step}")
+    aside = store.set_aside(manager.folder, progress.step, manager.passed_over)
+    manager.take_back()
     log.event(
-        "resume", checkpoint=str(keeper.checkpoint), step=progress.step, cursor=progress.cursor, samples=progress.samples,
+        "resume", checkpoint=str(manager.checkpoint), step=progress.step, cursor=progress.cursor, samples=progress.samples,
         world_size={"before": progress.world_size, "now": strategy.world_size},
         global_batch={"before": progress.global_batch, "now": state.layout.global_batch},
-        set_aside=[str(folder) for folder in aside], passed_over=[*keeper.passed_over.values()],
+        set_aside=[str(folder) for folder in aside], passed_over=[*manager.passed_over.values()],
         bytes_read=bytes_read, verified=verified, differing=differing,
     )  # fmt: skip
     tqdm.write(f"  as recorded: {', '.join(verified)}")

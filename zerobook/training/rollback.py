@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.keeper import Keeper
-from zerobook.monitor.policy import EXIT_CODE, LEAD, Measure, joined, ranges
-from zerobook.monitor.watch import Watch
-from zerobook.runlog.attempt import write_page
+from zerobook.checkpoint.manager import CheckpointManager
+from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction, joined, ranges
+from zerobook.monitor.spike_monitor import SpikeMonitor
+from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training.state import RunState
@@ -22,24 +22,26 @@ class Recovery:
 
     Args:
         state: its step, sample order and learning rate are changed.
-        keeper: loads the checkpoint.
-        watch: forgets the steps that are given up.
+        manager: loads the checkpoint.
+        monitor: forgets the steps that are given up.
         log: the runlog, on rank 0 only.
     """
 
-    def __init__(self, state: RunState, strategy: Strategy, keeper: Keeper, watch: Watch, log: RunLog | None):
-        self.state, self.strategy, self.keeper, self.watch, self.log = state, strategy, keeper, watch, log
+    def __init__(
+        self, state: RunState, strategy: Strategy, manager: CheckpointManager, monitor: SpikeMonitor, log: RunLog | None
+    ):
+        self.state, self.strategy, self.manager, self.monitor, self.log = state, strategy, manager, monitor, log
 
-    def checked(self, measure: Measure) -> Measure:
+    def checked(self, measure: RecoveryAction) -> RecoveryAction:
         """Return ``measure``, or a measure that stops the run if ``measure`` would leave no samples to train on."""
         left_out = self._samples_of(measure)
         if left_out and self.state.data.train.skipping(joined(self.state.progress.skip_ranges, left_out)).is_empty:
             return replace(measure, kind="stop", rule="all samples of the data would be left out")
         return measure
 
-    def act(self, measure: Measure) -> None:
+    def act(self, measure: RecoveryAction) -> None:
         """Carry out ``measure``, whose kind is not ``stop``. It is logged before it is carried out."""
-        state, log, cause = self.state, self.log, self.watch.seq
+        state, log, cause = self.state, self.log, self.monitor.seq
         left_out = self._samples_of(measure)
         skip_ranges = joined(state.progress.skip_ranges, left_out)
         cut = [measure.to_step, measure.rate_factor, state.config.rollback_lr_steps] if measure.rate_factor else None
@@ -61,31 +63,33 @@ class Recovery:
             self.go_back(measure, intent, skip_ranges, [*state.progress.rate_cuts, *([cut] if cut else [])])
         else:
             state.progress.skip_ranges = skip_ranges
-            state.build_feed()
+            state.build_loader()
         if log and left_out and state.end_step < state.total_steps:
             tqdm.write(f"  the run ends at step {state.end_step}; its schedule stays laid out for {state.total_steps} steps")
 
-    def go_back(self, measure: Measure, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
+    def go_back(
+        self, measure: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
+    ) -> None:
         """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector."""
         to_step = measure.to_step
         assert to_step is not None
-        state, keeper, log = self.state, self.keeper, self.log
+        state, manager, log = self.state, self.manager, self.log
         start, progress = time.monotonic(), state.progress
-        keeper.finish(log)  # a save in progress belongs to the steps that are given up
-        state.drop_feed()
-        loaded, bytes_read = keeper.load(to_step)
+        manager.finish(log)  # a save in progress belongs to the steps that are given up
+        state.drop_loader()
+        loaded, bytes_read = manager.load(to_step)
         # after loading: if that fails, a restart still finds the later checkpoints
-        aside = self.strategy.on_main(lambda: store.set_aside(keeper.folder, to_step, keeper.passed_over))
+        aside = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.passed_over))
         given_up = progress.step - loaded.step
         kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
                 "total_steps": progress.total_steps, "world_size": progress.world_size,
                 "global_batch": progress.global_batch}  # fmt: skip
         vars(progress).update(vars(loaded) | kept)
-        losses = self.watch.back(measure, loaded.detector, intent)
+        losses = self.monitor.back(measure, loaded.detector, intent)
         if measure.rate_factor:  # after the first update at the lower rate, losses differ
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         state.earlier_losses = losses
-        state.build_feed()
+        state.build_loader()
         verified, differing = state.verify(loaded.following)
         seconds = time.monotonic() - start
         if log:
@@ -97,13 +101,13 @@ class Recovery:
             )  # fmt: skip
             tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
 
-    def hand_over(self, measure: Measure) -> None:
+    def hand_over(self, measure: RecoveryAction) -> None:
         """Write a report of the spike and of what was tried. The caller then ends the process with `EXIT_CODE`."""
         log, step, config = self.log, self.state.progress.step, self.state.config
-        self.keeper.finish(log)
+        self.manager.finish(log)
         if log:
-            best = self.keeper.before(measure.onset - LEAD + 1)
-            log.event("stop", parent=self.watch.seq, step=step, rule=measure.rule, why=measure.reason, exit_code=EXIT_CODE,
+            best = self.manager.before(measure.onset - LEAD + 1)
+            log.event("stop", parent=self.monitor.seq, step=step, rule=measure.rule, why=measure.reason, exit_code=EXIT_CODE,
                       go_on_from=str(best) if best else None)  # fmt: skip
             tqdm.write(
                 f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
@@ -113,10 +117,10 @@ class Recovery:
             )
             write_page(log)
 
-    def _samples_of(self, measure: Measure) -> list[list[int]]:
+    def _samples_of(self, measure: RecoveryAction) -> list[list[int]]:
         """Return [start, end) ranges of the samples that ``measure`` leaves out: all samples in the rows of its steps."""
         if measure.kind == "stop" or not measure.steps:
             return []
-        feed, global_batch = self.state.feed, self.state.layout.global_batch
-        rows = [feed.order.take(a, global_batch, b)[0] for a, b in self.watch.cursors(*measure.steps)]
-        return ranges([sample for ids in rows for row in ids.tolist() for sample in feed.part.samples_of(row)])
+        loader, global_batch = self.state.loader, self.state.layout.global_batch
+        rows = [loader.order.take(a, global_batch, b)[0] for a, b in self.monitor.cursors(*measure.steps)]
+        return ranges([sample for ids in rows for row in ids.tolist() for sample in loader.part.samples_of(row)])

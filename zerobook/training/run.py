@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import RecipeConfig, Resolved, from_python, parse
-from zerobook.data.feed import Layout
+from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
+from zerobook.data.batch_loader import BatchLayout
 from zerobook.launch.build import build, plan_for_this_process
 from zerobook.launch.process import exit_on_error, leave
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -42,7 +42,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 
 
 def train(
-    recipe: Recipe[Any], *, hooks: Sequence[Hook] = (), sources: Resolved | None = None, plan: LaunchPlan | None = None
+    recipe: Recipe[Any], *, hooks: Sequence[Hook] = (), sources: ConfigSources | None = None, plan: LaunchPlan | None = None
 ) -> Progress:
     """Prepare the data, load the model, train it and save it. Return the final progress. Collective.
 
@@ -84,7 +84,7 @@ def train(
     return progress
 
 
-def prepare_data(recipe: Recipe[Any], sources: Resolved, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
+def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     """Prepare the data of a recipe as its run would. Return (data, tokenizer).
 
     Args:
@@ -111,7 +111,7 @@ def announce(plan: LaunchPlan) -> None:
             say(f"  note: {note}")
 
 
-def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> None:
+def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan) -> None:
     """Print the resolved config with the source of each value, the batch arithmetic and the strategy. Rank 0 only."""
     if int(os.environ.get("RANK", 0)) != 0:
         return
@@ -126,7 +126,7 @@ def print_dry_run(config: RecipeConfig, sources: Resolved, plan: LaunchPlan) -> 
         style = "" if sources.given(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
     out.print(table)
-    layout = Layout(
+    layout = BatchLayout(
         world_size=plan.world_size,
         rank=0,
         micro=config.per_device_train_batch_size,

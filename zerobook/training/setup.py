@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.state import read_progress
 from zerobook.config import RecipeConfig
-from zerobook.data.feed import Layout
+from zerobook.data.batch_loader import BatchLayout
 from zerobook.data.prepare import PreparedData
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
@@ -23,7 +23,7 @@ from zerobook.training.state import RunState
 def first_state(
     config: RecipeConfig,
     strategy: Strategy,
-    keeper: Keeper,
+    manager: CheckpointManager,
     log: RunLog | None,
     model: nn.Module,
     data: PreparedData,
@@ -38,12 +38,12 @@ def first_state(
     Raises:
         CheckpointError: data, model or settings differ from those of the checkpoint.
     """
-    checkpoint = keeper.checkpoint
+    checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)
     resume.check_base(checkpoint, config, model)
-    tried = resume.earlier_decisions(progress, keeper, strategy, log)
-    layout = Layout(
+    tried = resume.earlier_decisions(progress, manager, strategy, log)
+    layout = BatchLayout(
         world_size=strategy.mesh.data_parallel_size,
         rank=strategy.mesh.data_parallel_rank,
         micro=config.per_device_train_batch_size,

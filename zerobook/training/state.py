@@ -9,7 +9,7 @@ import torch
 
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig
-from zerobook.data.feed import Feed, Layout
+from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
 from zerobook.monitor.policy import rate_share
@@ -30,7 +30,7 @@ class RunState:
         self,
         config: RecipeConfig,
         data: PreparedData,
-        layout: Layout,
+        layout: BatchLayout,
         progress: Progress,
         collate: Collator,
         *,
@@ -38,10 +38,10 @@ class RunState:
     ):
         self.config, self.data, self.layout, self.progress = config, data, layout, progress
         self._collate, self._pin_memory = collate, pin_memory
-        self.feed: Feed
+        self.loader: BatchLoader
         self.end_step: int
         """the step at which training ends"""
-        self.build_feed()
+        self.build_loader()
         self.total_steps: int = self.end_step
         """length of the learning-rate schedule, in steps"""
         self.schedule: Callable[[int], float]
@@ -55,26 +55,26 @@ class RunState:
 
     @collate.setter
     def collate(self, collate: Collator) -> None:
-        self._collate = self.feed.collate = collate
+        self._collate = self.loader.collate = collate
 
-    def build_feed(self) -> None:
-        """Build the feed from the current position in the sample order, without the samples that are left out."""
+    def build_loader(self) -> None:
+        """Build the loader from the current position in the sample order, without the samples that are left out."""
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
         order = part.order(
             seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
         )
-        self.feed = Feed(
+        self.loader = BatchLoader(
             part, order, self.layout, self._collate, cursor=progress.cursor, end=end, workers=config.dataloader_num_workers,
             pin_memory=self._pin_memory,
         )  # fmt: skip
         # samples that are left out shorten the run, not its schedule
-        self.end_step = config.max_train_steps or progress.step + self.feed.steps()
+        self.end_step = config.max_train_steps or progress.step + self.loader.steps()
 
-    def drop_feed(self) -> None:
-        """Release the feed, its processes and its memory. `build_feed` makes a new one."""
-        del self.feed
+    def drop_loader(self) -> None:
+        """Release the loader, its processes and its memory. `build_loader` makes a new one."""
+        del self.loader
 
     def rate(self) -> float:
         """Return the next step's learning rate: the scheduled rate, lowered by the cuts."""
@@ -87,7 +87,7 @@ class RunState:
         generator = torch.Generator().manual_seed(step_seed(progress.seed, progress.step, 0))
         return {
             "learning rate": self.rate(),
-            "samples": self.feed.order.take(progress.cursor, 8, self.feed.end)[0].tolist(),
+            "samples": self.loader.order.take(progress.cursor, 8, self.loader.end)[0].tolist(),
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }
 

@@ -9,22 +9,22 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from zerobook.checkpoint.keeper import Keeper
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import RecipeConfig, Resolved
+from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.data.batch_loader import StepPlan
 from zerobook.data.collate import to_device
-from zerobook.data.feed import StepPlan
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import DivergenceError
 from zerobook.launch.process import leave
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
 from zerobook.monitor import policy
-from zerobook.monitor.policy import Measure
+from zerobook.monitor.policy import RecoveryAction
 from zerobook.monitor.preemption import EXIT_CODE, Preemption
-from zerobook.monitor.watch import Watch
+from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.objective import Metrics, Objective
-from zerobook.runlog.attempt import last_words
+from zerobook.runlog.lifecycle import last_words
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
@@ -66,7 +66,7 @@ class Trainer:
     def __init__(
         self,
         config: RecipeConfig,
-        sources: Resolved,
+        sources: ConfigSources,
         strategy: Strategy,
         model: nn.Module,
         data: PreparedData,
@@ -83,31 +83,31 @@ class Trainer:
         strategy, data = self.strategy, self.data  # a hook may have replaced them
         self.pace = Pace()
         self.console = Console(silent=not strategy.is_main)
-        self.keeper = Keeper(strategy, config)
+        self.manager = CheckpointManager(strategy, config)
         self.log: RunLog | None = None
         strategy.on_main(self._open_log)
-        self.state, tried = first_state(config, strategy, self.keeper, self.log, model, data, self.collate)
+        self.state, tried = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
         progress = self.progress
-        self.watch = Watch(config, strategy, self.keeper, self.log, detector=progress.detector, ladder=tried)
+        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=tried)
         strategy.prepare(model, config, self.state.total_steps)
         parts = [data.train, *data.held_out.values()]
         note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
         if note:
             self.console.say(f"  note: {note}")
-        self._saved: int | None = progress.step if self.keeper.goes_on_in_place else None
+        self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
         if self._saved != self.state.end_step:
-            self.keeper.check_space(self.state.end_step - progress.step)
+            self.manager.check_space(self.state.end_step - progress.step)
         self.collate = self.state.collate = settled(strategy, self.collate)
-        self.recovery = Recovery(self.state, strategy, self.keeper, self.watch, self.log)
+        self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None
         self._evaluated: int | None = None
         self._pending: list[StepRecord] = []
         self._metrics: dict[str, SupportsFloat] = {}
         self._add_own_hooks(sources)
-        if self.keeper.checkpoint:
-            resume.load(self.state, self.keeper, strategy, self.log)
-            self.watch.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
+        if self.manager.checkpoint:
+            resume.load(self.state, self.manager, strategy, self.log)
+            self.monitor.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
             self.evaluation = strategy.on_main(lambda: resume.evaluation_of(self.log, progress))
             self._evaluated = None if self.evaluation is None else progress.step
         progress.total_steps = self.state.total_steps
@@ -121,7 +121,7 @@ class Trainer:
     def _open_log(self) -> None:
         self.log = RunLog(self.config.output_dir)  # not returned: a result is sent to all ranks, and a log cannot be
 
-    def _add_own_hooks(self, sources: Resolved) -> None:
+    def _add_own_hooks(self, sources: ConfigSources) -> None:
         """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
         trackers = [Trackers(self.strategy, self.config)] if self.config.report_to else []
         self.logbook = Logbook(self.log) if self.log else None
@@ -149,16 +149,16 @@ class Trainer:
                 self.evaluate()
             if self._saved != progress.step:
                 self.save()
-            self.keeper.finish(self.log)
+            self.manager.finish(self.log)
             self.hooks("on_end", self)
         if self.logbook:
             self.logbook.finish(self)
         return progress
 
-    def _until_trouble(self) -> Measure | None:
+    def _until_trouble(self) -> RecoveryAction | None:
         """Train to the end and return None, or until a measure against a spike is needed, and return the measure."""
         config, progress, state = self.config, self.progress, self.state
-        steps = iter(state.feed)
+        steps = iter(state.loader)
         while progress.step < state.end_step:
             with self.pace.waiting():
                 found = next(steps, None)
@@ -176,12 +176,12 @@ class Trainer:
             if evaluates:
                 self.evaluate()  # before the save: the checkpoint records its held-out loss
             if saves:
-                action = self.watch.replicas(step)
+                action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
                 self.save()
             if config.async_save and self.log:
-                self.keeper.report(self.log)
+                self.manager.report(self.log)
             if not last and self.preemption.due(step):
                 self._leave_early()
         return None
@@ -210,12 +210,12 @@ class Trainer:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
         self.hooks("on_gradients_ready", self)
-        norm = strategy.apply(rate)
+        norm = strategy.optimizer_step(rate)
         before = progress.cursor
         progress.step += 1
         progress.eval_loss = None
         progress.cursor = plan.cursor
-        progress.epoch = state.feed.order.epoch(plan.cursor)
+        progress.epoch = state.loader.order.epoch(plan.cursor)
         progress.samples += plan.samples
         progress.tokens += plan.tokens
         record = StepRecord(
@@ -234,7 +234,7 @@ class Trainer:
         """See `zerobook.training.hooks.TrainerView.add_metric`."""
         self._metrics[name] = value
 
-    def _log_point(self) -> Measure | None:
+    def _log_point(self) -> RecoveryAction | None:
         """Read losses and norms; return the measure to carry out, if any. The host waits for the device here only."""
         records, self._pending = self._pending, []
         if not records:
@@ -242,11 +242,11 @@ class Trainer:
         self._read(records)
         self.pace.measure(self.progress.tokens)
         asked = self.hooks("on_log", self, records)
-        action = self.watch.see(records)
-        messages, self.watch.said = self.watch.said, []
+        action = self.monitor.see(records)
+        messages, self.monitor.said = self.monitor.said, []
         if messages:
             self.hooks("on_alert", self, messages)
-        if action is None and self.watch.dead():
+        if action is None and self.monitor.dead():
             raise DivergenceError(
                 f"step {records[-1].step}: the loss is {records[-1].loss}, and none was finite for a while; nothing was saved "
                 f"since. Resume from the last checkpoint with a lower --learning_rate than {self.config.learning_rate}, or "
@@ -269,7 +269,7 @@ class Trainer:
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
             record.metrics |= dict(zip(names, summed, strict=True))
 
-    def _recover(self, action: Measure) -> None:
+    def _recover(self, action: RecoveryAction) -> None:
         """Carry out a measure against a spike. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
         if action.kind == "stop":
@@ -285,7 +285,7 @@ class Trainer:
 
     # --- evaluation, checkpoints, the end
     def evaluate(self) -> dict[str, Any] | None:
-        """Measure the loss on the held-out data, and what the scorers measure. Collective.
+        """RecoveryAction the loss on the held-out data, and what the scorers measure. Collective.
 
         Returns:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
@@ -304,26 +304,26 @@ class Trainer:
         """Save a checkpoint of this step, unless its loss or gradient was not finite: a good one could be pruned for it."""
         if not self.save_results:
             return
-        step, last = self.progress.step, self.watch.history[-1] if self.watch.history else None
+        step, last = self.progress.step, self.monitor.history[-1] if self.monitor.history else None
         if last is not None and (last.masked or not math.isfinite(last.loss)):
             if self.log:
                 self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
         self._saved = step
-        self.watch.saved(step)
-        self.progress.detector = self.watch.detector.state()
+        self.monitor.saved(step)
+        self.progress.detector = self.monitor.detector.state()
         self.progress.scaler = self.strategy.scaler_state()
-        self.progress.stream = self.state.feed.order.passed
+        self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        self.keeper.save(self.progress, self.log)
-        self.hooks("on_save", self, self.keeper.folder / f"step-{step:06d}")
+        self.manager.save(self.progress, self.log)
+        self.hooks("on_save", self, self.manager.folder / f"step-{step:06d}")
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
         step, reason = self.progress.step, self.preemption.received
         if self._log_point() is None and self._saved != step:
             self.save()
-        self.keeper.finish(self.log)
+        self.manager.finish(self.log)
         self.console.close()
         if self.logbook:
             self.logbook.preempted(self, reason)

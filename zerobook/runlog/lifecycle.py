@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from zerobook.runlog.lines import backwards, stream
+from zerobook.runlog.jsonl import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
@@ -125,7 +125,7 @@ class Decided(NamedTuple):
     cuts: list[list[float]]
     """of the learning rate, as in `zerobook.checkpoint.progress.Progress`"""
     ladder: dict[str, Any]
-    """`zerobook.monitor.policy.Ladder.state`"""
+    """`zerobook.monitor.policy.RecoveryPolicy.state`"""
     proven: list[int]
     """steps whose checkpoints, as they are now, were proven good"""
     step: int

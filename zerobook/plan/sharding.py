@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class ShardingSpec:
     """A `LaunchPlan` with every ``auto`` of its DeepSpeed config in numbers. Bucket and threshold sizes count elements."""
 
     kind: str  # "single", "ddp", "deepspeed" or "fsdp"
@@ -65,7 +65,7 @@ class Spread:
         return self.precision if self.kind in ("single", "ddp") else "no"
 
 
-def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, node: int | None = None) -> Spread:
+def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, node: int | None = None) -> ShardingSpec:
     """Return the numbers of a resolved strategy file for a model.
 
     Args:
@@ -80,9 +80,9 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
         "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
     }  # fmt: skip
     if plan.kind == "fsdp":
-        return Spread(**common, stage=3, shard=plan.shard)
+        return ShardingSpec(**common, stage=3, shard=plan.shard)
     if plan.kind != "deepspeed":
-        return Spread(**common)
+        return ShardingSpec(**common)
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
     width = _width(model_config)
     # accelerate 1.15, Accelerator._prepare_deepspeed
@@ -98,7 +98,7 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
 
     stage = plan.zero_stage or 0
     weights = zero.get("offload_param") or {}
-    return Spread(
+    return ShardingSpec(
         **common,
         stage=stage,
         shard=plan.world_size if stage == 3 else 1,

@@ -13,7 +13,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.runlog.attempt import unfinished_rollback
+from zerobook.runlog.lifecycle import unfinished_rollback
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -24,7 +24,7 @@ TORCHRUN_S = 30
 """Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""
 
 
-class Keeper:
+class CheckpointManager:
     """Manages the checkpoints in ``config.output_dir``. All methods are collective, except `report` in the background.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The spike monitor of a run: feed the detector, log its findings, and decide on measures.
 
-Every rank has a `Watch` and feeds it the same reduced values, so all ranks decide on the same measure. Rank 0 alone knows
-which checkpoints are complete, and sends that to the other ranks when a decision needs it.
+Every rank has a `SpikeMonitor` and feeds it the same reduced values, so all ranks decide on the same measure. Rank 0 alone
+knows which checkpoints are complete, and sends that to the other ranks when a decision needs it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
-from zerobook.monitor.policy import LEAD, Ladder, Measure
+from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 from zerobook.runlog.records import StepRecord
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
-    from zerobook.checkpoint.keeper import Keeper
+    from zerobook.checkpoint.manager import CheckpointManager
     from zerobook.config import RecipeConfig
     from zerobook.runlog.writer import RunLog
     from zerobook.strategy import Strategy
@@ -51,29 +51,29 @@ class _Replay(NamedTuple):
     seq: int | None
 
 
-class Watch:
+class SpikeMonitor:
     """The spike monitor of a run; `see` takes the steps.
 
     Args:
         log: the runlog, on rank 0 only.
         detector: state of the detector in the checkpoint; empty for a new run.
-        ladder: state of the ladder, as `Ladder.state` returned it; empty for a new run.
+        ladder: state of the ladder, as `RecoveryPolicy.state` returned it; empty for a new run.
     """
 
     def __init__(
         self,
         config: RecipeConfig,
         strategy: Strategy,
-        keeper: Keeper,
+        manager: CheckpointManager,
         log: RunLog | None,
         *,
         detector: dict[str, Any],
         ladder: dict[str, Any],
     ):
-        self.strategy, self.keeper, self.log = strategy, keeper, log
+        self.strategy, self.manager, self.log = strategy, manager, log
         self.settings = Settings()
         self.detector = Detector(self.settings, detector)
-        self.ladder = Ladder(
+        self.ladder = RecoveryPolicy(
             config.on_spike, max_rollbacks=config.max_rollbacks, rate_factor=config.rollback_lr_factor,
             state=ladder,
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Watch:
         masked = not self._fp16 and not (math.isfinite(norm) and math.isfinite(loss))
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=masked)
 
-    def see(self, records: Sequence[StepRecord]) -> Measure | None:
+    def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
         """Process the steps since the last log point; return a measure, mostly None. Collective if it is not None.
 
         Steps after one that leads to a rollback are not processed: they will be done again.
@@ -136,7 +136,7 @@ class Watch:
             if value is not None and best is not None and self.detector.far_above(value, best)
         }
 
-    def _found(self, finding: Finding) -> Measure | None:
+    def _found(self, finding: Finding) -> RecoveryAction | None:
         facts = {key: getattr(finding, key) for key in ("step", "onset", "points", "base", "peak", "reason")}
         if self.log:
             kind = _EVENT.get(finding.kind, "spike")
@@ -149,7 +149,7 @@ class Watch:
             self._saved = [step for step in self._saved if step < finding.onset - LEAD]
         return self.decide(finding) if finding.asks else None
 
-    def replicas(self, step: int) -> Measure | None:
+    def replicas(self, step: int) -> RecoveryAction | None:
         """Return a measure if ranks that should hold the same weights do not; call it before a save. Collective.
 
         A checkpoint takes a share from each rank, so it would hold a mixture. The loss may never show such a fault.
@@ -166,21 +166,21 @@ class Watch:
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
         return self.decide(finding, differing)
 
-    def decide(self, finding: Finding, differing: Replicas | None = None) -> Measure:
+    def decide(self, finding: Finding, differing: Replicas | None = None) -> RecoveryAction:
         """Decide on a measure against ``finding``, and log it. Collective.
 
         Args:
             differing: the difference between the ranks' copies of the weights, if it is known.
         """
-        strategy, keeper = self.strategy, self.keeper
+        strategy, manager = self.strategy, self.manager
         differing = differing or strategy.differing_replicas()
-        hardware = strategy.on_main(lambda: differing.words(keeper.reads_before(finding.onset))) if differing else None
+        hardware = strategy.on_main(lambda: differing.words(manager.reads_before(finding.onset))) if differing else None
         onset = min(finding.onset, self.detector.onset() or finding.onset)
-        keeper.finish(self.log)  # a save in progress may prune the checkpoint to go back to
-        good, others = strategy.on_main(keeper.steps)
+        manager.finish(self.log)  # a save in progress may prune the checkpoint to go back to
+        good, others = strategy.on_main(manager.steps)
         finding, before = replace(finding, onset=onset), self.ladder.state()
         measure = self.ladder.decide(finding, good, others, hardware)
-        while measure.to_step is not None and not keeper.is_whole(measure.to_step):
+        while measure.to_step is not None and not manager.is_whole(measure.to_step):
             good, others = ([step for step in steps if step != measure.to_step] for steps in (good, others))
             self.ladder.restore(before)
             measure = self.ladder.decide(finding, good, others, hardware)
@@ -213,22 +213,22 @@ class Watch:
         proven = [saved for saved in self._saved if step - saved >= self.settings.patience + LEAD]
         if proven:
             self._saved = [saved for saved in self._saved if saved not in proven]
-            self.keeper.prove(proven, self.log)
+            self.manager.prove(proven, self.log)
 
     def _hold(self) -> None:
-        if self.log and self._held is None and (good := self.keeper.steps()[0]):
+        if self.log and self._held is None and (good := self.manager.steps()[0]):
             self._held = max(good)
-            self.keeper.protect(self._held)
+            self.manager.protect(self._held)
             self.log.event("checkpoint", state="pinned", step=self._held, parent=self.seq)
 
     def _release(self) -> None:
         if self.log and self._held is not None:
-            self.keeper.protect()
+            self.manager.protect()
             self.log.event("checkpoint", state="unpinned", step=self._held)
             self._held = None
 
     # --- steps done again
-    def back(self, measure: Measure, detector: dict[str, Any], finding_seq: int | None) -> dict[int, float]:
+    def back(self, measure: RecoveryAction, detector: dict[str, Any], finding_seq: int | None) -> dict[int, float]:
         """Reset to ``measure.to_step`` after a rollback. Return step -> loss of the steps whose losses must be the same."""
         assert measure.to_step is not None
         before = {done.step: done for done in self.history if done.step > measure.to_step}

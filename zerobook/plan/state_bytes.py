@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zerobook.optimizer import state_numbers
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 
 SWAPPED = 1 << 20
 """Bytes. DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
@@ -47,7 +47,7 @@ class Weight:
 
 
 @dataclass(kw_only=True)
-class Holdings:
+class StateBytes:
     """Bytes of one rank, in all places.
 
     ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between the backward pass and the step, each
@@ -70,7 +70,7 @@ class Holdings:
         return {key: value - self.host.get(key, 0) for key, value in self.states.items()}
 
 
-def hold(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int = 0) -> Holdings:
+def hold(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int = 0) -> StateBytes:
     """Return what ``rank`` holds of a model.
 
     Args:
@@ -84,40 +84,40 @@ def hold(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int = 
     return (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
 
 
-def state_ratio(groups: Groups, spread: Spread) -> float:
+def state_ratio(groups: Groups, spread: ShardingSpec) -> float:
     """Return the numbers of optimizer state for each number of the trained weights: 2 for AdamW."""
     trained = [w for group in groups for w in group]
     return state_numbers(spread.optimizer_spec, (w.shape for w in trained)) / max(sum(w.numel for w in trained), 1)
 
 
-def _state(elements: int, spread: Spread) -> int:
+def _state(elements: int, spread: ShardingSpec) -> int:
     """Return the bytes of optimizer state for ``elements`` elements of weights, which are updated flat or in part."""
     return 4 * state_numbers(spread.optimizer_spec, [(elements,)])
 
 
-def _counts(tensors: int, spread: Spread) -> int:
+def _counts(tensors: int, spread: ShardingSpec) -> int:
     """Return the bytes of the step counts that are tensors. DeepSpeed's CPUAdam counts in an integer."""
     in_integers = spread.optimizer == "adamw" and spread.kind == "deepspeed" and spread.offload_optimizer != "none"
     return 0 if in_integers else spread.optimizer_spec.step_bytes * tensors
 
 
-def _replicated(weights: Sequence[Weight], spread: Spread) -> Holdings:
+def _replicated(weights: Sequence[Weight], spread: ShardingSpec) -> StateBytes:
     """Return what a rank holds with one process or under DDP."""
     trained = [w for w in weights if w.trained]
     elements = sum(w.numel for w in trained)
-    return Holdings(
+    return StateBytes(
         parameters=sum(w.numel * w.element for w in weights),
         gradients=4 * elements,
         optimizer=4 * state_numbers(spread.optimizer_spec, (w.shape for w in trained)) + _counts(len(trained), spread),
     )
 
 
-def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
+def _fsdp(weights: Sequence[Weight], spread: ShardingSpec, rank: int) -> StateBytes:
     """Return what a rank holds under FSDP2. Rows are divided among ranks. Weights and gradients are padded to the largest
     part, optimizer state is not."""
     place = rank % spread.shard
     trained = [w for w in weights if w.trained]
-    held = Holdings(
+    held = StateBytes(
         parameters=sum(_row_elements(w, spread.shard, 0) * w.element for w in weights),
         gradients=sum(4 * _row_elements(w, spread.shard, 0) for w in trained),
         optimizer=sum(_state(_row_elements(w, spread.shard, place), spread) for w in trained) + _counts(len(trained), spread),
@@ -127,14 +127,14 @@ def _fsdp(weights: Sequence[Weight], spread: Spread, rank: int) -> Holdings:
     return held
 
 
-def _zero(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
+def _zero(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int) -> StateBytes:
     """Return what a rank holds under ZeRO-1 and 2: each group is flattened, padded to a multiple of two elements a rank,
     and divided into equal parts."""
     flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
     parts = [size // spread.ranks for size in flat]
     frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
     state = 4 * sum(parts) + _state(sum(parts), spread) + _counts(len(parts), spread)
-    held = Holdings(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=state)
+    held = StateBytes(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=state)
     if spread.offload_optimizer == "none":
         reduced = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
         held.gradients = reduced * spread.compute
@@ -156,7 +156,7 @@ def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
     return kept + max(0, stop - max(at, start))
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int) -> Holdings:
+def _zero3(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int) -> StateBytes:
     """Return what a rank holds under ZeRO-3: every weight is padded to a multiple of the ranks and divided; small ones also
     stay gathered.
 
@@ -175,7 +175,7 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
         )
     elements = sum(sub_groups)
     state = 4 * elements + _state(elements, spread) + _counts(len(sub_groups), spread)
-    held = Holdings(parameters=sharded + persistent, gradients=elements * spread.compute, optimizer=state)
+    held = StateBytes(parameters=sharded + persistent, gradients=elements * spread.compute, optimizer=state)
     if spread.offload_optimizer != "none":
         swapped = [sub for sub in sub_groups if spread.offload_optimizer == "nvme" and 4 * sub >= SWAPPED]
         held.disk = 4 * sum(swapped) + _state(sum(swapped), spread)
@@ -191,7 +191,7 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: Spread, rank: int)
     return held
 
 
-def on_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[Weight]:
+def on_nvme(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> list[Weight]:
     """Return the weights whose parts are on NVMe. The first of the trained weights, and all small weights, stay in host
     RAM."""
     if spread.offload_param != "nvme":
@@ -200,7 +200,7 @@ def on_nvme(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[W
     return [w for w in weights if w.name not in staying and _part(w, spread) * _cast(w, spread) >= SWAPPED]
 
 
-def nvme_buffers(groups: Groups, spread: Spread) -> int:
+def nvme_buffers(groups: Groups, spread: ShardingSpec) -> int:
     """Return the bytes of a rank's host RAM that DeepSpeed allocates for weights on NVMe: buffers to read them into, the
     unused rest of the room for weights that stay, and a buffer of the size of the largest sub-group, in which the other
     weights are rounded before they are written."""
@@ -219,7 +219,7 @@ def nvme_buffers(groups: Groups, spread: Spread) -> int:
     return (spread.buffers * spread.buffer + left + written) * spread.compute
 
 
-def unswappable(weights: Sequence[Weight], groups: Groups, spread: Spread) -> list[str]:
+def unswappable(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> list[str]:
     """Return why DeepSpeed would fail an assertion: a part of a weight is larger than a buffer for NVMe. Empty where all
     parts fit."""
     largest = max(on_nvme(weights, groups, spread), key=lambda w: _part(w, spread), default=None)
@@ -231,7 +231,7 @@ def unswappable(weights: Sequence[Weight], groups: Groups, spread: Spread) -> li
     ]
 
 
-def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:
+def _staying(groups: Groups, spread: ShardingSpec) -> list[list[list[Weight]]]:
     """Return for each group the sub-groups whose weights never leave host RAM for NVMe: those that are completely within
     the first ``in_cpu`` elements of a rank's parts."""
     found, before = [], 0
@@ -246,7 +246,7 @@ def _staying(groups: Groups, spread: Spread) -> list[list[list[Weight]]]:
     return found
 
 
-def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight]]:
+def _sub_groups(group: Sequence[Weight], spread: ShardingSpec) -> Iterable[list[Weight]]:
     """Yield consecutive parts of a group. Each ends with the weight whose part makes the sum of parts reach
     ``sub_group_size``."""
     sub: list[Weight] = []
@@ -261,11 +261,11 @@ def _sub_groups(group: Sequence[Weight], spread: Spread) -> Iterable[list[Weight
         yield sub
 
 
-def _part(weight: Weight, spread: Spread) -> int:
+def _part(weight: Weight, spread: ShardingSpec) -> int:
     return -(-weight.numel // spread.ranks)
 
 
-def _cast(weight: Weight, spread: Spread) -> int:
+def _cast(weight: Weight, spread: ShardingSpec) -> int:
     """Return the bytes of an element after DeepSpeed has cast the model."""
     return spread.compute if spread.precision != "no" else weight.element
 

@@ -46,7 +46,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BatchLayout:
     """Division of a global batch. ``micro`` is the number of samples per micro-batch and process."""
 
     world_size: int
@@ -96,7 +96,7 @@ class _Rows(Dataset):
         return {name: np.full_like(values, IGNORE) if name.endswith("labels") else values for name, values in row.items()}
 
 
-class Feed:
+class BatchLoader:
     """Iterates over (`StepPlan`, this process's micro-batches of that step).
 
     Args:
@@ -113,7 +113,7 @@ class Feed:
         self,
         part: Rows,
         order: Order,
-        layout: Layout,
+        layout: BatchLayout,
         collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
         *,
         cursor: int = 0,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from zerobook.plan.holdings import Weight
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import Weight
 
 
 class Visit(NamedTuple):
@@ -48,7 +48,7 @@ class Gathered:
         return self.forward + self.again
 
 
-def gathered(weights: Sequence[Weight], spread: Spread, visits: Sequence[Visit] = (), accumulation: int = 1) -> Gathered:
+def gathered(weights: Sequence[Weight], spread: ShardingSpec, visits: Sequence[Visit] = (), accumulation: int = 1) -> Gathered:
     """Return what is gathered, once the order is known.
 
     Args:
@@ -70,7 +70,7 @@ class _Coordinator:
     """ZeRO-3's coordinator of one rank. The first passes that follow the order decide where each weight is freed; later
     passes keep these decisions."""
 
-    def __init__(self, known: dict[str, Weight], visits: Sequence[Visit], spread: Spread):
+    def __init__(self, known: dict[str, Weight], visits: Sequence[Visit], spread: ShardingSpec):
         self.visits, self.spread = visits, spread
         self.here: set[str] = set()
         self._own = {visit.module: [known[name] for name in visit.names] for visit in visits}

@@ -1,6 +1,6 @@
 """The literature's figures for what a strategy file holds and sends, shown beside the libraries'. Imports nothing heavy.
 
-The formulas themselves are in `zerobook.plan.formulas`. This module applies them to a `Spread` and writes them as text: P
+The formulas themselves are in `zerobook.plan.formulas`. This module applies them to a `ShardingSpec` and writes them as text: P
 is the number of the model's parameters, T of the trained ones where others are frozen.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerobook.plan import formulas
-from zerobook.plan.spread import Spread
+from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.traffic import Flow, between_nodes, sent
 
 
@@ -35,7 +35,9 @@ class Paper:
         return sum(getattr(self.states, what) for what, where in self.lying.items() if where == place)
 
 
-def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density: float = 1.0, states: float = 2.0) -> Paper:
+def paper(
+    parameters: int, trained: int, spread: ShardingSpec, nodes: int, *, density: float = 1.0, states: float = 2.0
+) -> Paper:
     """Return the papers' figures. The papers do not cover accumulation: a step is one micro-batch.
 
     ZeRO, section 5, for states; offloaded states are in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity,
@@ -69,7 +71,7 @@ def paper(parameters: int, trained: int, spread: Spread, nodes: int, *, density:
     )  # fmt: skip
 
 
-def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -> list[Flow]:
+def flows(parameters: int, trained: int, spread: ShardingSpec, density: float = 1.0) -> list[Flow]:
     """Return what is sent in a step by the papers' law."""
     elements = {"P": parameters * density, "T": trained}
     return [
@@ -86,7 +88,7 @@ def flows(parameters: int, trained: int, spread: Spread, density: float = 1.0) -
 
 
 def _states(
-    parameters: int, trained: int, spread: Spread, share: int, lying: dict[str, str], density: float, states: float
+    parameters: int, trained: int, spread: ShardingSpec, share: int, lying: dict[str, str], density: float, states: float
 ) -> str:
     """Return the formula of weights, gradients and optimizer state as text, such as ``2 P + 2 P/8 + 12 P/8 bytes``; see
     `formulas.model_states`."""
@@ -113,12 +115,12 @@ class _Leg:
     within: bool
     cut: int = 1
 
-    def rings(self, spread: Spread) -> int:
+    def rings(self, spread: ShardingSpec) -> int:
         """Return the number of rings that leave a node at once: a ring over the copies for each part on the node."""
         return min(self.cut, spread.node)
 
 
-def _legs(spread: Spread, some: str) -> list[_Leg]:
+def _legs(spread: ShardingSpec, some: str) -> list[_Leg]:
     """Return the transfers of a step. ``some``: the letter of the trained parameters."""
     whole = spread.ranks <= spread.node
     if spread.stage < 3:
@@ -139,7 +141,7 @@ def _legs(spread: Spread, some: str) -> list[_Leg]:
     return [leg for leg in legs if leg.ranks > 1]
 
 
-def _written(legs: list[_Leg], spread: Spread, *, of_a_node: bool = False, density: float = 1.0) -> str:
+def _written(legs: list[_Leg], spread: ShardingSpec, *, of_a_node: bool = False, density: float = 1.0) -> str:
     """Return transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers around the same ring are added. Several rings of
     a kind may leave a node."""
     sums: dict[tuple[str, int], float] = {}
