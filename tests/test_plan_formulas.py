@@ -64,11 +64,6 @@ def test_deepspeeds_own_functions_agree(parameters, layer, gpus, nodes, offload,
 
 
 def test_activations():
-    assert f"{f.activations_rule(32, 1, 1024, 4096, 4, 12) / 1e9:.2f}" == "6.44"
-    assert f"{f.activations_rule(32, 1, 1024, 4096, 4, 2) / 1e9:.2f}" == "1.07"
-    # the fp32 model of 10^9 parameters at batch 1 x 1024, unoptimised
-    whole = f.model_states(10**9, 0, 1, mixed=False).total + f.activations_rule(32, 1, 1024, 4096, 4, 12)
-    assert whole / 1e9 == pytest.approx(22, abs=0.5)
     # SP, equations 1 and 4, at 2 bytes
     assert f.activations(1, 1, 2, 3, 5, fused=False, checkpointing=False) == 2 * 3 * 34 + 5 * 5 * 4
     assert f.activations(7, 1, 2, 3, 5, fused=True, checkpointing=True) == 7 * 2 * 6 + 34 * 6

@@ -158,7 +158,7 @@ class CheckpointManager:
         )
 
     def _of(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}"
+        return self.folder / store.name_of(step)
 
     # --- saving
 

@@ -177,7 +177,7 @@ class Saver:
         self._results.append(Saved(self._final(step), time.monotonic() - start, problem))
 
     def _final(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:06d}"
+        return self.checkpoints / store.name_of(step)
 
     def _publish(
         self,

@@ -107,9 +107,14 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
                 holder.unlink()
 
 
+def name_of(step: int) -> str:
+    """Return the name of the folder of a complete checkpoint."""
+    return f"step-{step:06d}"
+
+
 def staging_of(checkpoints: Path, step: int) -> Path:
     """Return the folder in which a checkpoint is written before it is complete."""
-    return checkpoints / f".step-{step:06d}.partial"
+    return checkpoints / f".{name_of(step)}.partial"
 
 
 def make_staging(staging: Path) -> None:
@@ -139,7 +144,7 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     manifest.write_text(json.dumps({"format_version": version, "step": step, "files": files}, indent=1))
     for file in (*others, manifest, staging):
         fsync(file)
-    final = checkpoints / f"step-{step:06d}"
+    final = checkpoints / name_of(step)
     replaced = None
     if os.path.lexists(final):
         if damage(final, thorough=True) is not None:
@@ -493,7 +498,7 @@ def take_back(checkpoint: Path, step: int) -> Path:
 
     Another one of that step is set aside: otherwise a restart before the next save would resume from the other branch.
     """
-    own = checkpoint.with_name(f"step-{step:06d}")
+    own = checkpoint.with_name(name_of(step))
     if os.path.lexists(own):
         _put_aside(own, "abandoned" if damage(own) is None else "unreadable")
     pinned = is_pinned(checkpoint)

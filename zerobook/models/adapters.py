@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import nn
 
 from zerobook.errors import ConfigError
+from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -22,7 +22,7 @@ def nf4(precision: str) -> BitsAndBytesConfig:
     """
     from transformers import BitsAndBytesConfig
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    dtype = compute_dtype(precision)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -13,6 +13,7 @@ from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
 from zerobook.models.load import absolute_positions
 from zerobook.strategy import Strategy
+from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +80,7 @@ def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
         ways = [*((way, "the samples' lengths") for way in cheaper), *ways]
     # a full mask would replace a sliding window; flash and flex attention take none
     if attention in ("sdpa", "eager") and not getattr(config, "sliding_window", None):
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(strategy.plan.precision, torch.float32)
+        half = compute_dtype(strategy.plan.precision)
         ways.append((replace(collate, mask=torch.bool if attention == "sdpa" else half), "a mask of the samples"))
     found = []
     for way, by in ways:

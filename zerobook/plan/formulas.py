@@ -103,12 +103,6 @@ def deepspeed_zero3(
     return Estimate(host, gpu, f"host {per_parameter} P / nodes x 1.5, GPU 4 L" + ("" if params else " + 2 P/N"))
 
 
-def activations_rule(layers: int, batch: int, length: int, width: int, element: int, copies: int) -> float:
-    """Return L x B x S x H x D x C, a rule of thumb: ``copies`` tensors [batch, length, width] a layer, ``element`` bytes
-    each."""
-    return float(layers * batch * length * width * element * copies)
-
-
 def activations(
     layers: int, batch: int, length: int, width: int, heads: int, *, element: int = 2, fused: bool, checkpointing: bool
 ) -> float:

@@ -21,6 +21,7 @@ from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
+from zerobook.utils.dtypes import HALF, compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -110,13 +111,13 @@ class Job:
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
             if self.config.in_4bit:
-                _quantise(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
+                _quantise(model, compute_dtype(precision))
             model = self.recipe.adapt(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
             if cast != "no":
-                model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[cast])
+                model = model.to(HALF[cast])
         with FakeTensorMode(allow_non_fake_inputs=True):
             _to_fake(model)
             yield model.train(), self.recipe.example_batch(shape or self.shape)

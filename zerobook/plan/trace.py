@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from zerobook.plan.gather_schedule import Visit
+from zerobook.utils.dtypes import HALF
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
@@ -264,14 +265,13 @@ def _followed(
     results."""
     for tensor in [*model.parameters(), *model.buffers()]:
         follow.leave_out(tensor)
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     with (
         _kernels(kernels, follow) if kernels else nullcontext(),
         _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
         _unpacked("position_ids" not in batch),
         _unsaid(),
         follow,
-        _autocast(next(model.parameters()).device.type, kinds.get(precision)),
+        _autocast(next(model.parameters()).device.type, HALF.get(precision)),
     ):
         for tensor in batch.values():
             follow.count(tensor)

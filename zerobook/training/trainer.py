@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
+from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import ConfigSources, RecipeConfig
@@ -316,7 +317,7 @@ class Trainer:
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
         self.manager.save(self.progress, self.log)
-        self.hooks("on_save", self, self.manager.folder / f"step-{step:06d}")
+        self.hooks("on_save", self, self.manager.folder / store.name_of(step))
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""

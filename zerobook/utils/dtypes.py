@@ -1,0 +1,13 @@
+"""The dtypes that the names of precisions stand for."""
+
+from __future__ import annotations
+
+import torch
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Mixed precision -> the dtype that it computes in."""
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Return the dtype that a run of ``precision`` (``no``, ``bf16`` or ``fp16``) computes in."""
+    return HALF.get(precision, torch.float32)
