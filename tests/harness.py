@@ -112,7 +112,7 @@ def command(
     line += [
         *meeting,
         *([str(through)] if through else []),
-        recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py"),
+        recipe if recipe.endswith(".py") else str(ROOT / "recipes" / f"{recipe}.py"),
     ]
     for key, value in flags.items():
         line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
