@@ -121,7 +121,7 @@ class Spy(Hook):
 
         self.output = Path(trainer.config.output_dir)
         self.micro = Counter()
-        self.monitor(trainer, AutoTokenizer.from_pretrained(trainer.config.model_name_or_path))
+        self.watch(trainer, AutoTokenizer.from_pretrained(trainer.config.model_name_or_path))
         COUNTS.clear()
         if hasattr(trainer.strategy.model, "register_comm_hook"):
             trainer.strategy.model.register_comm_hook(None, reduced)
