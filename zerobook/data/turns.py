@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -38,63 +38,14 @@ class Tokenized(NamedTuple):
 
 
 class TurnTokenizer:
-    """Tokenizes chats. A turn begins with the token of its first character, even if this token also holds the prompt's end.
-
-    Offsets show which token that is, but the library needs a fifth more time to keep them. So special tokens are counted
-    instead: text and ids have the same ones in the same order. The text between one and the turn's first character,
-    such as ``assistant`` and a newline, has known ids. Where these ids are not found, the chat is encoded with offsets.
-    """
+    """Tokenizes chats. A turn begins with the token of its first character, even if this token also holds the prompt's end."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._special = any_of(token.content for token in added.values() if token.special)
-        # a token that includes the white space beside it may include a turn's first character
-        self._countable = not any(token.special and (token.lstrip or token.rstrip) for token in added.values())
-        self._is_special = np.zeros(max([len(tokenizer), *(number + 1 for number in added)]), bool)
-        self._is_special[[number for number, token in added.items() if token.special]] = True
-        self._between: dict[str, list[int]] = {}
 
     def encode(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
         """Return one result for each chat, in order; a `BadSample` where a turn's tokens cannot be determined."""
-        if not self.tokenizer.is_fast:
-            return self._by_prefixes(chats)
-        if not self._countable:
-            return self._by_offsets(chats)
-        backend = plain_backend(self.tokenizer)
-        rows = [e.ids for e in backend.encode_batch_fast([chat.text for chat in chats], add_special_tokens=False)]
-        results: list[Any] = [self._by_count(chat, row) for chat, row in zip(chats, rows, strict=True)]
-        open_ = [i for i, result in enumerate(results) if result is None]
-        for i, result in zip(open_, self._by_offsets([chats[i] for i in open_]), strict=True):
-            results[i] = result
-        return results
-
-    def _by_count(self, chat: Rendered, row: list[int]) -> Tokenized | None:
-        """Find the turns by counting special tokens. Return None where that does not determine them."""
-        ids = np.array(row, np.int32)
-        places = np.flatnonzero(self._is_special[ids]).tolist()
-        marks = [(mark.start(), mark.end()) for mark in self._special.finditer(chat.text)]
-        if len(places) != len(marks):
-            return None  # for example, an unknown character's token is special too
-        ends = [end for _, end in marks]
-        turns = []
-        for start, stop in chat.turns:
-            before = bisect_right(ends, start) - 1
-            last = bisect_right(ends, stop) - 1
-            if before < 0 or last <= before or ends[last] != stop:
-                return None
-            between = self._ids_behind(chat.text[marks[before][0] : start])
-            first = places[before] + 1 + len(between)
-            if row[first - len(between) : first] != between:
-                return None
-            turns.append((first, places[last] + 1))
-        return Tokenized(ids, turns)
-
-    def _ids_behind(self, text: str) -> list[int]:
-        """Return the ids of the text after the special token with which ``text`` begins."""
-        if text not in self._between:
-            self._between[text] = plain_backend(self.tokenizer).encode(text, add_special_tokens=False).ids[1:]
-        return self._between[text]
+        return self._by_offsets(chats) if self.tokenizer.is_fast else self._by_prefixes(chats)
 
     def _by_offsets(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
         encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
