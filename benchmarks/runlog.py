@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zerobook.monitor.spike_monitor import Watch
+from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.jsonl import encode
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 
@@ -81,7 +81,7 @@ def per_step(folder: Path) -> dict[str, float]:
     watching, writing = [], []
     for number in range(ROUNDS):
         log = RunLog(folder / str(number))
-        watch = Watch(config, strategy, manager, log, detector={}, ladder={})  # type: ignore[arg-type]
+        watch = SpikeMonitor(config, strategy, manager, log, detector={}, ladder={})  # type: ignore[arg-type]
         blocks = [[record(step, rng) for step in range(first, first + 10)] for first in range(1, 5001, 10)]
         start = time.process_time()
         for block in blocks:

@@ -36,7 +36,7 @@ class LoraConfig(RecipeConfig):
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     lora_r: int = Field(16, ge=1, description="rank of the adapters")
-    lora_alpha: float = Field(32, gt=0, description="scale of the adapters; the update is weighed by alpha / r")
+    lora_alpha: float = Field(32, gt=0, description="scale of the adapters; their output is multiplied by alpha / r")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
@@ -53,7 +53,7 @@ class LoraConfig(RecipeConfig):
 
 
 class LoraFinetune(Recipe[LoraConfig]):
-    """Trains small matrices beside every linear layer. Everything else is inherited from `Recipe`."""
+    """Trains low-rank adapters beside the linear layers. Everything else is inherited from `Recipe`."""
 
     config_class = LoraConfig
 

@@ -47,7 +47,7 @@ class Seq2SeqConfig(RecipeConfig):
     val_max_target_length: int | None = Field(None, ge=1, description="tokens generated at most; unset: max_target_length")
     val_min_target_length: int = Field(0, ge=0, description="tokens generated before the end at least")
     n_val_batch_generations: int | None = Field(
-        None, ge=1, description="generate for so many evaluation batches of every process; unset: for all"
+        None, ge=1, description="evaluation batches per process for which texts are generated; unset: all"
     )
 
     @property

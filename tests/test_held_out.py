@@ -8,6 +8,7 @@ import torch
 from recipes.causal_lm import CausalLM
 from recipes.seq2seq_chatbot import Seq2SeqChatbot
 from tests.alone import train
+from zerobook.errors import ConfigError
 from zerobook.evaluation import held_out
 from zerobook.objective import NextToken, TargetTokens
 
@@ -52,3 +53,13 @@ def test_an_evaluation_takes_fewer_rows_where_their_logits_would_be_too_many(tin
     assert "per_device_eval_batch_size" in capsys.readouterr().out
     assert bounded.event("eval")["loss"] == pytest.approx(whole.event("eval")["loss"], rel=1e-6)
     assert bounded.event("eval")["tokens"] == whole.event("eval")["tokens"]
+
+
+def test_two_scorers_with_one_name_are_refused(tiny, tmp_path):
+    class Twice(CausalLM):
+        def scorers(self, tokenizer, model, data, collate):
+            return [lambda strategy, model, step: ({"mine": 1.0}, [])] * 2
+
+    with pytest.raises(ConfigError, match="two scorers measure mine"):
+        train(tmp_path / "run", Twice, model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", block_size=64,
+              max_train_steps=1)  # fmt: skip

@@ -152,8 +152,8 @@ class RecipeConfig(BaseModel):
     )
     on_spike: Literal["log", "skip", "rollback", "lower_rate", "stop"] = Field(
         "rollback",
-        description="log: watch only; skip: leave its samples out from now on; rollback: go back, by a ladder; "
-        "lower_rate: go back and lower the learning rate; stop",
+        description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
+        "measure each time; lower_rate: return and lower the learning rate; stop: end the run",
     )
     max_rollbacks: int = Field(8, ge=0, description="rollbacks of a run; then it stops")
     rollback_lr_factor: float = Field(

@@ -19,7 +19,7 @@ from zerobook.constants import IGNORE
 Metrics = Mapping[str, torch.Tensor]
 
 FP32_LOGITS = 2**23
-"""Number of fp32 logits, and of log-probabilities, that a loss without a gradient makes at once: 32 MiB each."""
+"""Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities."""
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -107,12 +107,12 @@ class NextToken(Objective):
     """Cross-entropy of each supervised token, predicted from the tokens before it. Weight: supervised tokens.
 
     A mixture of experts also has a loss that balances the load of its experts (Fedus et al., 2021, section 2.2). It is added
-    where the model's config asks for it (``output_router_logits``), or where ``router_weight`` is given. It is an average
-    over tokens, so each micro-batch adds it as often as it has supervised tokens, and the step adds a weighted mean.
-    Evaluations leave it out.
+    if the model's config asks for it (``output_router_logits``), or if ``router_weight`` is given. The model returns it as an
+    average over tokens, so each micro-batch multiplies it by its number of supervised tokens; for a step, this gives the
+    weighted mean. Evaluations leave it out.
 
     Args:
-        router_weight: factor of that loss in place of the config's ``router_aux_loss_coef``; 0 leaves it out.
+        router_weight: factor of that loss, instead of ``router_aux_loss_coef`` in the model's config; 0 leaves it out.
     """
 
     shifted = True
@@ -127,7 +127,7 @@ class NextToken(Objective):
         if balance == 0:
             return causal_lm_loss(model(**inputs).logits, labels)
         output = model(**inputs, output_router_logits=True)
-        # added also where no token is supervised: the backward pass of every rank has to run the same modules
+        # also if no token is supervised: the backward passes of all ranks must run the same modules
         router = output.aux_loss.to(output.logits.device) * (labels[:, 1:] != IGNORE).sum()
         return causal_lm_loss(output.logits, labels) + balance * router, {"router_aux_loss": router.detach()}
 
@@ -159,7 +159,7 @@ class TargetTokens(Objective):
 
 
 def without_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the model's inputs, and the labels. A model that is given labels would compute a loss of its own."""
+    """Return (the model's inputs, labels). With labels among its inputs, a model would compute a loss of its own."""
     inputs = dict(batch)
     return inputs, inputs.pop("labels")
 

@@ -1,4 +1,4 @@
-"""Optimizers, and their properties that strategies, checkpoints and the planner use.
+"""Optimizers, with the properties that strategies, checkpoints and the planner need.
 
 ``--optimizer`` names one of `OPTIMIZERS`, or a class of a user's own as ``FILE.py:Class``. Imports nothing heavy.
 """
@@ -28,13 +28,13 @@ class OptimizerSpec(ABC):
     """
 
     elementwise: ClassVar[bool] = False
-    """Each number of a weight is updated from its own gradient and state alone, and the state has the weight's shape. DeepSpeed
-    steps flat parts of weights, and FSDP2 steps parts of their rows; only such an optimizer is correct there."""
+    """True if each element of a weight is updated from its own gradient and state alone, and the state has the weight's shape.
+    Only then is the optimizer correct under DeepSpeed, which steps flat parts of weights, and FSDP2, which steps some rows."""
     skips_nonfinite: ClassVar[bool] = False
-    """The step reads ``optimizer.found_inf``, a flag on the device, and changes nothing where it is 1. Without it, the host
-    decides and waits for the device in every step."""
+    """True if the step reads ``optimizer.found_inf``, a flag on the device, and changes nothing if the flag is 1. If False, the
+    host decides, and waits for the device in every step."""
     step_bytes: ClassVar[int] = 0
-    """Bytes of a count of steps that is kept in a tensor for each weight."""
+    """Bytes of the step count, if it is kept in a tensor for each weight; 0 otherwise."""
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
@@ -50,7 +50,8 @@ class OptimizerSpec(ABC):
     def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         """Create the state of ``parameter``, which has none yet, as the first step would: zeros.
 
-        Override it where ``step`` counts in the state and begins only where the state is empty.
+        Override it if ``step`` creates the whole state, with a step count, only while the state is empty. After this method
+        the state is not empty, so the count must be created here.
         """
         import torch
 
@@ -60,11 +61,11 @@ class OptimizerSpec(ABC):
             optimizer.state[parameter][key] = zeros.detach()
 
     def get_step(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return the steps that the optimizer has counted, 0 before the first; None for one that does not count."""
+        """Return the number of steps that the optimizer has counted, 0 before the first; None if it does not count."""
         return None
 
     def set_step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
-        """Let the optimizer continue after ``n`` steps. Its state has been created."""
+        """Set the optimizer's step count to ``n``. Its state has been created."""
         return None
 
 
@@ -140,7 +141,7 @@ class SGD(OptimizerSpec):
         class MomentumSGD(torch.optim.SGD):
             """SGD whose momentum begins as zeros, which gives the same steps.
 
-            torch leaves the buffers of a fused first step without values where that step is skipped.
+            If a fused first step is skipped, torch leaves the buffers uninitialised.
             """
 
             def step(self, closure: Any = None) -> Any:
@@ -206,7 +207,7 @@ def optimizer_spec(said: str) -> OptimizerSpec:
 
 
 def optimizer_name(said: str) -> str:
-    """Return the name by which checkpoints know an optimizer: ``sgd``, or the class's for a user's own."""
+    """Return the optimizer's name in checkpoints: ``sgd``, or the class name of a user's own."""
     return said.rpartition(":")[2]
 
 
@@ -217,7 +218,7 @@ def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int
 
 
 def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:
-    """Return why a strategy cannot step with an optimizer, and the way out; None where it can.
+    """Return why a strategy cannot use an optimizer, and the way out; None if it can.
 
     Args:
         strategy: its name in messages.

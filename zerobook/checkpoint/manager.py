@@ -25,7 +25,9 @@ TORCHRUN_S = 30
 
 
 class CheckpointManager:
-    """Manages the checkpoints in ``config.output_dir``. All methods are collective, except `report` in the background.
+    """Manages the checkpoints in ``config.output_dir``.
+
+    `check_space`, `load`, `is_whole`, `save` and `finish` are collective. The other methods act on rank 0 alone.
 
     Attributes:
         checkpoint: the checkpoint that the run resumes from, or None.
@@ -67,7 +69,7 @@ class CheckpointManager:
 
     @property
     def goes_on_in_place(self) -> bool:
-        """True where the run resumes from a checkpoint in its own folder: that step is saved already."""
+        """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
         found = self.checkpoint
         return found is not None and found.resolve() == self._of(store.step_of(found)).resolve()
 
@@ -92,10 +94,10 @@ class CheckpointManager:
             tqdm.write(f"  warning: {problem}")
 
     def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
-        """Load `checkpoint`, or the one of ``step``.
+        """Load `checkpoint`, or the one of ``step``, into the live model and optimizer.
 
         Returns:
-            (the loop's state in it, bytes of tensors that each rank read).
+            (its progress, bytes of tensors that each rank read).
         """
         checkpoint = self.checkpoint if step is None else self._of(step)
         assert checkpoint is not None
@@ -108,9 +110,9 @@ class CheckpointManager:
         if found is not None and found.parent.resolve() == self.folder.resolve() and store.step_of(found) < 0:
             store.take_back(found, store.read_json(found / store.MANIFEST)["step"])
 
-    # --- checkpoints to go back to; rank 0
+    # --- checkpoints for rollbacks; on rank 0, except `is_whole`
     def steps(self) -> tuple[list[int], list[int]]:
-        """Return the steps of complete checkpoints: (those proven good, the others)."""
+        """Return (steps of the checkpoints proven good, steps of the other complete checkpoints)."""
         there = [store.step_of(c) for c in store.complete(self.folder)]
         return [s for s in there if s in self.proven], [s for s in there if s not in self.proven]
 
@@ -124,7 +126,7 @@ class CheckpointManager:
         self.protect()
 
     def is_whole(self, step: int) -> bool:
-        """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage."""
+        """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
         def look() -> bool:
             reason = store.damage(self._of(step), thorough=True)
@@ -193,7 +195,7 @@ class CheckpointManager:
         self.strategy.on_main(lambda: self.report(log))
 
     def report(self, log: RunLog | None) -> None:
-        """Log the results of the saves that ended since the last call. Runs on rank 0; after its error the launcher stops all.
+        """Log the results of the saves that ended since the last call. Rank 0; if it raises, the launcher stops all ranks.
 
         Raises:
             CheckpointError: a save failed, and ``on_save_error`` is stop.

@@ -1,6 +1,6 @@
-"""Build what ``accelerate launch`` asked for: the only place that distinguishes DeepSpeed, FSDP and a CPU.
+"""Build the Accelerator that ``accelerate launch`` asked for, wrapped as a `Strategy`.
 
-`zerobook.launch.resolve` works out what was asked for; `zerobook.strategy` holds what each strategy does differently.
+`zerobook.launch.resolve` works out the launch plan; `zerobook.strategy` holds what each strategy does differently.
 """
 
 from __future__ import annotations

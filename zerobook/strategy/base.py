@@ -1,14 +1,14 @@
-"""The interface of all strategies, so that no other code branches on how a run is distributed.
+"""The interface of all strategies, so that the training code does not depend on how a run is distributed.
 
-A `Strategy` owns the prepared model and optimizer. One optimizer step goes
+A `Strategy` owns the prepared model and optimizer. One optimizer step is
 
     for micro-batch:
         with strategy.micro_batch(last=...): loss = ...; strategy.backward(loss)
-    #  <- the seam: gradients are reduced and ready, nothing is applied yet
+    #  <- gradients are reduced and ready, no update is applied yet: `gradients` and `gradient_norm` may be called
     norm = strategy.optimizer_step(learning_rate)
 
-under every strategy, DeepSpeed included. Its parts: `zerobook.strategy.mesh` describes the processes,
-`zerobook.strategy.engine` steps the optimizer, and `zerobook.strategy.state` reads and writes the state for checkpoints.
+under every strategy, DeepSpeed included. `Strategy` inherits the steps from `zerobook.strategy.engine`, and reading and writing
+the state for checkpoints from `zerobook.strategy.state`. `zerobook.strategy.mesh` describes the processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Strategy(Engine):
-    """Base class of all strategies. Subclasses hold what differs."""
+    """Base class of all strategies. Subclasses override the methods that differ."""
 
     shards_parameters = False
     """Each rank holds a part of the weights only."""
@@ -48,7 +48,7 @@ class Strategy(Engine):
         self.accelerator = accelerator
         self.mesh = Mesh(accelerator)
         self.plan = plan
-        # both are there from `prepare` on
+        # both are set by `prepare`
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
         self.max_grad_norm = 0.0
@@ -62,7 +62,7 @@ class Strategy(Engine):
                 f"{plan.world_size}; every rank would read all the data"
             )
 
-    # --- the mesh, in short
+    # --- shortcuts to the mesh
     @property
     def rank(self) -> int:
         return self.mesh.rank

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
 
     class FlaggedOptimizer(torch.optim.Optimizer):
-        """An optimizer with what torch's loss scaler sets on it; the flag is read on the device."""
+        """An optimizer with the attributes that torch's loss scaler sets; the flag is on the device."""
 
         found_inf: torch.Tensor
         _step_supports_amp_scaling: bool
@@ -79,24 +79,28 @@ class Engine(TrainingState):
         """Accumulate gradients of ``loss``, inside `micro_batch`.
 
         Args:
-            loss: scalar; this rank's sum over supervised tokens divided by their *global* count,
-                over all ranks and micro-batches of the step. The gradient of the step is then the sum of
-                all such losses' gradients, whatever the split.
+            loss: scalar; the objective's loss, summed over this rank's rows and divided by the *global* sum of loss weights,
+                over all ranks and micro-batches of the step. The gradient of the step is then the sum of all such losses'
+                gradients, whatever the split.
         """
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
         self.accelerator.backward(loss * (self.mesh.data_parallel_size * self.accelerator.gradient_accumulation_steps))
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the global 2-norm of the gradients, at the seam; unclipped. Collective. Does not affect `optimizer_step`."""
+        """Return the global 2-norm of the gradients, before clipping. Collective.
+
+        Call it after the last backward pass of a step and before `optimizer_step`, which it does not affect.
+        """
         self._unscale()
         return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, this rank's part of the gradient) of every trained weight, at the seam; unclipped. No collective.
+        """Yield (name, this rank's part of the gradient) of every trained weight, before clipping. No collective.
 
-        Names come in the same order on every rank. All ranks' parts together give each number once, so the sum of their
-        squares over all ranks is the square of `gradient_norm`, under every strategy. A part may be empty or in host
-        memory. It is valid until the next one is yielded, and must not be changed.
+        Call it after the last backward pass of a step and before `optimizer_step`. Names come in the same order on every rank.
+        All ranks' parts together hold each element once, so the sum of their squares over all ranks is the square of
+        `gradient_norm`, under every strategy. A part may be empty or in host memory. It is valid until the next one is
+        yielded, and must not be changed.
         """
         self._unscale()
         for index, (name, parameter) in enumerate(self.trainable()):
@@ -114,7 +118,7 @@ class Engine(TrainingState):
             self._unscaled = True
 
     def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
-        """Clip, step, and drop the gradients. Where the norm is not finite, nothing is changed and no step is counted.
+        """Clip the gradients, step, and drop them. If the norm is not finite, nothing is changed and no step is counted.
 
         An optimizer that cannot skip a step on the device makes the host wait for the norm in every step.
 
@@ -122,8 +126,8 @@ class Engine(TrainingState):
             learning_rate: the rate of this step. It does not change a schedule that the strategy owns.
 
         Returns:
-            The global gradient norm before clipping, maybe still on the device: reading it
-            as a float waits for the device, so do that at log points only.
+            The global gradient norm before clipping. It may be a tensor on the device: reading it as a float waits for the
+            device, so do that at log points only.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

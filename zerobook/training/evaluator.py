@@ -10,6 +10,7 @@ import torch
 
 from zerobook.config import RecipeConfig
 from zerobook.data.prepare import PreparedData
+from zerobook.errors import ConfigError
 from zerobook.evaluation import held_out
 from zerobook.runlog.records import EvaluationRecord
 from zerobook.strategy import Strategy
@@ -24,7 +25,7 @@ class Evaluator:
 
     Args:
         collate: list of rows -> batch.
-        summed_loss: batch -> the sum over its supervised tokens, in nats.
+        summed_loss: batch -> the objective's loss, summed over its rows.
 
     Attributes:
         seconds: time spent on all evaluations so far.
@@ -66,6 +67,11 @@ class Evaluator:
         samples: list[dict[str, Any]] = []
         for scorer in self.scorers:
             measured, table = scorer(strategy, strategy.model, step)
+            if twice := metrics.keys() & measured.keys():
+                raise ConfigError(
+                    f"two scorers measure {', '.join(sorted(twice))}, and only one value could be logged. Give each scorer "
+                    "names of its own."
+                )
             metrics |= measured
             samples += table
         strategy.model.train()

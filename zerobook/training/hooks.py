@@ -48,7 +48,7 @@ class TrainerView(Protocol):
     evaluation: dict[str, Any] | None
     """result of the current step's evaluation"""
     monitor: SpikeMonitor
-    """the spike monitor"""
+    """finds spikes and decides on measures against them"""
     pace: Pace
     log: RunLog | None
     """the runlog; None on all ranks but 0"""
@@ -59,6 +59,8 @@ class TrainerView(Protocol):
     def add_metric(self, name: str, value: SupportsFloat) -> None:
         """Add a value to the record of the current step. The runlog and the trackers write it.
 
+        Call it in a method from `Hook.before_step` to `Hook.after_step`; a value added elsewhere is lost.
+
         Args:
             value: the same on every rank. A tensor with one element is read at the log point, so nothing waits for it here.
         """
@@ -68,8 +70,8 @@ class Hook:
     """Base class of all hooks. Every method does nothing; override those that are needed.
 
     Unless a method says otherwise, every rank calls it at the same place, so it may use collectives if it does so on all
-    ranks. An exception ends the run. Reading a tensor as a number waits for the device. The
-    trainer waits at log points only, so read tensors there.
+    ranks. An exception ends the run. Reading a tensor as a number waits for the device. The trainer waits at log points only,
+    so read tensors in `on_log`.
     """
 
     def before_prepare(self, trainer: TrainerView, model: nn.Module) -> None:
@@ -137,9 +139,10 @@ class Hook:
         """
 
     def on_end(self, trainer: TrainerView) -> None:
-        """Run at the end of training: after the last step or a warning signal, or where the run stops so a person can decide.
+        """Run at the end of training: after the last step, after a warning signal, or when a spike stops the run.
 
-        Everything is saved by then. An exception that ends the run skips this method. Hooks end in reverse order.
+        All saves of checkpoints have ended. A final model is written later. An exception that ends the run skips this method.
+        Hooks are called in reverse order here.
         """
 
 

@@ -28,7 +28,7 @@ class Pace:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """RecoveryAction a wait for data. Use it as a context manager."""
+        """Measure a wait for data. Use it as a context manager."""
         asked = time.monotonic()
         yield
         self._waited += time.monotonic() - asked

@@ -41,7 +41,8 @@ class BatchShape(NamedTuple):
 class Recipe(ABC, Generic[ConfigT]):
     """Base class of recipes. The strategies, the training loop, checkpoints and the planner work with any recipe.
 
-    Every method is called on every rank, in the order of the definitions.
+    A run calls the methods on every rank, in the order of their definitions; `quantization` is called by `model`. The last two,
+    `batch_shape` and `example_batch`, are for the planner.
     """
 
     config_class: ClassVar[type[RecipeConfig]]
@@ -100,7 +101,7 @@ class Recipe(ABC, Generic[ConfigT]):
 
         return task_scorers(self.config, tokenizer, model, "causal")
 
-    # --- for the planner, which builds the model from shapes alone
+    # --- for the planner, which runs the model on fake tensors
     def batch_shape(self) -> BatchShape:
         """Return the shape of the largest possible micro-batch."""
         config = self.config

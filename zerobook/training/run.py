@@ -1,6 +1,7 @@
 """The run of a recipe, from its flags to the saved model.
 
-`run` is the last line of every recipe's file. The commands ``zerobook data`` and ``zerobook plan`` use parts of it.
+`run` is the last line of every recipe's file. `train` does the work, also for scripts and notebooks; ``zerobook data`` uses
+`prepare_data`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run(recipe_class: type[Recipe[Any]]) -> None:
-    """Train as the command line says, or print the resolved config with ``--dry-run``. Ends a launched process.
+    """Train with the flags of the command line; with ``--dry-run``, print the resolved config only. Ends a launched process.
 
     A user's error is printed without a traceback, and the process exits with 2.
     """

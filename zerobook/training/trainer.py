@@ -45,16 +45,16 @@ from zerobook.training.trackers import Trackers
 class Trainer:
     """Trains ``model`` on ``data`` with the settings of ``config``, distributed by ``strategy``.
 
-    The loss of a step is the sum over its supervised tokens divided by their count over all ranks and
-    micro-batches. That count is known beforehand from the sample ids, so it needs no communication.
+    The loss of a step is the objective's loss, summed over the rows of all ranks and micro-batches, divided by the sum of their
+    loss weights. That sum is known from the sample ids before the step, so it needs no communication.
     Between log points the trainer does not wait for the device. DeepSpeed itself waits in each step, and so does FSDP2 if it
     keeps gradients in host memory. transformers waits in each forward pass of an encoder-decoder (3 times for BART and
     BlenderBot, twice for T5) to check whether the mask hides any token.
 
     Args:
-        collate: list of rows -> the model's arguments by name (mostly tensors), including ``labels``. That of a causal recipe
-            is replaced by its cheapest form for the prepared model: see `zerobook.models.isolation.settled`.
-        objective: the loss, and what it is divided by.
+        collate: list of rows -> the model's arguments by name (mostly tensors), including ``labels``. The collator of a
+            causal recipe is replaced by its cheapest form for the prepared model: see `zerobook.models.isolation.settled`.
+        objective: the loss, and the weights that it is divided by.
         scorers: measure more than the loss at every evaluation.
         hooks: hooks besides those in ``config.hooks``.
 
@@ -134,7 +134,7 @@ class Trainer:
 
     # --- training
     def run(self) -> Progress:
-        """Train to the end and return the final `Progress`. Evaluates and saves during the training and at its end."""
+        """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective."""
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
         self.pace.start(progress.tokens)
@@ -157,7 +157,7 @@ class Trainer:
         return progress
 
     def _until_trouble(self) -> RecoveryAction | None:
-        """Train to the end and return None, or until a measure against a spike is needed, and return the measure."""
+        """Train until the end, or until a spike needs a measure. Return the measure; None at the end."""
         config, progress, state = self.config, self.progress, self.state
         steps = iter(state.loader)
         while progress.step < state.end_step:
@@ -191,7 +191,7 @@ class Trainer:
         """Take one optimizer step. Collective.
 
         Args:
-            plan: the samples of the step, and their number of supervised tokens over all ranks.
+            plan: the samples of the step over all ranks, and the sum of their loss weights.
             micro_batches: micro-batches of this rank.
         """
         strategy, state, progress = self.strategy, self.state, self.progress
@@ -236,7 +236,10 @@ class Trainer:
         self._metrics[name] = value
 
     def _log_point(self) -> RecoveryAction | None:
-        """Read losses and norms; return the measure to carry out, if any. The host waits for the device here only."""
+        """Read losses and norms, and run the hooks and the spike monitor. Return the measure to carry out, if any.
+
+        The trainer waits for the device here only.
+        """
         records, self._pending = self._pending, []
         if not records:
             return None
@@ -286,7 +289,7 @@ class Trainer:
 
     # --- evaluation, checkpoints, the end
     def evaluate(self) -> dict[str, Any] | None:
-        """RecoveryAction the loss on the held-out data, and what the scorers measure. Collective.
+        """Measure the loss on the held-out data, and run the scorers. Collective.
 
         Returns:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
@@ -302,7 +305,7 @@ class Trainer:
         return record.result
 
     def save(self) -> None:
-        """Save a checkpoint of this step, unless its loss or gradient was not finite: a good one could be pruned for it."""
+        """Save a checkpoint of this step, if its loss and gradient were finite. Otherwise a good one might be pruned for it."""
         if not self.save_results:
             return
         step, last = self.progress.step, self.monitor.history[-1] if self.monitor.history else None
