@@ -40,9 +40,9 @@ def main() -> int:
     title("1. Dialogues, eight steps' worth of them spoilt")
     make_model()
     bad = make_data()
-    title("2. Training on them, with the watch that every run has")
+    title("2. Training on them, with the spike monitor that every run has")
     run("mended", "spoilt", "rollback")
-    title("3. The same, the watch only looking on")
+    title("3. The same, while the monitor only logs")
     run("harmed", "spoilt", "log")
     title("4. The same without the spoilt rows")
     run("clean", "sound", "rollback")
@@ -126,7 +126,7 @@ def report(bad: set[int]) -> bool:
         f"of the {len(bad)} spoilt rows, {len(bad & seen)} are in the run that was kept": not bad & seen,
         f"held-out loss {loss['mended']:.3f}; {loss['clean']:.3f} had the rows never been there": loss["mended"]
         < 1.01 * loss["clean"],
-        f"without the watch it would have been {loss['harmed']:.3f}": loss["harmed"] > 1.05 * loss["clean"],
+        f"without the monitor it would have been {loss['harmed']:.3f}": loss["harmed"] > 1.05 * loss["clean"],
         "nothing had to be done about the run on sound data": not logs["clean"].of("decision"),
     }
     print()
