@@ -53,11 +53,11 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     from zerobook.checkpoint.progress import Progress
     from zerobook.checkpoint.save import Saver
     from zerobook.config import RecipeConfig, parse
-    from zerobook.launch.build import build, plan_for_this_process
+    from zerobook.launch.build import build, resolve_this_process
     from zerobook.models.load import load_model
 
     config, sources, _ = parse(RecipeConfig)
-    plan = plan_for_this_process(config, sources)
+    plan, config, _ = resolve_this_process(config, sources)
     strategy = build(config, plan)
     strategy.prepare(load_model(config, strategy), config, 1)
     strategy.materialise_optimizer()

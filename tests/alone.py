@@ -19,7 +19,7 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run."""
     from recipes.causal_lm import CausalLM
     from zerobook.config import parse
-    from zerobook.launch.build import plan_for_this_process
+    from zerobook.launch.build import resolve_this_process
     from zerobook.training import run, trainer
 
     gc.collect()  # the locks on a folder are released with the trainer that held them
@@ -39,7 +39,7 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
               mock.patch.object(trainer, "RunLog", opened)):  # fmt: skip
             recipe = recipe or CausalLM
             config, sources, _ = parse(recipe.config_class)
-            plan = plan_for_this_process(config, sources)
+            plan, config, sources = resolve_this_process(config, sources)
             run.train(recipe(config), sources=sources, plan=plan)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

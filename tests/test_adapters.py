@@ -24,7 +24,7 @@ def resolved(kind=LoraConfig, environ=None, **given):
     for key, value in given.items():
         line += [f"--{key}", *([] if value is True else [value])]
     config, sources, _ = parse(kind, line)
-    plan = resolve(environ or {}, Hardware(gpus=1, gpu_name="A100"), config, sources)
+    plan, config, sources = resolve(environ or {}, Hardware(gpus=1, gpu_name="A100"), config, sources)
     assert not plan.problems
     return config, sources, plan
 

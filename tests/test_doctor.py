@@ -155,7 +155,7 @@ def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean
         for name, value in worker_environment(flags[:-1])[0].items():
             clean.setenv(name, value)
         clean.setenv("LOCAL_WORLD_SIZE", "4")
-        assert launch.plan_for_this_process(config, sources).host_threads == expected
+        assert launch.resolve_this_process(config, sources)[0].host_threads == expected
         for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_CPU"):
             clean.delenv(name, raising=False)
 
@@ -200,7 +200,7 @@ def test_use_cpu_hides_the_gpus_before_anyone_looks(clean, written, tmp_path):
     for use_cpu, expected in (("false", None), ("true", "")):
         flags = ["--config_file", written(ZERO3.format(use_cpu=use_cpu)), "a.py"]
         clean.setattr(launch, "parent_flags", lambda flags=flags: flags)
-        launch.plan_for_this_process(config, sources)
+        launch.resolve_this_process(config, sources)
         assert seen[-1] == expected
 
 

@@ -101,7 +101,7 @@ def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, cap
     monkeypatch.setattr(launch, "parent_flags", lambda: None)
     sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     with pytest.raises(ConfigError) as caught:
-        launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
+        launch.resolve_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
     assert caught.value.problems == [expected]
 
     flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
@@ -112,7 +112,7 @@ def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, cap
     assert (plan.kind, plan.device) == ("single", "cpu") and not plan.problems, "accelerate starts one process with --cpu"
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    plan = launch.plan_for_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
+    plan, *_ = launch.resolve_this_process(RecipeConfig(output_dir=str(tmp_path)), sources)
     assert plan.device == "cpu"
 
 

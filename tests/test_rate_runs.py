@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +12,7 @@ from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.resume import keep_global_batch
+from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.monitor import curves
 from zerobook.monitor.policy import RecoveryAction
@@ -77,8 +77,9 @@ def test_a_changed_byte_of_the_newest_checkpoint_neither_stops_a_run_nor_changes
     del short["num_train_epochs"]
     before = train(tmp_path / "run", **short)
     newest = before.output / "checkpoints" / "step-000004"
-    asks = SimpleNamespace(
-        output_dir=before.output, resume_from_checkpoint="auto", per_device_train_batch_size=4, gradient_accumulation_steps=1
+    asks = ConfigDraft(
+        RecipeConfig(output_dir=str(before.output), resume_from_checkpoint="auto", per_device_train_batch_size=4),
+        ConfigSources(),
     )
     for name, old, new in (
         ("config.json", '"asked"', '"asket"'),
@@ -88,7 +89,7 @@ def test_a_changed_byte_of_the_newest_checkpoint_neither_stops_a_run_nor_changes
         whole = (newest / name).read_text()
         assert old in whole
         (newest / name).write_text(whole.replace(old, new))
-        assert keep_global_batch(asks, {}, 1) is None
+        assert keep_global_batch(asks, 1) is None
         if "batch" not in new:
             (newest / name).write_text(whole)
     again = train(before.output, resume_from_checkpoint="auto", **short)

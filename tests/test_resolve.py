@@ -33,7 +33,9 @@ HYBRID = {
 def plan_for(environ, hardware=CPU, explicit=None, kind=RecipeConfig, **given) -> tuple[LaunchPlan, RecipeConfig]:
     config = kind(**given)
     sources = ConfigSources({k: f"flag --{k}" if k in given else "default" for k in kind.model_fields})
-    return resolve(environ, hardware, config, sources, explicit), config
+    plan, resolved, _ = resolve(environ, hardware, config, sources, explicit)
+    assert config == kind(**given), "the config that is resolved is not changed"
+    return plan, resolved
 
 
 def deepspeed(tmp_path, **config) -> dict[str, str]:
@@ -255,7 +257,7 @@ def test_precision_follows_the_nearest_word(tmp_path):
     def resolved(typed, source, launcher):
         config = RecipeConfig(mixed_precision=typed)
         sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default") | {"mixed_precision": source})
-        return resolve(WORKER | {"ACCELERATE_MIXED_PRECISION": "bf16"}, A100, config, sources, launcher)
+        return resolve(WORKER | {"ACCELERATE_MIXED_PRECISION": "bf16"}, A100, config, sources, launcher)[0]
 
     by_flag = resolved("fp16", "flag --mixed_precision", "no")
     assert by_flag.precision == "fp16"

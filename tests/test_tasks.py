@@ -384,11 +384,12 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
 def score_in_a_launch() -> None:
     """What the launched processes of the test above run."""
     from zerobook.config import RecipeConfig, parse
-    from zerobook.launch.build import build, plan_for_this_process
+    from zerobook.launch.build import build, resolve_this_process
     from zerobook.models.load import load_model, load_tokenizer
 
     config, sources, _ = parse(RecipeConfig)
-    strategy = build(config, plan_for_this_process(config, sources))
+    plan, config, _ = resolve_this_process(config, sources)
+    strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     strategy.prepare(load_model(config, strategy), config, total_steps=1)
     assert strategy.shards_parameters

@@ -12,7 +12,7 @@ import os
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -61,7 +61,7 @@ class DatasetSpec(BaseModel):
 class RecipeConfig(BaseModel):
     """The keys that every recipe shares. Units: *steps* are optimizer steps, sizes are per process."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, frozen=True)
 
     trains_adapters: ClassVar[bool] = False
     """The recipe freezes the model that it loads, and trains the weights that it adds."""
@@ -377,6 +377,32 @@ def parse(
     if problems:
         raise ConfigError(problems)
     return config, sources, known.dry_run
+
+
+class ConfigDraft(Generic[ConfigT]):
+    """A config while its launch is resolved. A strategy file, or the checkpoint that is resumed, may set what no person set.
+
+    Attributes:
+        config: the config with the values set so far. Configs are frozen, so each change makes another one.
+        sources: the source of each value.
+    """
+
+    def __init__(self, config: ConfigT, sources: ConfigSources):
+        self.config = config
+        self.sources = ConfigSources(sources)
+
+    def set(self, source: str, **values: Any) -> None:
+        """Set values of the config, all of them from ``source``."""
+        self.config = self.config.model_copy(update=values)
+        self.sources.update(dict.fromkeys(values, source))
+
+    def problems(self) -> list[str]:
+        """Validate the config again, and return a sentence for each value that it does not take."""
+        try:
+            type(self.config)(**self.config.model_dump(exclude_unset=True))
+        except ValidationError as error:
+            return [_explain(e, self.sources) for e in error.errors()]
+        return []
 
 
 def from_python(config: RecipeConfig) -> ConfigSources:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from zerobook.checkpoint import store
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import optimizer_name
 
@@ -86,16 +87,17 @@ def differing_optimizer(checkpoint: Path, name: str) -> str | None:
     )
 
 
-def keep_global_batch(config: RecipeConfig, sources: ConfigSources, world_size: int) -> str | None:
+def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
     """Keep the checkpoint's global batch if only the number of processes changed.
 
     The global batch decides the training (steps, schedule, noise); the number of processes must not. A batch size or
-    accumulation that a person changed, in any file, is kept. So ``config`` must hold the values of flags, YAML and JSON
+    accumulation that a person changed, in any file, is kept. So the draft must hold the values of flags, YAML and JSON
     together, as ``asked`` in the checkpoint does.
 
     Returns:
         A note on what was changed or could not be, or None.
     """
+    config = draft.config
     checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
     if checkpoint is None:
         return None
@@ -111,8 +113,7 @@ def keep_global_batch(config: RecipeConfig, sources: ConfigSources, world_size: 
     for smaller in range(micro, 0, -1):
         if wanted % (smaller * world_size) == 0:
             steps = wanted // (smaller * world_size)
-            config.per_device_train_batch_size, config.gradient_accumulation_steps = smaller, steps
-            for key in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-                sources[key] = f"{checkpoint.name}, to keep its global batch"
+            source = f"{checkpoint.name}, to keep its global batch"
+            draft.set(source, per_device_train_batch_size=smaller, gradient_accumulation_steps=steps)
             return f"global batch kept at {wanted} on {world_size} process(es): {smaller} x {steps} accumulation x {world_size}"
     return f"global batch: {wanted} cannot be cut for {world_size} processes; {now} samples a step from here on"

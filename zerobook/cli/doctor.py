@@ -85,7 +85,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         environ, precision = worker_environment(launch_flags)
     except ConfigError as error:
         return None, problems + error.problems, config, sources
-    plan = resolve(environ, hardware, config, sources, precision)
+    plan, config, sources = resolve(environ, hardware, config, sources, precision)
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
     return plan, problems, config, sources

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
 from zerobook.launch.resolve import Hardware, resolve
@@ -27,8 +27,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for each other before they report a hang."""
 
 
-def plan_for_this_process(config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
-    """Return the launch plan of the process that calls it. Raises `ConfigError` with all problems."""
+def resolve_this_process(config: ConfigT, sources: ConfigSources) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
+    """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems."""
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
@@ -37,7 +37,7 @@ def plan_for_this_process(config: RecipeConfig, sources: ConfigSources) -> Launc
     if true(environ.get("ACCELERATE_USE_CPU")):
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    plan = resolve(environ, Hardware.detect(), config, sources, precision)
+    plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision)
     if plan.offload_optimizer != "none" and chose_threads():
         plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(
@@ -51,7 +51,7 @@ def plan_for_this_process(config: RecipeConfig, sources: ConfigSources) -> Launc
         plan.problems.append(earlier)
     if plan.problems:
         raise ConfigError(plan.problems)
-    return plan
+    return plan, config, sources
 
 
 def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:

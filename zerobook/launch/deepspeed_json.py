@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
@@ -181,17 +181,18 @@ def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSou
         plan.problems.append(_differ(plan, "train_micro_batch_size_per_gpu", present, key, config, sources))
 
 
-def fill(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
+def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     """Write the run's sizes, clipping and optimizer into the config.
 
-    Values that the JSON fixes and no person set are copied into ``config``; values that both set must be equal.
+    Values that the JSON fixes and no person set are copied into the ``draft``; values that both set must be equal.
     """
     ds = plan.deepspeed_config
     assert ds is not None
-    _agree(plan, "gradient_clipping", ds.get("gradient_clipping", "auto"), "max_grad_norm", config, sources)
-    ds["gradient_clipping"] = config.max_grad_norm or NEVER
+    _agree(plan, "gradient_clipping", ds.get("gradient_clipping", "auto"), "max_grad_norm", draft)
     if "optimizer" in ds:
-        _fill_optimizer(plan, ds, config, sources)
+        _fill_optimizer(plan, ds, draft)
+    config = draft.config
+    ds["gradient_clipping"] = config.max_grad_norm or NEVER
     batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if batch not in ("auto", product):
@@ -228,13 +229,13 @@ def fill(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None
         plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
 
 
-def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, sources: ConfigSources) -> None:
+def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
     section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
     kind = section.get("type")
-    if config.optimizer != "adamw":
+    if draft.config.optimizer != "adamw":
         plan.problems.append(
-            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}, but optimizer is {config.optimizer} (from "
-            f"{sources['optimizer']}). Remove the section from the JSON, or pass --optimizer adamw."
+            f"{plan.config_file}: optimizer.type is {json.dumps(kind)}, but optimizer is {draft.config.optimizer} (from "
+            f"{draft.sources['optimizer']}). Remove the section from the JSON, or pass --optimizer adamw."
         )
         return
     if str(kind).lower() not in ("adam", "adamw"):
@@ -246,8 +247,8 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
     params = section.setdefault("params", {})
     keys = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
     for leaf, key in keys.items():
-        _agree(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, config, sources)
-        params[leaf] = getattr(config, key)
+        _agree(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, draft)
+        params[leaf] = getattr(draft.config, key)
     betas = params.get("betas", "auto")
     if betas == "auto":
         betas = ["auto", "auto"]
@@ -255,8 +256,8 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         plan.problems.append(f"{plan.config_file}: optimizer.params.betas is {betas}, expected two numbers, as [0.9, 0.999].")
         return
     for index, (present, key) in enumerate(zip(betas, ("adam_beta1", "adam_beta2"), strict=True)):
-        _agree(plan, f"optimizer.params.betas[{index}]", present, key, config, sources)
-    params["betas"] = [config.adam_beta1, config.adam_beta2]
+        _agree(plan, f"optimizer.params.betas[{index}]", present, key, draft)
+    params["betas"] = [draft.config.adam_beta1, draft.config.adam_beta2]
     if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
         params["torch_adam"] = params["fused"] = True  # as without the section
         plan.notes.append(
@@ -265,17 +266,16 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig, 
         )
 
 
-def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: ConfigSources) -> None:
-    """Copy ``present`` into ``config.key``, or add a problem if a person set another value."""
-    if present in ("auto", getattr(config, key)):
+def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, draft: ConfigDraft[Any]) -> None:
+    """Copy ``present`` into the draft's ``key``, or add a problem if a person set another value."""
+    if present in ("auto", getattr(draft.config, key)):
         return
     if not isinstance(present, int | float):
         plan.problems.append(f'{plan.config_file}: {dotted} is {json.dumps(present)}, expected a number or "auto".')
-    elif sources.given(key):
-        plan.problems.append(_differ(plan, dotted, present, key, config, sources))
+    elif draft.sources.given(key):
+        plan.problems.append(_differ(plan, dotted, present, key, draft.config, draft.sources))
     else:
-        setattr(config, key, present)
-        sources[key] = str(plan.config_file)
+        draft.set(str(plan.config_file), **{key: present})
 
 
 def _differ(plan: LaunchPlan, dotted: str, present: object, key: str, config: RecipeConfig, sources: ConfigSources) -> str:

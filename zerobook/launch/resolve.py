@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, ops
 from zerobook.optimizer import refused_by
@@ -92,24 +93,26 @@ def _no_flash_attention() -> str:
 def resolve(
     environ: Mapping[str, str],
     hardware: Hardware,
-    config: RecipeConfig,
+    config: ConfigT,
     sources: ConfigSources,
     explicit_precision: str | None = None,
-) -> LaunchPlan:
+) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
     """Work out the strategy from what the launcher put into the environment.
 
     Args:
         environ: the environment of a worker process.
         hardware: what the machine has.
-        config: the recipe's config. Values that a person did not set and that the YAML or JSON
-            fixes (accumulation, clipping, rate, decay) are copied into it, and so is the dtype of a frozen base.
-        sources: where each config value came from; updated for the copied values.
+        config: the recipe's config. It is not changed.
+        sources: where each config value came from. They are not changed.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
             cannot tell ``--mixed_precision no`` from no flag.
 
     Returns:
-        The plan. ``problems`` holds every disagreement; nothing is raised here.
+        The plan, whose ``problems`` hold every disagreement; nothing is raised here. The config with the values that no person
+        set and that the YAML or JSON fixes (accumulation, clipping, rate, decay), and with the dtype of a frozen base. The
+        sources of that config's values.
     """
+    draft = ConfigDraft(config, sources)
     world = int(environ.get("WORLD_SIZE", 1))
     launched = int(environ.get("LOCAL_RANK", -1)) >= 0
     on_cpu = hardware.gpus == 0
@@ -139,29 +142,30 @@ def resolve(
     if on_cpu and launched:
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
-    _take_accumulation(plan, environ, config, sources)
-    deepspeed_json.check_micro_batch(plan, config, sources)
+    _set_accumulation(plan, environ, draft)
+    deepspeed_json.check_micro_batch(plan, draft.config, draft.sources)
     _check_optimizer(plan, config)
-    plan.asked = config.model_dump()
+    plan.asked = draft.config.model_dump()
     try:
-        note = keep_global_batch(config, sources, plan.data_parallel_size)
+        note = keep_global_batch(draft, plan.data_parallel_size)
     except CheckpointError as error:
         plan.problems.append(f"resume_from_checkpoint: {error}")
     else:
         plan.notes += [note] if note else []
-    _choose_precision(plan, environ, config, sources, explicit_precision, on_cpu)
+    _choose_precision(plan, environ, config, draft.sources, explicit_precision, on_cpu)
     dtype = config.loaded_dtype(plan.precision)
     if dtype != config.dtype:
         plan.notes.append(
             f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
             f"{config.dtype} to load it in that"
         )
-        config.dtype, sources["dtype"] = dtype, plan.precision_source
+        draft.set(plan.precision_source, dtype=dtype)
     if plan.deepspeed_config is not None:
-        deepspeed_json.fill(plan, config, sources)
+        deepspeed_json.fill(plan, draft)
         deepspeed_json.check_ops(plan, hardware.missing_ops)
-    _check_model_choices(plan, config, hardware, on_cpu)
-    return plan
+    _check_model_choices(plan, draft.config, hardware, on_cpu)
+    plan.problems += draft.problems()
+    return plan, draft.config, draft.sources
 
 
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
@@ -229,7 +233,7 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
 
 
-def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: RecipeConfig, sources: ConfigSources) -> None:
+def _set_accumulation(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
     """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
     said: dict[str, int] = {}
     from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
@@ -240,8 +244,8 @@ def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: Rec
     # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
     if isinstance(from_json, int) and from_json != 1:
         said[str(plan.config_file)] = from_json
-    if sources.given("gradient_accumulation_steps"):
-        said[sources["gradient_accumulation_steps"]] = config.gradient_accumulation_steps
+    if draft.sources.given("gradient_accumulation_steps"):
+        said[draft.sources["gradient_accumulation_steps"]] = draft.config.gradient_accumulation_steps
     if len(set(said.values())) > 1:
         plan.problems.append(
             "gradient_accumulation_steps: "
@@ -250,8 +254,8 @@ def _take_accumulation(plan: LaunchPlan, environ: Mapping[str, str], config: Rec
         )
     elif said:
         where, value = next(iter(said.items()))
-        if value != config.gradient_accumulation_steps:
-            config.gradient_accumulation_steps, sources["gradient_accumulation_steps"] = value, where
+        if value != draft.config.gradient_accumulation_steps:
+            draft.set(where, gradient_accumulation_steps=value)
 
 
 def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:

@@ -178,7 +178,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
         gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
         no_flash_attention=f"it does not run on {cluster.device.name}",
     )  # fmt: skip
-    return resolve(environ, hardware, config.model_copy(deep=True), ConfigSources(sources), precision)
+    return resolve(environ, hardware, config, sources, precision)[0]
 
 
 def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) -> Row:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
 from zerobook.data.batch_loader import BatchLayout
-from zerobook.launch.build import build, plan_for_this_process
+from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, leave
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
@@ -33,7 +33,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     """
     with exit_on_error():
         config, sources, dry_run = parse(recipe_class.config_class)
-        plan = plan_for_this_process(config, sources)
+        plan, config, sources = resolve_this_process(config, sources)
         if dry_run:
             print_dry_run(config, sources, plan)
             return
@@ -63,10 +63,13 @@ def train(
     from zerobook.models.save import save_model
     from zerobook.training.trainer import Trainer
 
-    config = recipe.config
     if sources is None:
-        sources = from_python(config)
-    strategy = build(config, plan or plan_for_this_process(config, sources))
+        sources = from_python(recipe.config)
+    if plan is None:
+        plan, config, sources = resolve_this_process(recipe.config, sources)
+        recipe = type(recipe)(config)
+    config = recipe.config
+    strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     recipe.check_model_config(load_config(config, strategy))
     objective = recipe.objective()
@@ -94,8 +97,8 @@ def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> t
     from zerobook.data.prepare import prepare
     from zerobook.models.load import load_config, load_tokenizer
 
-    config = recipe.config
-    strategy = build(config, plan_for_this_process(config, sources))
+    plan, config, _ = resolve_this_process(recipe.config, sources)
+    recipe, strategy = type(recipe)(config), build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     recipe.check_model_config(load_config(config, strategy))
     encoder, objective = recipe.encoder(tokenizer), recipe.objective()
