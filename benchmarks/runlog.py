@@ -25,12 +25,12 @@ import time
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from tqdm import tqdm
 
 from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.jsonl import encode
+from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 
 ROUNDS = 5
@@ -66,10 +66,12 @@ def main() -> int:
     return 0
 
 
-def record(step: int, rng: random.Random) -> dict[str, Any]:
+def record(step: int, rng: random.Random) -> StepRecord:
     ids = [rng.randrange(10**6) for _ in range(BATCH)]
-    return {"step": step, "loss": 2.0 + rng.gauss(0, 0.05), "grad_norm": 1.0 + abs(rng.gauss(0, 0.1)), "learning_rate": 1e-4,
-            "tokens": 4096, "cursor": [step * BATCH - BATCH, step * BATCH], "ids": ids}  # fmt: skip
+    return StepRecord(
+        step=step, loss=2.0 + rng.gauss(0, 0.05), grad_norm=1.0 + abs(rng.gauss(0, 0.1)), learning_rate=1e-4, tokens=4096,
+        cursor=(step * BATCH - BATCH, step * BATCH), ids=ids,
+    )  # fmt: skip
 
 
 def per_step(folder: Path) -> dict[str, float]:
@@ -89,8 +91,8 @@ def per_step(folder: Path) -> dict[str, float]:
         watching.append((time.process_time() - start) / 5000)
         start = time.process_time()
         for block in blocks:
-            log.steps(block)
-            log.event("metrics", durable=False, steps=[block[0]["step"], block[-1]["step"]], loss=2.0, mean_loss=2.0,
+            log.steps([taken.to_json() for taken in block])
+            log.event("metrics", durable=False, steps=[block[0].step, block[-1].step], loss=2.0, mean_loss=2.0,
                       grad_norm=1.0, learning_rate=1e-4, tokens_per_second=1e4, data_wait=0.0)  # fmt: skip
         writing.append((time.process_time() - start) / 5000)
         log.close()
@@ -123,7 +125,7 @@ def make_long_log(folder: Path, *, every: int, steps: int) -> None:
                          "learning_rate": 1e-4, "tokens_per_second": 1e4, "data_wait": 0.0}  # fmt: skip
                 events.write(encode(event))
             if step <= steps:
-                records.write(encode({"attempt": 1, "branch": 0} | record(step, rng)))
+                records.write(encode({"attempt": 1, "branch": 0} | record(step, rng).to_json()))
 
 
 def timed(*words: str) -> float:

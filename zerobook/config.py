@@ -172,6 +172,8 @@ class RecipeConfig(BaseModel):
     @property
     def row_length(self) -> int:
         """Tokens that a row's ``input_ids`` may have."""
+        if not hasattr(type(self), "length_key"):
+            raise TypeError(f"{type(self).__name__}: set length_key to the name of the field that limits a row's tokens.")
         return getattr(self, self.length_key)
 
     @property

@@ -75,6 +75,8 @@ class Objective(ABC):
     The weights are counted once, when the data is prepared. The divisor of a step, over all ranks and micro-batches, is
     therefore known on every rank without communication, and the training does not depend on how a batch is cut.
 
+    All blocks of running text have one weight: ``weight`` is asked about a row of that length, whose ids mean nothing.
+
     A batch that lacks rows is filled up with rows in which every array whose name ends with ``labels`` is `IGNORE`
     throughout. ``loss`` must be 0 for them.
 
@@ -101,6 +103,16 @@ class Objective(ABC):
         Args:
             row: one prepared row, ``input_ids`` and ``labels`` (int [tokens]) and further arrays of the encoder.
         """
+
+    def needs_attention_mask(self, model: nn.Module) -> bool:
+        """Return whether the loss depends on the attention mask of rows that are padded on the right.
+
+        Without one, causal models compute the same for all tokens before the padding, and faster.
+
+        Args:
+            model: as the strategy prepared it, in training mode.
+        """
+        return False
 
 
 class NextToken(Objective):
@@ -130,6 +142,9 @@ class NextToken(Objective):
         # also if no token is supervised: the backward passes of all ranks must run the same modules
         router = output.aux_loss.to(output.logits.device) * (labels[:, 1:] != IGNORE).sum()
         return causal_lm_loss(output.logits, labels) + balance * router, {"router_aux_loss": router.detach()}
+
+    def needs_attention_mask(self, model: nn.Module) -> bool:
+        return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
 
     def _balance(self, model: nn.Module) -> float:
         """Return the factor of the loss that balances experts; 0 where it is left out."""

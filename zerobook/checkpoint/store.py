@@ -69,6 +69,13 @@ def hold(checkpoints: Path) -> None:
         _HELD[key] = stack
 
 
+def release(checkpoints: Path) -> None:
+    """Unlock ``checkpoints`` before this process ends, if `hold` has locked it."""
+    if stack := _HELD.pop(checkpoints.resolve(), None):
+        atexit.unregister(stack.close)
+        stack.close()
+
+
 @contextmanager
 def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     """Lock ``checkpoints`` for this process, and sweep it. Another process that tries to lock it is refused.

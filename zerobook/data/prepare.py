@@ -306,7 +306,13 @@ class Library:
         return Documents(store, chosen)
 
     def _blocks(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> Blocks:
-        return Blocks(store, starts, stops, self.length, self.objective.weight(text_row(self.length)))
+        weight = self.objective.weight(text_row(self.length))
+        if weight < 1:
+            raise ConfigError(
+                f"{type(self.objective).__name__}.weight gave {weight} for a block of {self.length} tokens of running text. "
+                "All blocks have one weight, which may depend on their length alone, and has to be 1 or more."
+            )
+        return Blocks(store, starts, stops, self.length, weight)
 
     def _part(self, views: list[View]) -> Part:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
@@ -332,7 +338,7 @@ class Library:
             "limit": [spec.limit, rows and [rows, self.config.packing]],
             "on_bad_sample": self.config.on_bad_sample,
             "tokenizer": self.tokenizer_digest,
-            "encoder": [*_identity(self.encoder), {k: v for k, v in vars(self.encoder).items() if isinstance(v, int | str)}],
+            "encoder": [*_identity(self.encoder), _settings_of(self.encoder)],
             **_weighed_by(self.objective),
         }
 
@@ -444,9 +450,24 @@ def _identity(thing: object) -> list[str]:
 
     Data is prepared again when such a file changes.
     """
-    files = {inspect.getsourcefile(kind) for kind in type(thing).__mro__ if not _is_known(kind)}
-    digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
+    try:
+        files = {inspect.getsourcefile(kind) for kind in type(thing).__mro__ if not _is_known(kind)}
+        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
+    except (OSError, TypeError):  # typed into an interpreter
+        raise ConfigError(
+            f"{type(thing).__name__} is defined in no file, so nobody could tell whether prepared data still fits it. Put the "
+            "class into a file, and import it from there."
+        ) from None
     return [type(thing).__name__, *digests]
+
+
+def _settings_of(thing: object) -> dict[str, Any]:
+    """Return the attributes of an object that are plain values, for the fingerprint of prepared data.
+
+    Of a class of this package, integers and texts alone: prepared data of earlier versions has their fingerprint.
+    """
+    plain = (int, str) if _is_known(type(thing)) else (int, float, str, type(None), list, tuple, dict)
+    return {key: value for key, value in vars(thing).items() if isinstance(value, plain)}
 
 
 def _is_known(kind: type) -> bool:
@@ -458,8 +479,7 @@ def _weighed_by(objective: Objective) -> dict[str, Any]:
     for known in (NextToken, TargetTokens):
         if type(objective).weight is known.weight:
             return {"shifted": known.shifted}
-    settings = {key: value for key, value in vars(objective).items() if isinstance(value, int | float | str | None)}
-    return {"objective": [*_identity(objective), settings]}
+    return {"objective": [*_identity(objective), _settings_of(objective)]}
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

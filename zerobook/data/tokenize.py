@@ -210,7 +210,12 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
                 counts["dropped, nothing supervised"] += 1
     ids = Ragged.join([d.input_ids for d in documents])
     labels = None if reading.format == "text" else Ragged.join([d.labels for d in documents])
-    names = {name for document in documents for name in document.extra}
+    names = set(documents[0].extra) if documents else set()
+    if other := next((set(d.extra) for d in documents if set(d.extra) != names), None):
+        raise DataError(
+            f"the encoder gave documents with the arrays {sorted(names)} and others with {sorted(other)} beside ids and "
+            "labels. Every document needs the same arrays; an array may be empty."
+        )
     extra = {name: Ragged.join([document.extra[name] for document in documents]) for name in sorted(names)}
     return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 

@@ -203,7 +203,13 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     name, key = (config.initialised_from, "config_name") if from_scratch else (config.model_name_or_path, "model_name_or_path")
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
-    return _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
+    found = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
+    if config.router_aux_loss_coef is not None and not hasattr(found, "router_aux_loss_coef"):
+        raise ConfigError(
+            f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
+            "balance, or no such loss in transformers. Leave the flag out."
+        )
+    return found
 
 
 def load_model(

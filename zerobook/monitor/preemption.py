@@ -37,8 +37,12 @@ class Preemption:
         self.received: str | None = None
         self._said = False
         self._last: int | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def restore(self) -> None:
+        """Set the signal handlers that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

@@ -166,4 +166,7 @@ class _File:
             os.fsync(self.handle)
 
     def close(self) -> None:
-        os.close(self.handle)
+        """Close the file. A second call does nothing."""
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1

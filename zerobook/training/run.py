@@ -57,7 +57,10 @@ def train(
     Raises:
         ConfigError: lists all problems in the config and the launch.
         ZerobookError: the run could not go on.
+        SystemExit: the run has stopped for a person to decide about a spike (76), or was told to stop and has saved (75).
     """
+    from accelerate.state import AcceleratorState
+
     from zerobook.data.prepare import prepare
     from zerobook.models.load import check_fit, load_config, load_tokenizer
     from zerobook.models.save import save_model
@@ -82,9 +85,14 @@ def train(
     trainer = Trainer(
         config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
     )
-    progress = trainer.run()
-    if trainer.save_results:
-        save_model(strategy, tokenizer, config)
+    try:
+        progress = trainer.run()
+        if trainer.save_results:
+            save_model(strategy, tokenizer, config)
+    finally:
+        if plan.kind == "single":
+            trainer.close()
+            AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
     return progress
 
 

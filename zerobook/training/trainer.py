@@ -16,7 +16,7 @@ from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.data.batch_loader import StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
-from zerobook.errors import DivergenceError
+from zerobook.errors import ConfigError, DivergenceError
 from zerobook.launch.process import leave
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
@@ -98,7 +98,9 @@ class Trainer:
         self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
         if self._saved != self.state.end_step:
             self.manager.check_space(self.state.end_step - progress.step)
-        self.collate = self.state.collate = settled(strategy, self.collate)
+        strategy.model.train()
+        keep_mask = self.objective.needs_attention_mask(strategy.model)
+        self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask)
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None
@@ -151,10 +153,18 @@ class Trainer:
             if self._saved != progress.step:
                 self.save()
             self.manager.finish(self.log)
-            self.hooks("on_end", self)
         if self.logbook:
             self.logbook.finish(self)
+        self.hooks("on_end", self)
         return progress
+
+    def close(self) -> None:
+        """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
+        if self.log:
+            self.log.close()
+        store.release(self.manager.folder)
+        if hasattr(self, "preemption"):
+            self.preemption.restore()
 
     def _until_trouble(self) -> RecoveryAction | None:
         """Train until the end, or until a spike needs a measure. Return the measure; None at the end."""
@@ -265,7 +275,12 @@ class Trainer:
         mesh = self.strategy.mesh
         if mesh.data_parallel_rank != 0:  # every rank has the same norms; the first rank's are taken
             norms = torch.zeros_like(norms)
-        names = [*records[0].sums]
+        names = sorted(records[0].sums)
+        if other := next((sorted(record.sums) for record in records if sorted(record.sums) != names), None):
+            raise ConfigError(
+                f"{type(self.objective).__name__}.loss returned the metrics {names} in one step and {other} in another. It has "
+                "to return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
+            )
         sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
         rows = mesh.sum_over_data_parallel(torch.stack([losses, norms, *sums], dim=1)).tolist()
         for record, (loss, norm, *summed) in zip(records, rows, strict=True):

@@ -1,0 +1,170 @@
+"""Objectives and encoders of one's own: weights, metrics, padding, fingerprints; and `zerobook.train` from Python."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+import zerobook
+from recipes.causal_lm import CausalLM, CausalLMConfig
+from tests.alone import train
+from zerobook.data.collate import CausalCollator
+from zerobook.data.prepare import Library
+from zerobook.data.templates import CausalEncoder, Encoded
+from zerobook.errors import ConfigError, DataError
+from zerobook.models.load import open_tokenizer
+from zerobook.objective import NextToken
+
+
+def flags(tiny, **more):
+    return dict(model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", block_size=64, max_train_steps=2,
+                logging_steps=2, validation_split_percentage=0, **more)  # fmt: skip
+
+
+class Sometimes(NextToken):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return super().loss(model, batch), {"extra": torch.zeros(())} if self.calls > 1 else {"other": torch.zeros(())}
+
+
+class WithSometimes(CausalLM):
+    def objective(self):
+        return Sometimes()
+
+
+def test_metrics_that_come_and_go_are_refused(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"Sometimes.loss returned the metrics \['other'\] in one step and \['extra'\]"):
+        train(tmp_path / "run", WithSometimes, **flags(tiny))
+
+
+class Nothing(NextToken):
+    def weight(self, row):
+        return 0
+
+
+class Shares(CausalEncoder):
+    def __init__(self, tokenizer, share, extra=False):
+        super().__init__(tokenizer, length=64)
+        self.share, self.extra = share, extra
+
+    def encode(self, samples):
+        found = super().encode(samples)
+        return [Encoded(e.input_ids, e.labels, extra={"more": e.input_ids} if self.extra and i else {})
+                for i, e in enumerate(found)]  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    return open_tokenizer(str(tiny / "llama"), template=None, revision="main", trust_remote_code=False)[0]
+
+
+def library(tiny, tmp_path, tokenizer, encoder=None, objective=None, file="few.jsonl"):
+    config = CausalLMConfig(model_name_or_path="x", train_file=str(tiny / file), cache_dir=str(tmp_path), block_size=64)
+    return Library(config, tokenizer, encoder or CausalEncoder(tokenizer, length=64), objective or NextToken())
+
+
+def test_a_block_of_text_that_weighs_nothing_is_refused(tiny, tmp_path, tokenizer):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "word " * 200}) + "\n" for _ in range(9)))
+    books = library(tmp_path, tmp_path / "cache", tokenizer, objective=Nothing(), file="text.jsonl")
+    with pytest.raises(ConfigError, match=r"Nothing.weight gave 0 for a block of 64 tokens"):
+        books.open(books.tokenize(1))
+
+
+def test_a_setting_of_an_encoder_is_part_of_what_is_prepared(tiny, tmp_path, tokenizer):
+    names = set()
+    for share in (0.5, 0.9, 0.5):
+        (shelf,) = library(tiny, tmp_path, tokenizer, Shares(tokenizer, share)).tokenize(1)
+        names.add(shelf.train)
+    assert len(names) == 2, "one folder for each share"
+
+
+def test_arrays_of_some_documents_alone_are_refused(tiny, tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"the arrays \[\] and others with \['more'\]"):
+        library(tiny, tmp_path, tokenizer, Shares(tokenizer, 0.5, extra=True)).tokenize(1)
+
+
+def test_a_class_without_a_file_is_refused(tiny, tmp_path, tokenizer):
+    namespace: dict = {"CausalEncoder": CausalEncoder, "__name__": "__typed__"}
+    exec("class Typed(CausalEncoder): pass", namespace)
+    with pytest.raises(ConfigError, match="Typed is defined in no file"):
+        library(tiny, tmp_path, tokenizer, namespace["Typed"](tokenizer, length=64)).tokenize(1)
+
+
+# --- a mixture of experts
+def mixture():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    config = MixtralConfig(
+        vocab_size=64, num_local_experts=4, router_aux_loss_coef=0.5, output_router_logits=True, **sizes
+    )  # fmt: skip
+    return MixtralForCausalLM(config).train()
+
+
+def test_the_loss_that_balances_experts_is_trained_and_leaves_out_padding():
+    model, objective = mixture(), NextToken()
+    rows = [{"input_ids": list(range(3, 27)), "labels": list(range(3, 27))}, {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
+    assert objective.needs_attention_mask(model) and not NextToken(0).needs_attention_mask(model)
+    assert not objective.needs_attention_mask(model.eval()), "evaluations leave the loss out"
+    model.train()
+    batch = CausalCollator(0)(rows)
+    loss, metrics = objective.loss(model, dict(batch))
+    plain = NextToken(0).loss(model, dict(batch))
+    supervised = 23 + 2
+    assert loss.item() == pytest.approx(plain.item() + 0.5 * metrics["router_aux_loss"].item(), rel=1e-6)
+    expected = model(**batch, output_router_logits=True)
+    assert metrics["router_aux_loss"].item() == pytest.approx(supervised * expected.aux_loss.item(), rel=1e-6)
+    loss.backward()
+    assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+def test_a_run_of_a_mixture_keeps_the_mask_and_logs_the_router(tiny, tmp_path):
+    seen = []
+
+    class Watched(NextToken):
+        def loss(self, model, batch):
+            seen.append("attention_mask" in batch)
+            return super().loss(model, batch)
+
+    class Experts(CausalLM):
+        def objective(self):
+            return Watched(self.config.router_aux_loss_coef)
+
+    folder = tmp_path / "mixture"
+    given = flags(tiny) | {"tokenizer_name": tiny / "llama", "model_name_or_path": folder}
+    model = mixture()
+    model.resize_token_embeddings(512)
+    model.save_pretrained(folder)
+    run = train(tmp_path / "run", Experts, **given)
+    assert all(seen) and all(step["metrics"]["router_aux_loss"] > 0 for step in run.steps)
+    seen.clear()
+    run = train(tmp_path / "off", Experts, router_aux_loss_coef=0, **given)
+    assert not any(seen) and "metrics" not in run.steps[0]
+
+
+def test_a_dense_model_has_no_experts_to_balance(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="router_aux_loss_coef: it is 0.01, and .* has no experts"):
+        train(tmp_path / "run", router_aux_loss_coef=0.01, **flags(tiny))
+
+
+# --- from Python
+def test_train_runs_again_in_one_process(tiny, tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    given = {key: str(value) if key.endswith(("path", "file")) else value for key, value in flags(tiny).items()}
+    given |= {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 2}
+    first = zerobook.train(CausalLM(CausalLMConfig(**given)))
+    assert first.step == 2 and handlers == {number: signal.getsignal(number) for number in handlers}
+    longer = given | {"max_train_steps": 4, "resume_from_checkpoint": "auto", "mixed_precision": "bf16"}
+    assert zerobook.train(CausalLM(CausalLMConfig(**longer))).step == 4
+    with pytest.raises(ConfigError, match="no training data is named"):
+        zerobook.train(CausalLM(CausalLMConfig(model_name_or_path="x")))
