@@ -316,7 +316,8 @@ def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
     )
     said = [why for _, why in advice.reasons if why.startswith("could not be tried: ")]
     assert said == ["could not be tried: no such thing here"] * 4
-    traced.job.config.mixed_precision, tried[:] = None, []
+    tried.clear()
+    traced = replace(traced, job=traced.job.changed(mixed_precision=None))
     assert recommend(traced, list(rows.values()), where, replan).row is None
     assert tried[0] == ({"mixed_precision": "bf16"}, None) and len(tried) == 5
 
