@@ -1,1 +1,1 @@
-"""Evaluation: held-out loss, generation, multiple-choice tasks, and results loaded from their folders."""
+"""Evaluation: held-out loss, generation and multiple-choice tasks."""

@@ -1,0 +1,1 @@
+"""Models: loading, adapters, isolation of packed samples, saved results and export."""

@@ -1,0 +1,1 @@
+"""The spike monitor: detector, recovery policy and warning signals."""

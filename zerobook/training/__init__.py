@@ -1,1 +1,1 @@
-"""Training: recipes, objectives, optimizers, hooks, and the loop that brings them together."""
+"""Training: recipes, hooks, and the trainer that runs them."""
