@@ -319,7 +319,9 @@ def script(line: Sequence[str]) -> NoReturn:
         like_without_u()
     file = line[index]
     sys.argv = list(line[index:])
-    sys.path[0] = str(Path(file).resolve().parent)
+    # accelerate adds the working folder to PYTHONPATH where it launches DeepSpeed; an interpreter reads it when it starts
+    added = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path[1:]]
+    sys.path[:1] = [str(Path(file).resolve().parent), *added]
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = module
