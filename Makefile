@@ -49,12 +49,12 @@ checks: $(STAMP) ## lint, format, types, and the direction of imports
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"
 
-test: setup checks ## at most 15 minutes on two cores: a fixed sample of everything; what CI runs
+test: setup checks ## about 25 minutes on two cores: a fixed sample of everything; what CI runs
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full" --durations=10
 	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10
 
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
-test-full: setup checks ## at most an hour: the whole matrices, and the tables of docs/measured/
+test-full: setup checks ## the whole matrices, and the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
