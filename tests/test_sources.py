@@ -47,13 +47,13 @@ def parquet(path):
         ("b.json", LINES),
         ("a.csv", "text,n\n" + "".join(f'"line {i}",{i}\n' for i in range(5))),
         ("a.tsv", "text\tn\n" + "".join(f"line {i}\t{i}\n" for i in range(5))),
-        ("a.jsonl.gz", gzip.compress(LINES.encode())),
+        ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("a.jsonl.zst", zstandard.ZstdCompressor().compress(LINES.encode())),
-        ("b.JSONL.GZ", gzip.compress(LINES.encode())),
+        ("b.JSONL.GZ", gzip.compress(LINES.encode(), mtime=0)),
         ("two.jsonl.zst", b"".join(zstandard.ZstdCompressor().compress(line.encode()) for line in LINES.splitlines(True))),
         ("bom.jsonl", "\ufeff" + LINES),
         ("bom.json", "\ufeff" + json.dumps([json.loads(line) for line in LINES.splitlines()])),
-        ("a.csv.gz", gzip.compress(("\ufefftext,n\n" + "".join(f"line {i},{i}\n" for i in range(5))).encode())),
+        ("a.csv.gz", gzip.compress(("\ufefftext,n\n" + "".join(f"line {i},{i}\n" for i in range(5))).encode(), mtime=0)),
         ("a.parquet", None),
     ],
 )
@@ -153,7 +153,7 @@ def test_the_same_bytes_of_another_kind_are_other_data(tmp_path):
         ("open.csv", 'text,n\na,1\nb,2\nc,"3\nd,4\n', "open.csv, the row that begins on line 4: its quotes are not closed"),
         ("tail.tsv", 'text\tn\n"a" and b\t1\n', "tail.tsv, the row that begins on line 2: its quotes are not closed"),
         ("twice.csv", "text,text\na,b\n", "its header has the column 'text' twice"),
-        ("cut.jsonl.gz", gzip.compress(LINES.encode() * 100)[:-30], "cannot be read (EOFError"),
+        ("cut.jsonl.gz", gzip.compress(LINES.encode() * 100, mtime=0)[:-30], "cannot be read (EOFError"),
         ("no.parquet", "PAR", "cannot be read (ArrowInvalid"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_unpacks_to_much_is_read_in_parts(tmp_path, monkeypatch, name):
     ).encode()
     assert len(content) > 2.8 * (1 << 20)
     if name.endswith(".gz"):
-        content = gzip.compress(content, 1)
+        content = gzip.compress(content, 1, mtime=0)
     elif name.endswith(".zst"):
         content = zstandard.ZstdCompressor().compress(content)
     path = tmp_path / name
@@ -220,7 +220,7 @@ def test_what_unpacks_to_much_is_read_in_parts(tmp_path, monkeypatch, name):
 def test_a_text_in_parts_is_the_same_text(tmp_path, monkeypatch, content, packed):
     monkeypatch.setattr(sources, "TEXT_PART", 16)
     data = content.encode()
-    path = write(tmp_path / ("a.txt.gz" if packed else "a.txt"), gzip.compress(data) if packed else data)
+    path = write(tmp_path / ("a.txt.gz" if packed else "a.txt"), gzip.compress(data, mtime=0) if packed else data)
     source = open_source(path).train
     parts = [row for _, row, _ in source.read()]
     assert "".join(part["text"] for part in parts) == content.removeprefix("\ufeff")
