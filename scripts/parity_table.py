@@ -14,13 +14,13 @@ from zerobook.utils.versions import versions
 
 PARITY = """# Any strategy, the same training: measured
 
-Ten AdamW steps of 4 chats of uneven lengths, fp32, through `accelerate launch` with the shipped file, compared with one
-process that has the same settings. Between the steps, every run evaluates (before the first step, then every second one),
-generates, saves (every fourth step), and rolls back once, from step 6 to step 4. The columns *loss*, *gradient norm* and
-*held-out loss* are the largest relative differences of the whole run, the column *weights* is the largest absolute
-difference after it. Written by `make test-full`.
+Ten steps of 4 chats of uneven lengths, with AdamW where no other optimizer is named, fp32, through `accelerate launch` with
+the shipped file, compared with one process that has the same settings. Between the steps, every run evaluates (before the first
+step, then every second one), generates, saves (every fourth step), and rolls back once, from step 6 to step 4. The columns
+*loss*, *gradient norm* and *held-out loss* are the largest relative differences of the whole run, the column *weights* is the
+largest absolute difference after it. Written by `make test-full`.
 
-Each row names its rate and Adam's epsilon; the process that it is compared with has the same.
+Each row names its rate and AdamW's epsilon; the process that it is compared with has the same.
 
 - `causal_lm` trains all weights of a tiny Llama.
 - `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
@@ -29,6 +29,8 @@ Each row names its rate and Adam's epsilon; the process that it is compared with
   weights at each evaluation.
 - `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many
   numbers lose digits in fp32.
+- `causal_lm, sgd` and `causal_lm, adafactor` are `causal_lm` with another optimizer, without a pause between the steps. A
+  strategy has a row where it can hold the optimizer.
 - The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
@@ -56,6 +58,9 @@ shipped limits of 10^9. Written by `make test-full`.
 The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what has run.
 """
 
+PARITY_FIGURES = {"epsilon": "g", "loss": ".1e", "norm": ".1e", "held_out": ".1e", "weight": ".1e", "fall": ".0%"}
+"""Columns of the parity table that a row may lack, with their format."""
+
 
 def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
     """Return Markdown: the text, the hardware and versions of the measurement, and a table."""
@@ -76,8 +81,8 @@ def error(planned: float, measured: float) -> str:
 def main(source: str, target: str) -> None:
     measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
     parity = [
-        [r["strategy"], r["recipe"], r["model"], str(r["processes"]), f"{r['rate']:g}", f"{r['epsilon']:g}", f"{r['loss']:.1e}",
-         f"{r['norm']:.1e}", "" if r["held_out"] is None else f"{r['held_out']:.1e}", f"{r['weight']:.1e}", f"{r['fall']:.0%}"]
+        [r["strategy"], r["recipe"], r["model"], str(r["processes"]), f"{r['rate']:g}",
+         *("" if r[key] is None else f"{r[key]:{form}}" for key, form in PARITY_FIGURES.items())]
         for r in measured if r["table"] == "parity"
     ]  # fmt: skip
     resume = [

@@ -225,7 +225,7 @@ def on_two_machines() -> list[list[str]]:
 
 
 def seen(output: Path) -> dict[tuple[int, int, int], list[str]]:
-    """What the spy saw: (step, micro-batch, rank) -> hashes of the decoded rows that reached the model."""
+    """Return the rows that the spy saw: (step, micro-batch, rank) -> hashes of the decoded rows that reached the model."""
     found: dict[tuple[int, int, int], list[str]] = {}
     for file in sorted(output.glob("spy-*.jsonl")):
         for line in file.read_text().splitlines():
@@ -241,7 +241,7 @@ def sequence(found: dict[tuple[int, int, int], list[str]], first: int, last: int
 
 
 def calls(output: Path, rank: int = 0) -> dict[str, int]:
-    """What the spy counted on ``rank`` over the whole run: collectives by name, ``layer_forwards``, and most ``workers``."""
+    """Return the counts of the spy on ``rank`` over the run: collectives by name, ``layer_forwards``, and most ``workers``."""
     return _last_calls(output, rank)["counts"]
 
 

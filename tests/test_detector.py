@@ -1,4 +1,4 @@
-"""What counts as a spike: made-up curves whose answer is known, and rules that hold for any curve."""
+"""Spikes: made-up curves whose answer is known, and rules that hold for any curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What doctor and a worker read off the launcher's flags and its YAML; mistakes there are named, never a traceback."""
+"""Reading of the launcher's flags and its YAML by doctor and by a worker. Mistakes there are named, never a traceback."""
 
 from __future__ import annotations
 

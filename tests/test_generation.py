@@ -182,7 +182,7 @@ def test_each_row_counts_once_in_dataset_order(rows, tokenizer, count, limit, ex
 
 
 class Cast:
-    """What generation meets inside: whether autocast is on in the encoder and decoder, and how often it is entered."""
+    """Records inside of generation whether autocast is on in the encoder and decoder, and how often it is entered."""
 
     def __init__(self, model, monkeypatch):
         self.seen: dict[str, set] = {"encoder": set(), "decoder": set()}

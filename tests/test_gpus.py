@@ -22,7 +22,7 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Rele
 
 
 class Library:
-    """As much of libcuda as is asked for its version."""
+    """Imitates the call of libcuda that returns its version."""
 
     @staticmethod
     def cuDriverGetVersion(pointer):

@@ -87,7 +87,7 @@ def packed(*lengths):
 
 @contextmanager
 def never_waiting():
-    """What would make the host wait for a device raises."""
+    """Raise an error for every call that would make the host wait for a device."""
 
     def refused(name):
         def raising(*_, **__):

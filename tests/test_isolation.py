@@ -106,7 +106,7 @@ def test_a_model_is_measured_before_it_is_trained(tiny, attention):
 
 def test_what_cannot_isolate_is_refused(tiny):
     class Ones(PackedCollator):
-        """As a collator would be that does not know of packs."""
+        """Imitates a collator that does not know of packs."""
 
         def __call__(self, rows):
             batch = super().__call__(rows)

@@ -68,7 +68,7 @@ def test_models_without_sdpa_load(small, tmp_path, name):
 
 
 def attends(kind: str, hardware: Hardware, config=None, precision: str = "bf16", **keys) -> str | None:
-    """What `choose_attention` says of a model whose config has ``keys``."""
+    """Return the choice of `choose_attention` for a model whose config has ``keys``."""
     model_config = AutoConfig.for_model(kind, **keys)
     model_class = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     return choose_attention(config or causal(), model_config, model_class, hardware, precision)

@@ -1,4 +1,4 @@
-"""Which weights ZeRO-3 gathers. That runs gather the same is in tests/distributed/test_plan_measured.py."""
+"""The weights that ZeRO-3 gathers by plan; tests/distributed/test_plan_measured.py compares them with runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step keeps and computes, found by running the model on tensors without contents."""
+"""Memory and operations of a step, found by running the model on tensors without contents."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from zerobook.monitor.preemption import Preemption
 
 
 class Store(dict):
-    """As far as torch's store is asked."""
+    """Imitates the part of torch's store that is used."""
 
     def set(self, key, value):
         self[key] = value

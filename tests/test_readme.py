@@ -1,4 +1,4 @@
-"""What newcomers read holds: commands run here or resolve, links lead somewhere, examples are what they are called."""
+"""Pages for readers: commands run here or resolve, links lead somewhere, examples are of the format they name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts.reference import header
 from tests.distributed.test_parity import STRATEGIES
 from tests.harness import ROOT
 from zerobook.cli.doctor import inspect_launch
@@ -51,22 +52,6 @@ def commands(text: str) -> list[tuple[str, str | None]]:
                 needs = line.removeprefix("# needs:").strip()
             else:
                 found.append((line, needs))
-    return found
-
-
-def header(file: Path) -> dict[str, str]:
-    """``# Key:  value`` lines at the top of a YAML file; a line without a key goes on with the value before."""
-    found: dict[str, str] = {}
-    key = ""
-    for line in file.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        match = re.match(r"# (\w[\w ]*): +(.*)", line)
-        if match:
-            key = match[1]
-            found[key] = match[2]
-        else:
-            found[key] += " " + line.removeprefix("#").strip()
     return found
 
 
@@ -114,7 +99,7 @@ def test_the_workflow_runs_what_contributors_run():
 
 
 def anchors(page: Path) -> set[str]:
-    """As the headings of a Markdown page are called in links."""
+    """Return the names of a Markdown page's headings in links."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -203,7 +188,7 @@ def shown_files(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("line, files", launch_lines())
 def test_shown_launch_resolves(line, files, clone, monkeypatch):
-    """What needs GPUs and a hub to run needs neither to be resolved, and as nothing is started, nothing can be trained."""
+    """A launch that needs GPUs and a hub to run needs neither to be resolved. Nothing is started."""
     monkeypatch.chdir(clone)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the tests' own, on a machine without GPUs
     for name, code in files.items():

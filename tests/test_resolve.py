@@ -332,6 +332,18 @@ def test_an_optimizer_section_that_fixes_values_is_taken_or_refused(tmp_path):
         assert len(plan.problems) == 1 and expected in plan.problems[0]
 
 
+def test_a_setting_that_the_optimizer_does_not_read_is_a_problem(tmp_path):
+    plan, _ = plan_for({}, optimizer="sgd", adam_beta2=0.95, momentum=0.8)
+    assert [p.split(":")[0] for p in plan.problems] == ["adam_beta2"]
+    assert "the optimizer is sgd" in plan.problems[0]
+    plan, _ = plan_for({}, momentum=0.8)
+    assert [p.split(":")[0] for p in plan.problems] == ["momentum"]
+    assert not plan_for({}, optimizer="sgd")[0].problems, "defaults are not the user's"
+    own = tmp_path / "own.py"
+    own.write_text("from zerobook.optimizer import SGD\n\n\nclass Own(SGD):\n    pass\n")
+    assert not plan_for({}, optimizer=f"{own}:Own", momentum=0.8, adam_beta1=0.8)[0].problems
+
+
 NO_NVCC = dict.fromkeys(("async_io", "fused_adam"), "it needs nvcc")
 
 

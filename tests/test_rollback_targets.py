@@ -1,4 +1,4 @@
-"""What a rollback goes back to is whole and still there; whole runs in one process."""
+"""The checkpoint that a rollback loads is whole and still there. Whole runs in one process."""
 
 from __future__ import annotations
 

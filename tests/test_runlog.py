@@ -331,7 +331,7 @@ def test_the_machine_is_sampled_as_it_is():
 
 
 def on_gpu(monkeypatch, allocated: int, reserved: int) -> None:
-    """What torch's allocator on two devices says, of which this process uses the second."""
+    """Imitate torch's allocator on two devices; this process uses the second."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     figures = {"allocated_bytes.all": allocated, "reserved_bytes.all": reserved}

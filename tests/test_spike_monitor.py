@@ -1,4 +1,4 @@
-"""From log points to measures: what is proven good, what is pinned, and what a replay shows."""
+"""Measures of the spike monitor at log points: proven checkpoints, pins, and replays."""
 
 from __future__ import annotations
 

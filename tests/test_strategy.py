@@ -1,4 +1,4 @@
-"""What a strategy holds and does in one process: fp32 masters, the loss scaler, clipping, skipped steps."""
+"""Strategies in one process: fp32 masters, the loss scaler, clipping, skipped steps."""
 
 from __future__ import annotations
 
@@ -147,8 +147,10 @@ def test_a_step_under_a_loss_scaler_does_not_wait(make):
     step(strategy)
     with strategy.micro_batch(last=True):
         strategy.backward(strategy.model(torch.ones(2, 4)).sum())
-    with never_waiting():
+    before = [p.detach().clone() for p in strategy.model.parameters()]
+    with never_waiting():  # raises where the host would wait
         strategy.optimizer_step(1e-2)
+    assert not any(torch.equal(p, b) for p, b in zip(strategy.model.parameters(), before, strict=True)), "the step was taken"
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -165,7 +167,7 @@ def test_adam_is_fused_in_every_precision(make, precision):
 
 
 def zero_like(dynamic):
-    """As much of a ZeRO strategy as its loss scaler needs."""
+    """Return an object with the parts of a ZeRO strategy that its loss scaler needs."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     scaler = CreateLossScaler(

@@ -382,7 +382,7 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
 
 
 def score_in_a_launch() -> None:
-    """What the launched processes of the test above run."""
+    """Run in the launched processes of the test above."""
     from zerobook.config import RecipeConfig, parse
     from zerobook.launch.build import build, resolve_this_process
     from zerobook.models.load import load_model, load_tokenizer

@@ -184,6 +184,9 @@ class Adafactor(_Counting):
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}
 """The optimizers that ``--optimizer`` knows by name."""
 
+SETTINGS = {"adam_beta1": "adamw", "adam_beta2": "adamw", "adam_epsilon": "adamw", "momentum": "sgd"}
+"""Config key -> the one optimizer of `OPTIMIZERS` that reads it. A user's own class may read any."""
+
 
 def optimizer_spec(said: str) -> OptimizerSpec:
     """Return the optimizer that ``--optimizer`` names.
@@ -209,6 +212,16 @@ def optimizer_spec(said: str) -> OptimizerSpec:
 def optimizer_name(said: str) -> str:
     """Return the optimizer's name in checkpoints: ``sgd``, or the class name of a user's own."""
     return said.rpartition(":")[2]
+
+
+def unused_settings(said: str, given: Iterable[str]) -> list[str]:
+    """Return a problem for each config key of ``given`` that the optimizer does not read."""
+    return [
+        f"{key}: it is a setting of {SETTINGS[key]}, and the optimizer is {said}, which does not read it. Drop {key}, or pass "
+        f"--optimizer {SETTINGS[key]}."
+        for key in given
+        if said in OPTIMIZERS and SETTINGS.get(key, said) != said
+    ]
 
 
 def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:

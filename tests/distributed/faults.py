@@ -118,7 +118,7 @@ class HighRate(Hook):
 
 
 class Sharp(HighRate):
-    """As where the loss is so sharp that the scheduled rate diverges and a lower one does not."""
+    """Imitates a loss so sharp that the scheduled rate diverges and a lower one does not."""
 
     def factor(self, trainer):
         return 100 if during(trainer) and rate_share(trainer.progress.rate_cuts, trainer.progress.step) > 0.95 else 1

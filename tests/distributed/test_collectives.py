@@ -1,4 +1,4 @@
-"""How ranks talk: how long they wait for each other, how often they reduce, and in which precision."""
+"""Communication of ranks: how long they wait for each other, how often they reduce, and in which precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported from a checkpoint is the trained model: tied weights, merged adapters, encoder-decoders."""
+"""The model that is exported from a checkpoint is the trained one: tied weights, merged adapters, encoder-decoders."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes.causal_lm import CausalLM, CausalLMConfig
-from tests.distributed.test_parity import STRATEGIES, largest_difference
+from tests.distributed.test_parity import STRATEGIES, largest_difference, record, weight_differences
 from tests.harness import ROOT, launch
 from zerobook.config import ConfigSources
 from zerobook.plan.hardware import cluster
@@ -35,9 +35,12 @@ def cases():
 def test_same_training_as_one_process(launches, optimizer, strategy):
     processes, flags = STRATEGIES[strategy], {"optimizer": optimizer, "learning_rate": RATES[optimizer]}
     one, run = launches("single", 1, 4, 1, **flags), launches(strategy, processes, 4 // processes, 1, **flags)
-    assert largest_difference(run.losses, one.losses) < TOLERANCE and run.losses[-1] < 0.9 * run.losses[0]
-    assert largest_difference(run.norms, one.norms) < TOLERANCE
+    loss, norm = largest_difference(run.losses, one.losses), largest_difference(run.norms, one.norms)
     ours, reference = run.state(), one.state()
+    record("parity", strategy=strategy, recipe=f"causal_lm, {optimizer}", processes=processes, loss=loss, norm=norm,
+           held_out=None, weight=weight_differences(ours, reference)[0], fall=1 - run.losses[-1] / run.losses[0], model="llama",
+           rate=RATES[optimizer], epsilon=None)  # fmt: skip
+    assert loss < TOLERANCE and norm < TOLERANCE and run.losses[-1] < 0.9 * run.losses[0]
     assert {name.partition("/")[0] for name in ours} == {name.partition("/")[0] for name in reference}
     for name, tensor in reference.items():
         assert (ours[name] - tensor).abs().max() < 2e-5 * max(1, tensor.abs().max()), name

@@ -1,4 +1,4 @@
-"""What is planned is what real runs hold and send, on one, two and four ranks."""
+"""The planned bytes are those that real runs hold and send, on one, two and four ranks."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_qlora_trains_saves_and_resumes(launches, tiny, strategy):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
 def test_qlora_in_bf16_trains_as_one_process_and_holds_less(launches, strategy):
-    """What is not quantised is loaded in bf16 then, unless a person says otherwise."""
+    """Weights that are not quantised are then loaded in bf16, unless a person chooses another dtype."""
     asked = dict(load_in_4bit=True, mixed_precision="bf16", eval_on_start=True, eval_steps=2)
     one = launches("single", 1, 4, 1, "lora_finetune", **asked)
     run = launches(strategy, 2, 2, 1, "lora_finetune", **asked)

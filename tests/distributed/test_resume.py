@@ -34,7 +34,7 @@ def uninterrupted(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
-    """What `launch` takes for a strategy's name: ``zero3_pieces`` is ZeRO-3 cut into many buckets and sub-groups."""
+    """Return the argument of `launch` for a strategy. ``zero3_pieces`` is ZeRO-3 cut into many buckets and sub-groups."""
     cut = pieces(tmp_path_factory.mktemp("pieces"), 3)
     return lambda strategy: cut if strategy == "zero3_pieces" else strategy
 

@@ -30,6 +30,13 @@ def exit_on_error() -> Iterator[None]:
         os._exit(2)  # without destructors, which would wait for other ranks
 
 
+def launched() -> bool:
+    """Return whether this process is a rank of a process group, which ends with its run."""
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
 def leave(code: int = 0) -> None:
     """End a launched process with ``code`` after its exit handlers have run.
 

@@ -15,7 +15,7 @@ from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, ops
-from zerobook.optimizer import refused_by
+from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
 from zerobook.utils.environment import true
@@ -144,7 +144,7 @@ def resolve(
 
     _set_accumulation(plan, environ, draft)
     deepspeed_json.check_micro_batch(plan, draft.config, draft.sources)
-    _check_optimizer(plan, config)
+    _check_optimizer(plan, config, sources)
     plan.asked = draft.config.model_dump()
     try:
         note = keep_global_batch(draft, plan.data_parallel_size)
@@ -258,7 +258,7 @@ def _set_accumulation(plan: LaunchPlan, environ: Mapping[str, str], draft: Confi
             draft.set(where, gradient_accumulation_steps=value)
 
 
-def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:
+def _check_optimizer(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
     try:
         refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
@@ -268,6 +268,7 @@ def _check_optimizer(plan: LaunchPlan, config: RecipeConfig) -> None:
         found = [str(error)]
     except CheckpointError:  # `keep_global_batch` reports it
         found = [refused]
+    found += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
     plan.problems += [problem for problem in found if problem]
 
 

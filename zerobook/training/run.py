@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.launch.build import build, resolve_this_process
-from zerobook.launch.process import exit_on_error, leave
+from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
 from zerobook.utils.terminal import console, say
@@ -90,7 +90,7 @@ def train(
         if trainer.save_results:
             save_model(strategy, tokenizer, config)
     finally:
-        if plan.kind == "single":
+        if not launched():
             trainer.close()
             AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
     return progress
