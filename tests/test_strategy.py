@@ -373,7 +373,7 @@ def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     scaler, model = torch.amp.GradScaler("cpu", init_scale=8.0), torch.nn.Linear(2, 2)
     model.config = SimpleNamespace()
     strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
-    strategy.accelerator = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
+    strategy.accelerator = SimpleNamespace(scaler=scaler, num_processes=2, device=torch.device("cpu"))
     strategy.mesh = Mesh(strategy.accelerator)
     strategy.plan = SimpleNamespace(offload_optimizer=where)
     strategy._spread(model, None)

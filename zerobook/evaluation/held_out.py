@@ -76,7 +76,7 @@ def losses(
             bar.update(1)
     bar.close()
     tokens = [int(part.loss_weights.sum()) for part in parts.values()]
-    totals = mesh.sum_over_data_parallel(sums).tolist()
+    totals = mesh.sum_over_samples(sums).tolist()
     result: dict[str, Any] = _of(sum(totals), sum(tokens))
     if len(parts) > 1:
         result["datasets"] = {name: _of(*pair) for name, *pair in zip(parts, totals, tokens, strict=True)}

@@ -22,6 +22,10 @@ class LaunchPlan:
     secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
+    sequence: int = 1  # processes that share the tokens of a sample, by DeepSpeed-Ulysses
+    context: int = 1  # processes that share the tokens of a sample, by FSDP2's context parallelism
+    tensor: int = 1  # processes that share every weight matrix, and compute the same samples
+    experts: int = 1  # processes that share the experts of each layer, and compute the same samples
     optimizer: str = "adamw"  # as --optimizer says
     host_threads: int | None = None  # per process, for an optimizer in host memory; None keeps the environment's setting
     config_file: str | None = None
@@ -46,8 +50,13 @@ class LaunchPlan:
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that read different samples: all, since tensor, context and sequence parallelism are refused."""
-        return self.world_size
+        """Groups of processes that read different samples."""
+        return self.world_size // (self.sequence * self.context * self.computing_the_same)
+
+    @property
+    def computing_the_same(self) -> int:
+        """Processes that compute the same losses of the same samples, each with its part of the weights."""
+        return max(self.tensor, self.experts)
 
     @property
     def line(self) -> str:

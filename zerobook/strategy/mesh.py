@@ -19,12 +19,19 @@ T = TypeVar("T")
 class Mesh:
     """The processes of a run, as accelerate has formed them.
 
-    ``rank`` and ``world_size`` count processes. ``data_parallel_rank`` and ``data_parallel_size`` count those that read
-    different samples: they decide the loss scale, the cut of a batch, the seeds of a step and what a loss is summed over.
+    ``rank`` and ``world_size`` count processes. ``data_parallel_rank`` and ``data_parallel_size`` count groups of processes
+    that read different samples: they decide the loss scale, the cut of a batch and the seeds of a step. The processes of a
+    group have adjacent ranks.
+
+    Args:
+        data_parallel_size: the number of groups; None if each process reads samples of its own.
+        computing_the_same: processes of a group that compute the same losses, each with its part of the weights.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator, data_parallel_size: int | None = None, computing_the_same: int = 1):
         self.accelerator = accelerator
+        self.data_parallel_size = data_parallel_size or accelerator.num_processes
+        self._computing_the_same = computing_the_same
         self._waits = 0
 
     @property
@@ -37,11 +44,7 @@ class Mesh:
 
     @property
     def data_parallel_rank(self) -> int:
-        return self.rank  # tensor and sequence parallelism, whose processes share samples, are refused
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size
+        return self.rank // (self.world_size // self.data_parallel_size)
 
     @property
     def is_main(self) -> bool:
@@ -61,8 +64,14 @@ class Mesh:
             dist.all_reduce(values)
         return values
 
-    def sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce ``values`` (any shape, in place) over the processes that read different samples, and return it."""
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce sums over this rank's samples, or over its tokens of them, and return the sums over all samples.
+
+        Args:
+            values: any shape; changed in place. Of the processes that compute the same samples and tokens, one counts.
+        """
+        if self.rank % self._computing_the_same:
+            values.zero_()
         return self.sum_over_ranks(values)
 
     def from_main(self, value: T | None) -> T:

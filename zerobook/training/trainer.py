@@ -273,7 +273,7 @@ class Trainer:
         losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
         norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
         mesh = self.strategy.mesh
-        if mesh.data_parallel_rank != 0:  # every rank has the same norms; the first rank's are taken
+        if mesh.rank != 0:  # every rank has the same norms; the first rank's are taken
             norms = torch.zeros_like(norms)
         names = sorted(records[0].sums)
         if other := next((sorted(record.sums) for record in records if sorted(record.sums) != names), None):
@@ -282,7 +282,7 @@ class Trainer:
                 "to return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
             )
         sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
-        rows = mesh.sum_over_data_parallel(torch.stack([losses, norms, *sums], dim=1)).tolist()
+        rows = mesh.sum_over_samples(torch.stack([losses, norms, *sums], dim=1)).tolist()
         for record, (loss, norm, *summed) in zip(records, rows, strict=True):
             record.loss, record.grad_norm, record.sums = loss, norm, {}
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
