@@ -310,7 +310,7 @@ def test_refusals(tiny, talk, tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             main(["chat", "x", *flags])
         assert caught.value.code == 2
-    assert "nan is not a number from 0 up" in capsys.readouterr().err
+    assert "nan is not a number of at least 0" in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_imported_for_the_help():

@@ -80,11 +80,11 @@ def test_who_names_a_damaged_checkpoint_hears_of_the_whole_one_before_it(tmp_pat
         (there / f"step-{step:06d}" / "tensors.bin").write_bytes(b"abd")
     bad = (there / "step-000003").rename(there / f"step-000003{aside}")
     with pytest.raises(
-        CheckpointError, match=r"is damaged.*--resume_from_checkpoint \S*step-000001, the newest whole one before"
+        CheckpointError, match=r"is damaged.*--resume_from_checkpoint \S*step-000001, the newest complete checkpoint before"
     ):
         store.find(tmp_path / "new", str(bad), passed_over={})
     (there / "step-000001" / "tensors.bin").unlink()
-    with pytest.raises(CheckpointError, match="no whole one before it") as refused:
+    with pytest.raises(CheckpointError, match="no complete checkpoint before it") as refused:
         store.find(tmp_path / "new", str(bad), passed_over={})
     assert "auto" not in str(refused.value), "in a new folder, that begins at step 0"
 

@@ -309,9 +309,9 @@ def test_curves_are_read_from_what_trainers_write(tmp_path):
         ("", "found: none"),
         ("step,loss\na,b\n", "0 rows hold a step and a loss"),
         ("step,loss\n1,2\n", "1 rows hold"),
-        ("{}\n{}\n", "this is no loss curve"),
+        ("{}\n{}\n", "this is not a loss curve"),
         ("{\n{\n{\n", "3 of its lines are no JSON"),
-        ("\0\0\0PNG\n\0", "this is no loss curve"),
+        ("\0\0\0PNG\n\0", "this is not a loss curve"),
     ],
 )
 def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path, text, said):

@@ -178,8 +178,8 @@ def test_hooks_come_from_files_and_modules(tmp_path):
 
 
 @pytest.mark.parametrize("spec, why", [
-    ("{file}", "names no class. Write FILE.py:Class"),
-    ("{file}:", "names no class"),
+    ("{file}", "does not name a class. Write FILE.py:Class"),
+    ("{file}:", "does not name a class"),
     ("{file}:Frist", "has no Frist. Did you mean First?"),
     ("{folder}/none.py:First", "there is no file"),
     ("{folder}/broken.py:First", "not valid Python"),

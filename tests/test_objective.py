@@ -94,7 +94,7 @@ def test_arrays_of_some_documents_alone_are_refused(tiny, tmp_path, tokenizer):
 def test_a_class_without_a_file_is_refused(tiny, tmp_path, tokenizer):
     namespace: dict = {"CausalEncoder": CausalEncoder, "__name__": "__typed__"}
     exec("class Typed(CausalEncoder): pass", namespace)
-    with pytest.raises(ConfigError, match="Typed is defined in no file"):
+    with pytest.raises(ConfigError, match="Typed is not defined in a file"):
         library(tiny, tmp_path, tokenizer, namespace["Typed"](tokenizer, length=64)).tokenize(1)
 
 

@@ -172,9 +172,9 @@ def test_a_broken_folder_in_the_cache_is_made_again(tmp_path, shelf, broken):
 def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf, capsys):
     a, copy, b = (chats(tmp_path / f"{name}.jsonl", 20, start=start) for name, start in (("a", 0), ("copy", 0), ("b", 50)))
     shelf(train_file=a, validation_file=b)
-    assert "is trained on as well" not in "".join(capsys.readouterr())
+    assert "is also training data" not in "".join(capsys.readouterr())
     shelf(train_file=a, validation_file=copy)
-    assert "copy.jsonl is trained on as well" in "".join(capsys.readouterr())
+    assert "copy.jsonl is also training data" in "".join(capsys.readouterr())
 
 
 def test_a_file_that_is_in_a_mixture_twice_with_other_limits_is_said(tmp_path, shelf, capsys):

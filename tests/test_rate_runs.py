@@ -47,7 +47,7 @@ def told(run):
 
 def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_path, monkeypatch, capfd):
     whole = train(tmp_path / "whole", hooks=f"{__name__}:LeavesOut", **flags(tiny))
-    assert "the run ends at step 10; its schedule stays laid out for 12 steps" in capfd.readouterr().out
+    assert "the run ends at step 10; its schedule is still that of 12 steps" in capfd.readouterr().out
     assert len(whole.steps) == STEPS - 2, "the second epoch lacks two steps' samples"
     decay = [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS - 2)]
     assert [s["learning_rate"] for s in whole.steps] == pytest.approx([0, 0.5e-3, *decay])
@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_p
     again = train(tmp_path / "again", resume_from_checkpoint=saved, **flags(tiny))
     assert told(again) == told(whole)[6:]
     assert again.event("resume")["differing"] == {} and again.event("run_end")["progress"]["total_steps"] == STEPS
-    assert "laid out anew" not in capfd.readouterr().out
+    assert "computed again" not in capfd.readouterr().out
 
     def full(*_):
         raise ConfigError("the disk is full")
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_p
     longer = train(tmp_path / "longer", resume_from_checkpoint=saved, **flags(tiny) | {"num_train_epochs": 3})
     assert len(longer.steps) == 4 + 4, "a third epoch, without what is left out"
     assert longer.event("run_end")["progress"]["total_steps"] == STEPS + 2
-    assert "laid out anew: 14 steps, 12 before" in capfd.readouterr().out
+    assert "computed again: 14 steps, 12 before" in capfd.readouterr().out
 
 
 def test_a_changed_byte_of_the_newest_checkpoint_neither_stops_a_run_nor_changes_it(tiny, tmp_path, capfd):
@@ -267,7 +267,7 @@ def test_a_rollback_that_a_kill_interrupts_is_finished_by_the_next_attempt(tiny,
     capfd.readouterr()
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny))
     assert run.event("resume")["step"] == 2, "step 4 may hold the damage"
-    assert "went back to step 2: set aside step-000004.abandoned" in capfd.readouterr().out
+    assert "a rollback to step 2: set aside step-000004.abandoned" in capfd.readouterr().out
     (tmp_path / "run/checkpoints/step-000012").rename(tmp_path / "step-000012")
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny))
     assert [e["step"] for e in run.events if e["type"] == "resume"] == [2, 10], "a rollback is finished once"

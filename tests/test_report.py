@@ -251,7 +251,7 @@ def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeyp
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
     attempt(tmp_path, {"seed": 1}).close()
     page, markdown = report.write(tmp_path)
-    assert "ENDED WITHOUT A WORD" in page.read_text() and "Logbook" in markdown.read_text()
+    assert "ENDED WITHOUT AN EVENT" in page.read_text() and "Logbook" in markdown.read_text()
 
 
 def test_a_page_that_does_not_fit_leaves_the_old_one_and_nothing_else(run):  # noqa: F811

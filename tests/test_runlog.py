@@ -240,7 +240,7 @@ def test_a_death_without_a_word_is_told_by_the_next_attempt_and_memory_is_suspec
     log.close()
     log = attempt(tmp_path, {"seed": 1})
     (crash,) = [e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]
-    assert crash["of_attempt"] == 1 and "probably killed for memory: host memory 96.0 of 100.0 GiB" in crash["reason"]
+    assert crash["of_attempt"] == 1 and "probably killed for lack of memory: host memory 96.0 of 100.0 GiB" in crash["reason"]
     log.event("run_end", progress={"step": 10})
     log.close()
     log = attempt(tmp_path, {"seed": 1})
@@ -248,7 +248,7 @@ def test_a_death_without_a_word_is_told_by_the_next_attempt_and_memory_is_suspec
     log.close()
     assert len([e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]) == 1, "the second one had ended well"
     attempt(tmp_path, {"seed": 1}).close()
-    assert "out of memory, or the power went" in read(log.folder / "events.jsonl")[-3]["reason"]
+    assert "out of memory, or a power failure" in read(log.folder / "events.jsonl")[-3]["reason"]
 
 
 def test_a_note_behind_the_end_is_no_death(tmp_path):

@@ -485,7 +485,7 @@ def test_a_finished_model_is_not_written_over(tiny, tmp_path, capsys):
     before = content(run)
     for more in ({}, {"resume_from_checkpoint": "auto"}, {"resume_from_checkpoint": other}, {"dry-run": True}):
         with pytest.raises(
-            ConfigError, match=r"run/model is there already.*would replace it\. Give another --output_dir, or move"
+            ConfigError, match=r"run/model exists already.*would overwrite it\. Give another --output_dir, or move"
         ):
             train(run, **short(tiny, learning_rate=1e-3) | more)
     with pytest.raises(
@@ -494,7 +494,7 @@ def test_a_finished_model_is_not_written_over(tiny, tmp_path, capsys):
         train(run, **short(tiny, model_name_or_path=run / "model"))
     line = [f"--{key}={value}" for key, value in short(tiny, output_dir=run).items()]
     assert doctor(["--cpu", str(ROOT / "recipes" / "causal_lm.py"), *line]) == 1
-    assert "model is there already" in " ".join(capsys.readouterr().out.split())
+    assert "model exists already" in " ".join(capsys.readouterr().out.split())
     assert content(run) == before, "nothing was begun"
     train(run / "again", **short(tiny, model_name_or_path=run / "model"))
     with pytest.raises(ConfigError, match="which it is trained from"):  # not even to go on
@@ -507,7 +507,7 @@ def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
     lora = LoraConfig(model_name_or_path=str(tmp_path / "model"), dataset_name="x", output_dir=str(tmp_path))
     assert earlier_result(config) is None
     (tmp_path / "model" / "config.json").touch()
-    assert "model is there already" in earlier_result(config) and earlier_result(lora) is None
+    assert "model exists already" in earlier_result(config) and earlier_result(lora) is None
     (tmp_path / "adapter").symlink_to(tmp_path / "model")
     assert "which it is trained from" in earlier_result(lora)
 

@@ -274,7 +274,7 @@ def test_streaming_says_what_it_needs(tiny, tmp_path):
     assert "Give --max_train_steps" in str(caught.value) and "Drop them, or streaming" in str(caught.value)
     file = tmp_path / "mix.yaml"
     file.write_text(f"streaming: true\nmax_train_steps: 2\ndatasets:\n- path: {chats}\n- path: {chats}\n  name: b\n")
-    with pytest.raises(ConfigError, match="Give each entry under datasets a weight"):
+    with pytest.raises(ConfigError, match="Give each entry of datasets a weight"):
         parse(RecipeConfig, ["--config", str(file)])
 
 

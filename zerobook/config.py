@@ -44,11 +44,11 @@ class DatasetSpec(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(description="hub name, local file or folder, embedded:NAME")
-    name: str = Field("", description="what logs call it; the path's last part if unset")
+    name: str = Field("", description="name in the logs; unset: the last part of the path")
     config_name: str | None = Field(None, description="the hub dataset's configuration")
-    split: str | None = Field(None, description="take this split only, and hold out from it")
+    split: str | None = Field(None, description="use this split only; held-out samples are taken from it")
     format: Format | None = Field(None, description="see the recipe's format")
-    weight: float | None = Field(None, gt=0, description="share of the rows; unset on all mixes all rows alike")
+    weight: float | None = Field(None, gt=0, description="share of the rows; if unset for all datasets, all rows count equally")
     limit: int | None = Field(None, ge=1, description="read only so many samples")
     text_column: str | None = Field(None, description="see the recipe's text_column")
     summary_column: str | None = Field(None, description="see the recipe's summary_column")
@@ -69,19 +69,17 @@ class RecipeConfig(BaseModel):
     """The field that limits a row's ``input_ids``, in tokens. Advice names it."""
 
     # --- model
-    model_name_or_path: str | None = Field(
-        None, description="hub name, local folder, or embedded:smollm2; weights to start from"
-    )
-    tokenizer_name: str | None = Field(None, description="tokenizer, where it differs from the model's")
+    model_name_or_path: str | None = Field(None, description="model to start from: hub name, local folder, or embedded:smollm2")
+    tokenizer_name: str | None = Field(None, description="hub name or folder of the tokenizer; unset: the model's")
     model_revision: str = Field("main", description="branch, tag or commit on the hub")
-    trust_remote_code: bool = Field(False, description="run code that a hub repository ships")
+    trust_remote_code: bool = Field(False, description="run the Python code of a hub repository")
     dtype: Dtype = Field(
         "float32",
-        description="dtype the weights are loaded in (masters of trained weights stay fp32); unset, a frozen base takes the "
-        "mixed precision's",
+        description="dtype of the loaded weights; trained weights have fp32 masters. Unset: float32, or the dtype of "
+        "mixed_precision for a frozen base",
     )
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = Field(
-        "auto", description="attention kernel; auto takes the best this device has"
+        "auto", description="attention kernel; auto chooses the fastest that this device supports"
     )
     device_map: str | None = Field(None, description="transformers' device map; one process only")
     activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -89,80 +87,80 @@ class RecipeConfig(BaseModel):
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
     dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
-    datasets: list[DatasetSpec] | None = Field(None, description="a mixture, in YAML: path, format, weight, split, limit each")
-    train_file: str | None = Field(None, description="training data, where it is a file of its own")
-    validation_file: str | None = Field(None, description="held-out data, where it is a file of its own")
+    datasets: list[DatasetSpec] | None = Field(
+        None, description="a mixture, as a list in YAML; each entry has path, format, weight, split, limit"
+    )
+    train_file: str | None = Field(None, description="file or folder with the training data")
+    validation_file: str | None = Field(None, description="file or folder with the held-out data")
     validation_split_percentage: float = Field(
-        5, ge=0, lt=100, description="share held out where the data has no validation split (percent)"
+        5, ge=0, lt=100, description="percent of the data that is held out, if it has no validation split"
     )
-    streaming: bool = Field(
-        False, description="prepare the training data shard by shard while training, instead of all of it before"
-    )
-    max_train_samples: int | None = Field(None, ge=1, description="use only so many training samples (blocks, for text)")
-    max_eval_samples: int | None = Field(None, ge=1, description="use only so many held-out samples (blocks, for text)")
-    format: Format | None = Field(None, description="shape of the samples; unset reads it off the columns")
-    text_column: str | None = Field(None, description="column of a pair's source, where its name is an unusual one")
-    summary_column: str | None = Field(None, description="column of a pair's target, where its name is an unusual one")
-    chat_template: str | None = Field(None, description="file with a Jinja chat template, instead of the tokenizer's")
-    on_bad_sample: Literal["error", "skip"] = Field("error", description="what to do about a sample that cannot be used")
-    packing: bool = Field(False, description="several samples a row, isolated from each other, so that little is padded")
-    group_by_length: bool = Field(False, description="rows of like length together, so that less is padded")
-    cache_dir: str | None = Field(None, description="where prepared data is kept; unset: ~/.cache/zerobook")
+    streaming: bool = Field(False, description="prepare the training data shard by shard during training, not before it")
+    max_train_samples: int | None = Field(None, ge=1, description="maximum number of training samples (for text: blocks)")
+    max_eval_samples: int | None = Field(None, ge=1, description="maximum number of held-out samples (for text: blocks)")
+    format: Format | None = Field(None, description="format of the samples; unset: detected from the columns")
+    text_column: str | None = Field(None, description="column with the source text of a pair, if its name is not detected")
+    summary_column: str | None = Field(None, description="column with the target text of a pair, if its name is not detected")
+    chat_template: str | None = Field(None, description="Jinja file with a chat template; unset: the tokenizer's")
+    on_bad_sample: Literal["error", "skip"] = Field("error", description="action for a sample that cannot be used")
+    packing: bool = Field(False, description="put several samples into a row, with attention isolated, to reduce padding")
+    group_by_length: bool = Field(False, description="put rows of similar length into a batch, to reduce padding")
+    cache_dir: str | None = Field(None, description="folder for prepared data; unset: ~/.cache/zerobook")
     preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
     dataloader_num_workers: int = Field(0, ge=0, description="processes that collate, per rank")
 
     # --- optimisation
-    output_dir: str = Field("outputs/run", description="checkpoints, runlog and the final model go here")
+    output_dir: str = Field("outputs/run", description="folder for checkpoints, runlog and the final model")
     per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch and process")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
     num_train_epochs: float = Field(3.0, gt=0, description="passes over the training data")
-    max_train_steps: int | None = Field(None, ge=1, description="stop after so many steps, whatever the epochs")
+    max_train_steps: int | None = Field(None, ge=1, description="maximum number of optimizer steps; overrides num_train_epochs")
     learning_rate: float = Field(5e-5, gt=0, description="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = Field(
         "linear", description="shape of the learning rate over the steps"
     )
-    num_warmup_steps: int = Field(0, ge=0, description="steps from 0 up to the peak rate")
+    num_warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises from 0 to its peak")
     optimizer: str = Field("adamw", description="adamw, sgd, adafactor, or your own as FILE.py:Class")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
     weight_decay: float = Field(0.0, ge=0, description="weight decay, on every trained matrix")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second beta")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    max_grad_norm: float = Field(1.0, ge=0, description="clip the global gradient norm to this; 0 never clips")
+    max_grad_norm: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: no clipping")
     router_aux_loss_coef: float | None = Field(
-        None, ge=0, description="factor of the loss that balances a mixture's experts; unset: as the model's config says"
+        None, ge=0, description="factor of the router's load-balancing loss; unset: from the model's config"
     )
     mixed_precision: Precision | None = Field(
-        None, description="no, bf16 or fp16; unset follows the launcher's flag, its YAML, then the JSON"
+        None, description="no, bf16 or fp16; unset: from the launcher's flag, its YAML, then the DeepSpeed JSON"
     )
     seed: int = Field(42, ge=0, description="seed of weights, sample order and dropout")
 
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
-    eval_steps: int | None = Field(None, ge=1, description="evaluate every so many steps; always at the end")
+    eval_steps: int | None = Field(None, ge=1, description="evaluate every N steps, and at the end")
     eval_tasks: list[str] = Field([], description="multiple-choice task files, scored at every evaluation")
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
-    save_steps: int | None = Field(None, ge=1, description="checkpoint every so many steps; always at the end")
-    save_total_limit: int | None = Field(None, ge=1, description="keep so many checkpoints; unset keeps all")
-    async_save: bool = Field(False, description="write checkpoints while training goes on, from a copy in host memory")
-    on_save_error: Literal["stop", "continue"] = Field("stop", description="what to do about a checkpoint that failed")
-    on_low_disk: Literal["error", "warn"] = Field("error", description="what to do where the checkpoints will not fit")
+    save_steps: int | None = Field(None, ge=1, description="save a checkpoint every N steps, and at the end")
+    save_total_limit: int | None = Field(None, ge=1, description="maximum number of checkpoints that are kept; unset: all")
+    async_save: bool = Field(False, description="write checkpoints in the background, from a copy in host memory")
+    on_save_error: Literal["stop", "continue"] = Field("stop", description="action if a checkpoint cannot be saved")
+    on_low_disk: Literal["error", "warn"] = Field("error", description="action if the disk is too small for the checkpoints")
     resume_from_checkpoint: str | None = Field(
-        None, description="auto (the newest whole one), best (lowest held-out loss), or a folder"
+        None, description="auto (the newest complete checkpoint), best (lowest held-out loss), or a folder"
     )
     on_spike: Literal["log", "skip", "rollback", "lower_rate", "stop"] = Field(
         "rollback",
         description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
         "measure each time; lower_rate: return and lower the learning rate; stop: end the run",
     )
-    max_rollbacks: int = Field(8, ge=0, description="rollbacks of a run; then it stops")
+    max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(
-        0.5, gt=0, lt=1, description="share of the scheduled learning rate after a rollback that lowers it"
+        0.5, gt=0, lt=1, description="factor of the learning rate after a rollback that lowers it"
     )
-    rollback_lr_steps: int = Field(500, ge=1, description="steps over which the rate then rises back to its schedule")
-    logging_steps: int = Field(10, ge=1, description="write losses, norms and rates every so many steps")
+    rollback_lr_steps: int = Field(500, ge=1, description="steps in which the lowered rate returns to its schedule")
+    logging_steps: int = Field(10, ge=1, description="log losses, gradient norms and rates every N steps")
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
-    hooks: list[str] = Field([], description="code that runs at points of the training, FILE.py:Class or module:Class each")
+    hooks: list[str] = Field([], description="hooks of your own, each as FILE.py:Class or module:Class")
 
     @property
     def initialised_from(self) -> str | None:
@@ -234,7 +232,9 @@ class RecipeConfig(BaseModel):
         for name in sorted({n for n in names if names.count(n) > 1}):
             found.append(f"datasets: {names.count(name)} of them are called {name!r}. Give each a name of its own.")
         if self.packing and self.group_by_length:
-            found.append("group_by_length: packed rows are all about full, so there is nothing to group. Drop it or packing.")
+            found.append(
+                "group_by_length: packed rows have equal lengths, so grouping has no effect. Drop group_by_length or packing."
+            )
         found += self._streaming_problems() if self.streaming else []
         for key in ("train_file", "validation_file", "chat_template"):
             value = getattr(self, key)
@@ -290,11 +290,13 @@ class RecipeConfig(BaseModel):
     def _streaming_problems(self) -> list[str]:
         found = []
         if self.max_train_steps is None:
-            found.append("streaming: nobody has counted a stream's samples, so epochs have no length. Give --max_train_steps.")
+            found.append("streaming: the number of samples is unknown, so an epoch has no length. Give --max_train_steps.")
         if self.max_train_samples is not None or any(spec.limit for spec in self.datasets or []):
-            found.append("streaming: max_train_samples and limit choose from data that is counted. Drop them, or streaming.")
+            found.append(
+                "streaming: max_train_samples and limit need the number of samples, which is unknown. Drop them, or streaming."
+            )
         if len(self.datasets or []) > 1 and not all(spec.weight for spec in self.datasets or []):
-            found.append("streaming: a mixture of streams is mixed by weight. Give each entry under datasets a weight.")
+            found.append("streaming: a mixture of streams needs weights. Give each entry of datasets a weight.")
         return found
 
 
@@ -362,7 +364,7 @@ def parse(
             if name not in config_class.model_fields:
                 problems.append(f"{known.config}: {key}: no such key.{_nearest(str(key), names)}")
             elif name in values:
-                problems.append(f"{known.config}: {key}: the key is given twice (it is also called {name}).")
+                problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
             else:
                 values[name], sources[name] = value, known.config
     for key, value in flags.items():
@@ -447,7 +449,7 @@ def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
     parser.add_argument(
         "--dry-run", "--dry_run", dest="dry_run", action="store_true",
-        help="print the resolved config, its sources and the batch arithmetic, train nothing, exit 0",
+        help="print the resolved config, the source of each value and the batch arithmetic; train nothing",
     )  # fmt: skip
     reverse: dict[str, list[str]] = {}
     for alias, name in ALIASES.items():

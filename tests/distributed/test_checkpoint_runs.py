@@ -123,6 +123,6 @@ def test_a_full_disk_stops_the_run_or_is_trained_through(tiny, tmp_path):
                          on_save_error="continue", **tight)  # fmt: skip
         assert through.event("resume")["checkpoint"].endswith("step-000004")
         assert [s["step"] for s in through.steps if s["attempt"] == 2] == list(range(5, STEPS + 1)), "it trained to the end"
-        assert "Training goes on without it" in through.text
+        assert "Training continues without it" in through.text
     finally:
         subprocess.run(["umount", str(folder)], check=True)

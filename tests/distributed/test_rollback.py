@@ -305,7 +305,7 @@ def test_what_was_decided_outlives_a_kill(trained, tiny, tmp_path):
         **settings,
     )
     second = [e for e in run.events if e["attempt"] == 2]
-    assert next(e["reason"] for e in second if e["type"] == "crash").startswith("it ended without a word")
+    assert next(e["reason"] for e in second if e["type"] == "crash").startswith("it ended without an event")
     assert not [e for e in second if e["type"] == "decision"], "the poisoned data is still left out"
     poisoned = set(json.loads((run.output / "poisoned.json").read_text()))
     assert not poisoned & {row for s in run.steps if s["attempt"] == 2 for row in s["ids"]}

@@ -63,9 +63,7 @@ class CheckpointManager:
             return
         aside = store.set_aside(self.folder, step)
         if aside:
-            tqdm.write(
-                f"the last attempt ended while it went back to step {step}: set aside {', '.join(c.name for c in aside)}"
-            )
+            tqdm.write(f"the last attempt ended during a rollback to step {step}: set aside {', '.join(c.name for c in aside)}")
 
     @property
     def goes_on_in_place(self) -> bool:
@@ -216,7 +214,7 @@ class CheckpointManager:
             message = f"{folder}: it could not be saved ({problem}); {last}."
             if self.config.on_save_error == "stop":
                 raise CheckpointError(
-                    f"{message} Make room, and go on with --resume_from_checkpoint auto; --on_save_error continue trains on "
-                    "without it."
+                    f"{message} Free some space, and resume with --resume_from_checkpoint auto. With --on_save_error "
+                    "continue, training continues without it."
                 )
-            tqdm.write(f"WARNING: step {step}: {message} Training goes on without it.")
+            tqdm.write(f"WARNING: step {step}: {message} Training continues without it.")

@@ -68,8 +68,8 @@ def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *,
     if how is not None:
         config = kept["config"]
         raise CheckpointError(
-            f"{checkpoint}: made by another model: {how}. With this one, its weights compute something else. Bring back "
-            f"the model that it was trained from, {config['model_name_or_path'] or config.get('config_name')}; it may lie at "
+            f"{checkpoint}: made by another model: {how}. Its weights would compute something else with this model. Use the "
+            f"model that it was trained from, {config['model_name_or_path'] or config.get('config_name')}; it may lie at "
             "another path."
         )
 

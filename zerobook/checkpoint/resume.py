@@ -24,7 +24,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
         return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
-        "Go on from it with --resume_from_checkpoint auto, or give this run another --output_dir."
+        "Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
 
 
@@ -48,8 +48,8 @@ def earlier_result(config: RecipeConfig) -> str | None:
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (
-        f"output_dir: {result} is there already, and this run, which goes on from no checkpoint in {config.output_dir}, would "
-        "replace it. Give another --output_dir, or move that folder away."
+        f"output_dir: {result} exists already, and this run, which does not resume from a checkpoint in {config.output_dir}, "
+        "would overwrite it. Give another --output_dir, or move that folder away."
     )
 
 
@@ -82,8 +82,8 @@ def differing_optimizer(checkpoint: Path, name: str) -> str | None:
     if optimizer_name(said) == name:
         return None
     return (
-        f"{checkpoint}: it was written with the optimizer {said}, and this run's is {name}, which keeps another state. Pass "
-        f"--optimizer {said} to go on, or start a new run from the exported model."
+        f"{checkpoint}: it was written with the optimizer {said}, and this run's is {name}, which has another state. Pass "
+        f"--optimizer {said} to resume, or start a new run from the exported model."
     )
 
 
@@ -116,4 +116,4 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
             source = f"{checkpoint.name}, to keep its global batch"
             draft.set(source, per_device_train_batch_size=smaller, gradient_accumulation_steps=steps)
             return f"global batch kept at {wanted} on {world_size} process(es): {smaller} x {steps} accumulation x {world_size}"
-    return f"global batch: {wanted} cannot be cut for {world_size} processes; {now} samples a step from here on"
+    return f"global batch: {wanted} samples cannot be divided among {world_size} processes; {now} samples a step from here on"

@@ -55,8 +55,8 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     blind = sorted({node for node in nodes if node is not None})
     if blind:
         raise ConfigError(
-            f"output_dir: what rank 0 writes into {where} is not seen on {', '.join(blind)}. Checkpoints are read by all "
-            "nodes: give an --output_dir on a filesystem that they share, as an absolute path."
+            f"output_dir: files that rank 0 writes into {where} are not visible on {', '.join(blind)}. Checkpoints are read "
+            "by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
         )
 
 

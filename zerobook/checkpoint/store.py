@@ -289,14 +289,14 @@ def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], An
 
 def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
     if checkpoint.is_symlink():
-        return f"{checkpoint}: it is a link, and what it leads to may change or be another run's"
+        return f"{checkpoint}: it is a symbolic link; its target may change or belong to another run"
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         version, step = manifest["format_version"], manifest["step"]
         files = {name: (facts["bytes"], facts["xxh3_128"]) for name, facts in manifest["files"].items()}
         newer = version > FORMAT_VERSION
     except (FileNotFoundError, NotADirectoryError):
-        return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is no checkpoint"
+        return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is not a checkpoint"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{checkpoint / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
     if version not in _LISTED:
@@ -311,7 +311,7 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
     for name, (wanted, _) in files.items():
         file = checkpoint / name
         if Path(name).name != name or file.is_symlink():
-            return f"{file}: it leads out of the checkpoint's folder"
+            return f"{file}: its path leads out of the checkpoint's folder"
         size = file.stat().st_size if file.is_file() else None
         if size is None or size != wanted:
             return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {wanted} bytes"
@@ -389,8 +389,8 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     if own:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {len(own)} checkpoint(s) in {output_dir}, the newest {own[-1].name}. "
-            "Mixed, nobody could tell which to go on from. Pass --resume_from_checkpoint auto to go on from those, or another "
-            "--output_dir."
+            "With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to resume from those, or "
+            "another --output_dir."
         )
     problem = none_to_take(output_dir)
     if problem is not None:
@@ -427,8 +427,8 @@ def _way_back(checkpoint: Path, thorough: bool) -> str:
     older = [c for c in candidates(checkpoint.parent) if named is None or step_of(c) < int(named.group(1))]
     found = _newest_whole(older, thorough, {})
     if found is None:
-        return "There is no whole one before it in its folder; name another run or checkpoint."
-    return f"Use --resume_from_checkpoint {found}, the newest whole one before it."
+        return "There is no complete checkpoint before it in its folder. Name another run or checkpoint."
+    return f"Use --resume_from_checkpoint {found}, the newest complete checkpoint before it."
 
 
 def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:

@@ -30,15 +30,21 @@ _NEW_TOKENS = 256
 
 def chat(argv: list[str]) -> int:
     """Read lines, print answers. Returns 0 at the end of the input, or at /quit."""
-    parser = argparse.ArgumentParser("zerobook chat", description="Talk to a trained model: /reset forgets, /quit leaves.")
+    parser = argparse.ArgumentParser(
+        "zerobook chat", description="Chat with a trained model. /reset clears the conversation, /quit exits."
+    )
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
-        "--max_new_tokens", type=positive, help="tokens in an answer at most (default: the model's own, or 256)"
+        "--max_new_tokens", type=positive, help="maximum number of tokens in an answer (default: the model's own, or 256)"
     )
-    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 always takes the likeliest token (default: 0)")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument("--source_prefix", metavar="TEXT", help="what a seq2seq model was trained to see first, if not saved")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run modelling code that comes with the model")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="sampling temperature; 0: greedy decoding (default: 0)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--source_prefix", metavar="TEXT", help="prefix of each source of a seq2seq model, if it is not saved with the model"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     asked = parser.parse_args(argv)
     loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
     prefix = loaded.source_prefix if asked.source_prefix is None else asked.source_prefix
@@ -49,7 +55,7 @@ def chat(argv: list[str]) -> int:
 def _temperature(text: str) -> float:
     number = float(text)
     if not math.isfinite(number) or number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return number
 
 
@@ -58,7 +64,7 @@ def _talk(conversation: Conversation) -> None:
     if terminal:
         with suppress(ImportError):  # not everywhere
             import readline  # noqa: F401  arrow keys and history in input()
-        print("/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer")
+        print("/reset clears the conversation, /quit exits, Ctrl-C stops an answer")
     else:
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:

@@ -33,7 +33,9 @@ def checkpoint(arguments: list[str]) -> int:
     )
     parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
-    parser.add_argument("--keep", type=int, help="prune: how many of the newest stay, besides pinned ones and the best")
+    parser.add_argument(
+        "--keep", type=int, help="prune: number of the newest checkpoints that are kept, besides pinned ones and the best"
+    )
     known = parser.parse_args(arguments)
     path = Path(os.path.abspath(Path(known.path).expanduser()))  # ``.`` has no name to find the pin by
     if known.action == "list":
@@ -50,7 +52,7 @@ def checkpoint(arguments: list[str]) -> int:
         say("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
         return 0
     if not (path / store.MANIFEST).exists():
-        raise CheckpointError(f"{path}: this is no checkpoint's folder. They stand in OUTPUT_DIR/checkpoints.")
+        raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
     if known.action == "inspect":
         _inspect(path)
     else:
@@ -64,7 +66,7 @@ def _pin(one: Path, wanted: bool) -> None:
     store.pin(one, wanted)
     if not (one / store.MANIFEST).exists():
         store.pin(one, False)
-        raise CheckpointError(f"{one}: the run has deleted it, or set it aside, in this moment. `list` shows what is there.")
+        raise CheckpointError(f"{one}: the run has just deleted it or set it aside. `list` shows the checkpoints that remain.")
 
 
 def _run(path: Path) -> Path:

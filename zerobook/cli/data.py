@@ -53,7 +53,7 @@ def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData,
     made = recipe_class(recipe)
     config, sources, dry_run = parse(made.config_class, flags)
     if dry_run:
-        raise ConfigError("--dry-run: zerobook data prepares what a launch would find, so there is nothing to leave out.")
+        raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
     return prepare_data(made(config), sources, workers)
 
 

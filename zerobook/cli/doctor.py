@@ -116,8 +116,8 @@ def _machine(out: Console, hardware: Hardware) -> list[str]:
     for lock in ops.locks():
         if ops.is_stale(lock):
             problems.append(
-                f"{lock}: a compile that was killed left this lock, and runs that need the op would wait for it for ever. "
-                f"Remove it (make setup and launched runs do): rm {lock}"
+                f"{lock}: a killed compilation left this lock, and runs that need the op would wait for it forever. Remove "
+                f"it (make setup and launched runs do so): rm {lock}"
             )
     if shutil.which("c++") is None and shutil.which("g++") is None:
         problems.append("there is no C++ compiler; DeepSpeed's offload ops cannot be compiled. Install g++.")

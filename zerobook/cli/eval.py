@@ -18,8 +18,10 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument("--task", action="append", required=True, metavar="FILE.jsonl", help="may be given several times")
     parser.add_argument("--batch_size", type=positive, default=8, help="choices in a forward (default: 8)")
-    parser.add_argument("--apply_chat_template", action="store_true", help="ask in a user's turn of the chat template")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run modelling code that comes with the model")
+    parser.add_argument(
+        "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     asked = parser.parse_args(argv)
     tasks = [read_task(file) for file in asked.task]  # before the model, which takes longer

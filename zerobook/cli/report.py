@@ -23,7 +23,7 @@ def report(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("zerobook runlog report", description=__doc__)
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument(
-        "--watch", action="store_true", help=f"serve it on localhost, rendered again every {SECONDS} s as the run goes on"
+        "--watch", action="store_true", help=f"serve the page on localhost, rendered every {SECONDS} s as the run goes on"
     )
     parser.add_argument("--port", type=int, default=8765, help="of --watch")
     known = parser.parse_args(arguments)

@@ -51,11 +51,13 @@ def runlog(arguments: list[str]) -> int:
     parser.add_argument("action", choices=list(_ACTIONS))
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--all", action="store_true", help="export: steps that were given up, too")
+    parser.add_argument("--all", action="store_true", help="export: include steps of abandoned branches")
     known = parser.parse_args(arguments)
     most = {"why": 1, "note": 1, "replay": 1, "diff": 2}.get(known.action, 0)
     if len(known.rest) > most:
-        raise RunLogError(f"zerobook runlog {known.action}: {' '.join(known.rest)!r} is too much. See zerobook runlog --help.")
+        raise RunLogError(
+            f"zerobook runlog {known.action}: {' '.join(known.rest)!r} are too many arguments. See zerobook runlog --help."
+        )
     return _ACTIONS[known.action](known) or 0
 
 
@@ -118,7 +120,7 @@ def spikes(known: argparse.Namespace) -> None:
         )
     odd = len([e for e in history.of("anomaly") if e["kind"] == "outlier"])
     console().print(table if table.row_count else "No spike.")
-    say(f"{odd} times the data was odd for a step or a few; nothing is done about that.")
+    say(f"{odd} times the loss was high for one or a few steps; no action is taken for that.")
 
 
 def lost(known: argparse.Namespace) -> None:
@@ -132,7 +134,7 @@ def lost(known: argparse.Namespace) -> None:
         share = f"{seconds / spent.total:.1%}" if spent.total else ""
         table.add_row(name, duration(seconds), share, "" if steps is None else str(steps))
     console().print(table)
-    say(f"{spent.ratio:.1%} of {duration(spent.total)} went into training that lives on.")
+    say(f"{spent.ratio:.1%} of {duration(spent.total)} was spent on training that was kept.")
 
 
 def good(known: argparse.Namespace) -> None:
@@ -147,7 +149,7 @@ def good(known: argparse.Namespace) -> None:
     table = _table("seq", "step", "branch", "state", "on disk")
     for step, facts in sorted(states.items()):
         given_up = step > lives.get(facts["branch"], float("inf"))
-        state = "of a branch that was given up" if given_up else "proven good" if facts["proven"] else "not proven yet"
+        state = "of an abandoned branch" if given_up else "proven good" if facts["proven"] else "not proven yet"
         there = Path(facts["folder"]).exists() and not given_up
         table.add_row(str(facts["seq"]), str(step), str(facts["branch"]), state, facts["folder"] if there else "no")
     console().print(table if states else "No checkpoint was saved.")
@@ -223,12 +225,12 @@ def note(known: argparse.Namespace) -> int | None:
     from zerobook.runlog.writer import RunLog, leave_note
 
     if not known.rest or not known.rest[0].strip():
-        raise RunLogError('zerobook runlog note: what shall be written down? Give it in quotes, as in note outputs/run "..."')
+        raise RunLogError('zerobook runlog note: no text is given. Give it in quotes, as in note outputs/run "..."')
     folder = folder_of(known.run)
     text, by = known.rest[0], getpass.getuser()
     if is_being_written(folder):
         leave_note(folder, text, by)
-        say("Noted; the run takes it into its log at its next log point.")
+        say("Noted. The run adds it to its log at its next log point.")
         return None
     log = RunLog(folder.parent, attempt=False)
     seq = log.event("note", text=text, by=by)
@@ -265,7 +267,9 @@ def replay(known: argparse.Namespace) -> int | None:
     from zerobook.monitor.detector import Detector
 
     if not known.rest:
-        raise RunLogError("zerobook runlog replay: which spike? Give a step of it; zerobook runlog spikes lists them.")
+        raise RunLogError(
+            "zerobook runlog replay: no spike is named. Give one of its steps; zerobook runlog spikes lists them."
+        )
     step = _step(known.rest[0])
     history = History.read(known.run)
     near = [e for e in history.of("spike") if e["onset"] - 16 <= step <= e["step"] + 16]

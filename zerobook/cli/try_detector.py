@@ -29,10 +29,10 @@ def test_detector(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
     parser = argparse.ArgumentParser("zerobook runlog test-detector", description=__doc__)
     parser.add_argument("file", help="trainer_state.json, a CSV with step and loss, JSON Lines, or a run's output_dir")
-    parser.add_argument("--grad_norm", help="a CSV with step and grad_norm, where they stand apart from the losses")
+    parser.add_argument("--grad_norm", help="a CSV with step and grad_norm, if the file has no gradient norms")
     parser.add_argument("--all", action="store_true", help="list what only arms, too")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--plot", metavar="PNG", help="draw the curve with what was found")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="PNG", help="draw the curve and the detections into this file")
     known = parser.parse_args(arguments)
     points = read(known.file, known.grad_norm)
     from zerobook.utils.bars import tqdm

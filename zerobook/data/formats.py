@@ -314,7 +314,7 @@ def _turn(turn: object, where: str) -> dict[str, str]:
         raise BadSample(f"{where} has the {role} {shown}, expected one of {', '.join(_ROLES)}")
     for key in _UNREAD:
         if turn.get(key):
-            raise BadSample(f"{where} has {key}, which would be lost; write it into its content")
+            raise BadSample(f"{where} has {key}, which the recipe does not use; write it into the turn's content")
     left_out = turn.get("weight") not in (None, 1) or False in (turn.get("train"), turn.get("training"))
     if left_out and _ROLES[name] == "assistant":
         raise BadSample(
@@ -362,7 +362,7 @@ def _string(value: object, name: str, *, blank: bool = False) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadSample(f"{name} has half a surrogate pair at position {error.start}, which is no character") from None
+        raise BadSample(f"{name} has an unpaired surrogate at position {error.start}, which is not a character") from None
     return value
 
 

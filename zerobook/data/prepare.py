@@ -93,7 +93,7 @@ def prepare(
     if config.streaming:
         data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
         if strategy.is_main and not data.held_out:
-            tqdm.write("streaming: nothing is held out of a stream; give --validation_file to measure a loss")
+            tqdm.write("streaming: no samples of a stream are held out. Give --validation_file to measure a held-out loss")
     return data
 
 
@@ -145,7 +145,7 @@ class Library:
             trained = [_meta(shelf.train) for shelf in shelves if shelf.train]
             content = (_meta(held_out) or {}).get("settings", {}).get("source")
             if any(meta and meta["settings"]["source"] == content for meta in trained):
-                tqdm.write(f"WARNING: {source.name} is trained on as well: the held-out loss says nothing about other data")
+                tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
             shelves.append(_Shelf(spec, None, held_out))
         return shelves
 
@@ -159,8 +159,9 @@ class Library:
             source = (_meta(shelf.train) or {}).get("settings", {}).get("source")
             if folders.setdefault(source, shelf.train) != shelf.train:
                 tqdm.write(
-                    f"WARNING: {shelf.spec.path} is in datasets more than once, with different settings. What is held out of "
-                    "one entry is trained on by the other. Give --validation_file, or --validation_split_percentage 0."
+                    f"WARNING: {shelf.spec.path} is in datasets more than once, with different settings. Samples that one "
+                    "entry holds out are training samples of the other. Give --validation_file, or "
+                    "--validation_split_percentage 0."
                 )
 
     def _splits(self, spec: DatasetSpec) -> Splits:
@@ -415,7 +416,7 @@ class Library:
         for encoded in encode_all(reading, chain([first], parts), workers):
             for where, reason in encoded.bad:
                 if self.config.on_bad_sample == "error":
-                    raise DataError(f"{source.name}, {where}: {reason}. Mend it, or pass --on_bad_sample skip.")
+                    raise DataError(f"{source.name}, {where}: {reason}. Correct it, or pass --on_bad_sample skip.")
                 if len(listed) < LISTED:
                     listed.append(f"{where}: {reason}")
                 reasons[reason] += 1
@@ -438,7 +439,7 @@ class Library:
                 facts = ", ".join(f"{number} {what}" for what, number in done.items())
                 raise DataError(
                     f"{source.name}: not one sample can be used ({facts}). The first is {listed[0]}. All reasons: {why}. "
-                    "Mend them, or name other data."
+                    "Correct them, or name other data."
                 )
             skipped = f"{done['bad samples skipped']} bad samples skipped, the first {listed[0]}. All reasons: {why}"
             tqdm.write(f"{source.name}: {skipped}")
@@ -455,8 +456,8 @@ def _identity(thing: object) -> list[str]:
         digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
     except (OSError, TypeError):  # typed into an interpreter
         raise ConfigError(
-            f"{type(thing).__name__} is defined in no file, so nobody could tell whether prepared data still fits it. Put the "
-            "class into a file, and import it from there."
+            f"{type(thing).__name__} is not defined in a file, so a change of it could not be detected in prepared data. Put "
+            "the class into a file, and import it from there."
         ) from None
     return [type(thing).__name__, *digests]
 

@@ -219,7 +219,7 @@ class StreamOrder:
             if len(kept):
                 last = stop
             elif self.epoch(stop) - self.epoch(last) > 3:  # a row comes early in one pass and late in the next
-                raise DataError("streaming: all samples are left out; none is there to train on.")
+                raise DataError("streaming: all samples are left out, so there are none to train on.")
             taken.append(kept)
             missing -= len(kept)
             cursor = stop

@@ -170,7 +170,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             if isinstance(row, Malformed):
                 raise formats.BadSample(row.reason)
             if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
-                raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is a mistake")
+                raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
             sample = formats.parse(reading.format, row, own=own, **reading.columns)
         except formats.EmptyText:
             counts["empty texts left out"] += 1

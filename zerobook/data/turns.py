@@ -66,7 +66,7 @@ class TurnTokenizer:
             if all(_common(ids, prefix) == len(prefix) for prefix in after):
                 results.append(Tokenized(ids, [(_common(ids, b), len(a)) for b, a in zip(before, after, strict=True)]))
             else:
-                results.append(BadSample("the tokenizer cuts a turn differently once the chat goes on"))
+                results.append(BadSample("the tokenizer splits a turn differently when another turn follows"))
         return results
 
 

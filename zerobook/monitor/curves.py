@@ -68,7 +68,7 @@ def _rows(path: Path, wanted: tuple[str, ...]) -> Iterable[dict[str, Any]]:
     if not (columns & set(STEP) and columns & set(wanted)):
         found = ", ".join(sorted(columns)[:12]) or "none"
         raise DataError(
-            f"{path}: this is no loss curve: it needs a column of {', '.join(STEP)} and one of {', '.join(wanted)}; "
+            f"{path}: this is not a loss curve: it needs a column named {', '.join(STEP)} and one of {', '.join(wanted)}; "
             f"found: {found}."
         )
     return ({_plain(key): value for key, value in row.items() if key is not None} for row in rows)

@@ -450,7 +450,7 @@ class Detector:
         self._extend(point)
         if self._begins_again(now):
             self._close(now.losses[-1:])
-            words = f"from {now.base:.4g} back to {now.peak:.4g}, and down again as at the run's beginning"
+            words = f"from {now.base:.4g} back to {now.peak:.4g}, and down again as at the beginning of the run"
             found.append(self._ended("reset", point, now, words))
             return
         if point.loss - now.base < max(2 * now.unit, min(0.1 * (now.peak - now.base), 0.25 * abs(now.base))):

@@ -128,7 +128,7 @@ class RecoveryPolicy:
         proven = "the last proven good checkpoint"
         if not before:
             before = [step for step in others if step <= first - LEAD]
-            proven = "the last checkpoint before it, which was not proven good yet"
+            proven = "the last checkpoint before it, which is not proven good yet"
         if not before:
             rule = f"there is no checkpoint from before step {first - LEAD + 1}"
             return measure("stop" if finding.kind == "divergence" else "none", rule)

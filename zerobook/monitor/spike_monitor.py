@@ -158,7 +158,7 @@ class SpikeMonitor:
         if differing is None:
             return None
         level = self.detector.loss.level()
-        words = "the ranks' copies of the weights are not the same any more"
+        words = "the ranks' copies of the weights differ"
         self.seq = None
         if self.log:
             self.seq = self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1, base=level,
@@ -256,7 +256,10 @@ class SpikeMonitor:
         was = replay.before.get(done.step)
         if was is not None and _high_again(was, done, replay):
             self._replay = None
-            words = "done again from the same state, it comes again: not the hardware, but the data or the learning rate"
+            words = (
+                "it happened again when the steps were repeated from the same state: the cause is the data or the learning "
+                "rate, not the hardware"
+            )
             if self.log:
                 self.seq = self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=True,
                                           loss=done.loss, loss_before=was.loss)  # fmt: skip
@@ -275,7 +278,10 @@ class SpikeMonitor:
             if self.log:
                 self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=False,
                                loss=done.loss, loss_before=was.loss if was else None)  # fmt: skip
-                self._say(f"step {done.step}: done again from the same state, it does not come again; no data is left out")
+                self._say(
+                    f"step {done.step}: it did not happen again when the steps were repeated from the same state; no data is "
+                    "left out"
+                )
         return None
 
 

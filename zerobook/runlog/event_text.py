@@ -64,9 +64,9 @@ def _checkpoint(e: Event) -> str:
     step, state = e["step"], e["state"]
     return {
         "complete": f"Checkpoint of step {step} saved in {duration(e.get('seconds') or 0)}.",
-        "proven_good": f"Checkpoint of step {step} is proven good: training went on well from it.",
-        "pinned": f"Checkpoint of step {step} is kept, whatever comes.",
-        "unpinned": f"Checkpoint of step {step} need not be kept any more: nothing came of it.",
+        "proven_good": f"Checkpoint of step {step} is proven good: training continued without a spike.",
+        "pinned": f"Checkpoint of step {step} is pinned: it is not pruned.",
+        "unpinned": f"Checkpoint of step {step} is not pinned any more: no spike followed.",
         "not_saved": f"No checkpoint of step {step}: {e.get('reason')}.",
     }.get(state, f"Checkpoint of step {step}: {state}.")
 
@@ -187,5 +187,5 @@ _WORDS = {
     "repaired": lambda e: (
         f"A torn line of {e['file']} was cut and kept aside." if "torn_bytes" in e else f"Damaged: {_rest(e)}."
     ),
-    "written_late": lambda e: "The disk was full; what happened meanwhile is written now.",
+    "written_late": lambda e: "The disk was full; the events of that time are written now.",
 }

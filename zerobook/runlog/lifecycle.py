@@ -62,10 +62,10 @@ def _before(log: RunLog) -> dict[str, Any]:
 
 def _obituary(log: RunLog, before: dict[str, Any]) -> None:
     last, sample = before["last"], before["machine"]
-    reason = "it ended without a word: killed from outside, out of memory, or the power went"
+    reason = "it ended without an event: killed from outside, out of memory, or a power failure"
     full = nearly_full(sample) if sample else None
     if full:
-        reason = f"it ended without a word, probably killed for memory: {full} at its last sample"
+        reason = f"it ended without an event, probably killed for lack of memory: {full} at its last sample"
     log.event("crash", of_attempt=last["attempt"], reason=reason, last_event=last["seq"], last_utc=last["utc"],
               machine=sample["seq"] if sample else None)  # fmt: skip
 

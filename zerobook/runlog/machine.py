@@ -73,7 +73,7 @@ def out_of_memory() -> str:
         )
     if "expandable_segments:True" not in os.environ.get(SETTINGS, os.environ.get("PYTORCH_ALLOC_CONF", "")):
         words.append(
-            f"Where much is reserved and not used, start the run with {SETTINGS}=expandable_segments:True: the allocator then "
+            f"If much is reserved and not used, start the run with {SETTINGS}=expandable_segments:True: the allocator then "
             "leaves fewer gaps."
         )
     words.append(
@@ -150,7 +150,7 @@ class Sampler:
         if full and not self._warned:
             self.log.event("memory_warning", parent=seq, reason=full)
             words = (
-                f"WARNING: {full} are in use. A process that runs out is killed without a word: use fewer "
+                f"WARNING: {full} are in use. A process that runs out of memory is killed without a message: use fewer "
                 "--dataloader_num_workers, less offload to host memory, or a machine with more."
             )
             print(words, file=sys.stderr, flush=True)

@@ -237,7 +237,7 @@ def _tables(history: History, spent: TimeSpent) -> Iterator[tuple[str, list[str]
     rows = []
     for intent in [e for e in history.of("rollback") if e["phase"] == "intent"]:
         outcome = next((e for e in history.effects(intent) if e["type"] == "rollback"), None)
-        done = f"{duration(outcome['seconds'])}, branch {outcome['branch']}" if outcome else "it did not come to an end"
+        done = f"{duration(outcome['seconds'])}, branch {outcome['branch']}" if outcome else "it has not ended"
         rows.append(
             [f"[{intent['seq']}]", str(intent["from_step"]), str(intent["to_step"]), intent["measure"], intent["why"], done]
         )

@@ -34,7 +34,7 @@ def summary(folder: Path) -> str:
         age = (datetime.now(UTC) - datetime.fromisoformat(max(own.values(), key=lambda e: e["seq"])["utc"])).total_seconds()
         state = f"Training (last word {duration(max(0.0, age))} ago)"
     else:
-        state = "ENDED WITHOUT A WORD (killed, out of memory, or the power went)"
+        state = "ENDED WITHOUT AN EVENT (killed, out of memory, or a power failure)"
     words = f"{state}: step {step} of {total} ({step / max(total, 1):.0%}), attempt {attempt}, branch {start['branch']}"
     branch = max((event["branch"] for event in own.values()), default=start["branch"])
     words = words.replace(f"branch {start['branch']}", f"branch {branch}")

@@ -186,7 +186,9 @@ class Hooks:
             yield
         except Exception as error:
             if hook in self._user:
-                error.add_note(f"This was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}.")
+                error.add_note(
+                    f"The error was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}."
+                )
             raise
 
 

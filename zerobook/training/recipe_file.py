@@ -34,13 +34,13 @@ def check_recipe(name: str) -> tuple[Path, str]:
         )
     if path.suffix != ".py":
         raise ConfigError(
-            f"{name}: this is no recipe, so it was not run. Give a recipe, such as recipes/lora_finetune.py. A flag of the "
+            f"{name}: this is not a recipe, so it was not run. Give a recipe, such as recipes/lora_finetune.py. A flag of the "
             f"recipe names its data, such as --train_file {name}."
         )
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: this is not valid Python, so it is no recipe: {error}.") from None
+        raise ConfigError(f"{name}: this is not valid Python: {error}.") from None
     found = _class_that_runs(tree)
     if found is None:
         raise ConfigError(

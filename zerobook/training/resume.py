@@ -48,7 +48,7 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
             if key in saved and was != here:
                 raise CheckpointError(
                     f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
-                    "would come twice or never. Bring the old value back, or start a new run from the exported model."
+                    "would be used twice or never. Restore the old value, or start a new run from the exported model."
                 )
 
 
@@ -68,8 +68,8 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
         before, here = kept["config"].get(key), values[key]
         if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
             raise CheckpointError(
-                f"{checkpoint}: what its adapters do depends on {key}, which was {before} and is {here} now. Bring the old "
-                "value back, or start a new run from the exported model."
+                f"{checkpoint}: the output of its adapters depends on {key}, which was {before} and is {here} now. Restore "
+                "the old value, or start a new run from the exported model."
             )
     was, now = kept.get("base_commit"), getattr(model, "base_commit", None)
     if adapts and was and now and was != now:
@@ -115,7 +115,7 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
     if now == before:
         return progress.total_steps
     if log and state.end_step != progress.total_steps:
-        tqdm.write(f"  the learning-rate schedule is laid out anew: {state.end_step} steps, {progress.total_steps} before")
+        tqdm.write(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
     return state.end_step
 
 

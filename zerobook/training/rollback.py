@@ -65,7 +65,7 @@ class Recovery:
             state.progress.skip_ranges = skip_ranges
             state.build_loader()
         if log and left_out and state.end_step < state.total_steps:
-            tqdm.write(f"  the run ends at step {state.end_step}; its schedule stays laid out for {state.total_steps} steps")
+            tqdm.write(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
 
     def go_back(
         self, measure: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
@@ -113,7 +113,7 @@ class Recovery:
                 f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
                 f"{best or 'none'}.\n  Go on from there with a lower --learning_rate than {config.learning_rate}, more "
                 f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
-                "tells all of it."
+                "tells the whole story."
             )
             write_page(log)
 

@@ -23,12 +23,12 @@ def parse_bytes(text: str, key: str) -> int:
     value = _number(match[1]) if match else None
     if match is None or value is None:
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
-        raise ConfigError(f"{key}: {text!r} is no amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
+        raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     amount = int(
         Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()]
     )  # exact: the float 2.01 times 10^9 is below 2010000000
     if amount <= 0:
-        raise ConfigError(f"{key}: {text!r} is nothing. Give what there is, such as 80GB.")
+        raise ConfigError(f"{key}: {text!r} is zero. Give the amount of memory, such as 80GB.")
     return amount
 
 
@@ -41,7 +41,7 @@ def parse_rate(text: str, key: str) -> float:
     match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
     value = _number(match[1]) if match else None
     if match is None or not value or (match[3] == "b/s" and (match[2] or "").islower()):
-        raise ConfigError(f"{key}: {text!r} is no rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
+        raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
     return value * _DECIMAL[(match[2] or "").lower()] / (1 if "B" in match[3] else 8)
 
 
@@ -54,7 +54,7 @@ def parse_count(text: str, key: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
     value = _number(match[1]) if match else None
     if match is None or not value:
-        raise ConfigError(f"{key}: {text!r} is no number of parameters such as 7.5B, 350M or 7500000000.")
+        raise ConfigError(f"{key}: {text!r} is not a number of parameters such as 7.5B, 350M or 7500000000.")
     return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
 
 

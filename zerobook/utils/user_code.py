@@ -27,7 +27,7 @@ def problem(key: str, spec: str) -> str | None:
     """
     where, _, name = spec.rpartition(":")
     if not where or not name.isidentifier():
-        return f"{key}: {spec!r} names no class. Write FILE.py:Class or module:Class."
+        return f"{key}: {spec!r} does not name a class. Write FILE.py:Class or module:Class."
     if not where.endswith(".py"):
         missing = f"{key}: {spec}: there is no module {where}. Give one that Python finds, or FILE.py."
         return None if _is_there(where) else missing
@@ -77,7 +77,7 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
         raise ConfigError(f"{key}: {spec}: {found!r} does not derive from {base.__module__}.{base.__name__}.")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
-        raise ConfigError(f"{key}: {spec} does not define {missing}, which {base.__name__} asks for.")
+        raise ConfigError(f"{key}: {spec} does not define {missing}, which {base.__name__} requires.")
     return found
 
 
