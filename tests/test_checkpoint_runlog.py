@@ -368,7 +368,7 @@ def test_nodes_that_do_not_share_the_output_folder_all_hear_of_it(tmp_path):
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_on_a_node, (tmp_path, cwds, "run", queue), nprocs=2)
     said = sorted(queue.get() for _ in range(4))
-    assert [rank for rank, text in said if "not seen on" in text and f"{tmp_path}/a/run" in text] == [0, 1]
+    assert [rank for rank, text in said if "not visible on" in text and f"{tmp_path}/a/run" in text] == [0, 1]
     assert [rank for rank, text in said if text == "fine"] == [0, 1]
     assert not list((tmp_path / "shared").iterdir()) and not list((tmp_path / "a" / "run").iterdir())
     (tmp_path / "rendezvous").unlink(missing_ok=True)
