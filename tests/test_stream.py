@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.config import ConfigError, RecipeConfig, parse
-from zerobook.data import sources
+from zerobook.data import files, sources
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import Library
 from zerobook.data.stream import BEHIND, Stream, row_number
@@ -157,7 +157,7 @@ def test_lines_cut_anywhere_are_each_read_once(tmp_path_factory, lengths, shard,
     file.write_text("\n".join(lines) + "\n" * ended)
     text = tmp_path_factory.mktemp("text") / "a.txt"
     text.write_text("\n".join(lines) + "\n" * ended)
-    before, sources.SHARD_BYTES = sources.SHARD_BYTES, shard
+    before, files.SHARD_BYTES = files.SHARD_BYTES, shard
     try:
         cut = sources.open_source(str(file)).train.shards()
         texts = sources.open_source(str(text)).train.shards()
@@ -165,11 +165,11 @@ def test_lines_cut_anywhere_are_each_read_once(tmp_path_factory, lengths, shard,
         assert [json.loads(row) for part in cut for row, _ in read(part)] == [json.loads(line) for line in lines]
         assert "".join(row["text"] for part in texts for row, _ in read(part)) == text.read_text()
     finally:
-        sources.SHARD_BYTES = before
+        files.SHARD_BYTES = before
 
 
 def test_other_sources_are_cut_where_they_can_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 300)
+    monkeypatch.setattr(files, "SHARD_BYTES", 300)
     monkeypatch.setattr(sources, "SHARD_ROWS", 10)
     rows = [{"text": f"row {i}"} for i in range(25)]
     folder = tmp_path / "folder"
@@ -224,7 +224,7 @@ def library(tmp_path, tiny):
 
 
 def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(files, "SHARD_BYTES", 2000)
     keys = dict(train_file=str(tiny / "chats.jsonl"), validation_split_percentage=0)
     whole = library(**keys)
     whole = whole.open(whole.tokenize(1)).train
@@ -256,7 +256,7 @@ def test_what_changed_under_a_stream_is_another_stream(tiny, tmp_path, library):
 
 
 def test_a_bad_sample_in_a_shard_says_where_it_stands(tiny, tmp_path, library, monkeypatch):
-    monkeypatch.setattr(sources, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(files, "SHARD_BYTES", 1000)
     text = (tiny / "chats.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(text + "{broken\n")
     keys = dict(train_file=str(tmp_path / "a.jsonl"), streaming=True, max_train_steps=1)

@@ -24,9 +24,10 @@ from uuid import uuid4
 import numpy as np
 
 from zerobook.config import DatasetSpec, RecipeConfig
-from zerobook.data import embedded, sources
+from zerobook.data import embedded, files, sources
 from zerobook.data.formats import own_of
-from zerobook.data.sources import Item, Source, Splits, open_source
+from zerobook.data.source import Item, Source, Splits
+from zerobook.data.sources import open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import Encoder
@@ -222,7 +223,7 @@ class Library:
         found = [self._splits(spec).train for spec in specs]
         keys = ("packing", "seed", "on_bad_sample")
         facts = [self._settings(s, (source.sketch or source.digest)(), None) for s, source in zip(specs, found, strict=True)]
-        cut = [sources.SHARD_BYTES, sources.SHARD_ROWS]
+        cut = [files.SHARD_BYTES, sources.SHARD_ROWS]
         return Stream(
             shards=self,
             counts=[len(self._shards(index)) for index in range(len(specs))],
@@ -265,7 +266,7 @@ class Library:
             spec = self.config.dataset_specs()[dataset]
             source = self._splits(spec).train
             settings = self._settings(spec, (source.sketch or source.digest)(), None)
-            self._stream_names[dataset] = f"stream-{_fingerprint([settings, sources.SHARD_BYTES, sources.SHARD_ROWS])}"
+            self._stream_names[dataset] = f"stream-{_fingerprint([settings, files.SHARD_BYTES, sources.SHARD_ROWS])}"
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:

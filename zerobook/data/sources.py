@@ -5,81 +5,25 @@ A `Source` is read from its beginning, one sample at a time, so that memory does
 
 from __future__ import annotations
 
-import codecs
-import csv
-import gzip
-import io
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from zerobook.data import embedded
-from zerobook.data.formats import Stretch
+from zerobook.data.files import JSON_LINES, KNOWN, TEXT, file_source, suffix_of
+from zerobook.data.source import Item, Source, Splits, digest_of
 from zerobook.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-LINE_LIMIT = 256 << 20
-"""Bytes. A longer line is not a sample: the file lacks line ends."""
-TEXT_PART = 16 << 20
-"""Bytes. Longer texts are read in parts, cut at line ends where they have any."""
-JSON_PART = 1 << 20
-"""Characters of a JSON array that are read at a time."""
-SHARD_BYTES = 64 << 20
 SHARD_ROWS = 50_000
-"""Sizes of a stream's shards, where a source can be cut into such small parts."""
-_EDGE = 1 << 16
+"""Rows of a stream's shard, if the source is a dataset in memory."""
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
            "test": "test"}  # fmt: skip
 _NUMBERED = re.compile(r"[-_]\d+(-of-\d+(-\w+)?)?$")
-
-_JSON_LINES, _TEXT, _TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".csv", ".tsv")
-_KNOWN = (*_JSON_LINES, ".json", *_TABLE, ".parquet", *_TEXT)
-
-Item = tuple[str, Any, int]
-"""(the place, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
-
-
-@dataclass(frozen=True)
-class Malformed:
-    """A sample that could not be read. The samples after it can be read."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
-
-    ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
-    start at other places than the beginning.
-    """
-
-    name: str
-    read: Callable[[], Iterator[Item]]
-    digest: Callable[[], str]
-    total: int
-    unit: str  # "B" or " samples"
-    lone_text: bool = False  # one running text, of which the end is held out
-    sketch: Callable[[], str] | None = None
-    cut: Callable[[], list[Source]] | None = None
-
-    def shards(self) -> list[Source]:
-        """Return the parts that a stream reads one after another; the whole source where it cannot be cut."""
-        return self.cut() if self.cut else [self]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """Splits of a dataset. ``held_out`` is None where the data has no split for it."""
-
-    train: Source
-    held_out: Source | None = None
 
 
 def open_source(path: str, *, config_name: str | None = None, split: str | None = None, streaming: bool = False) -> Splits:
@@ -102,10 +46,10 @@ def open_source(path: str, *, config_name: str | None = None, split: str | None 
     local = Path(path).expanduser()
     if local.is_file():
         _only_train(path, split)
-        return Splits(train=_file(local))
+        return Splits(train=file_source(local))
     if local.is_dir():
         return _folder(local, split)
-    if path.startswith((".", "/", "~")) or local.suffix in _KNOWN:
+    if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
     return _hub_stream(path, config_name, split) if streaming else _hub(path, config_name, split)
 
@@ -203,7 +147,7 @@ def _folder(path: Path, split: str | None) -> Splits:
             return _of_dataset(str(path), saved, split)
         _only_train(str(path), split)
         return Splits(train=_of_split(str(path), saved))
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and _suffix(f) in _KNOWN and not _hidden(f, path)]
+    files = [f for f in sorted(path.rglob("*")) if f.is_file() and suffix_of(f) in KNOWN and not _hidden(f, path)]
     wanted = split or "train"
     named: dict[str, list[Path]] = {}
     for file in files:
@@ -218,13 +162,13 @@ def _folder(path: Path, split: str | None) -> Splits:
     # no file is named train: files such as test.txt may still be held out; folders such as test/ are ordinary text
     apart = [f for f in held_out or [] if f.parent == path]
     rest = [f for f in files if f not in apart]
-    for kinds in (_JSON_LINES, (".parquet",), _TEXT):
-        chosen = [f for f in rest if _suffix(f) in kinds]
+    for kinds in (JSON_LINES, (".parquet",), TEXT):
+        chosen = [f for f in rest if suffix_of(f) in kinds]
         if chosen:
-            train = _joined(path, [replace(_file(f), lone_text=False) for f in chosen])
+            train = _joined(path, [replace(file_source(f), lone_text=False) for f in chosen])
             return Splits(train=train, held_out=_all_of(path, "held out", apart) if apart else None)
     raise DataError(
-        f"{path}: found neither a saved dataset, nor train.jsonl (or {', '.join(_KNOWN)}), "
+        f"{path}: found neither a saved dataset, nor train.jsonl (or {', '.join(KNOWN)}), "
         "nor JSON lines, Parquet or text files to train on."
     )
 
@@ -243,12 +187,12 @@ def _split_of(file: Path, folder: Path, wanted: str) -> str:
 
 def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
     """Return one split's files as one source."""
-    kinds = sorted({_suffix(file) for file in files})
+    kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
     if len(files) == 1:
-        return _file(files[0])
-    return _joined(folder, [replace(_file(f), lone_text=False) for f in files])
+        return file_source(files[0])
+    return _joined(folder, [replace(file_source(f), lone_text=False) for f in files])
 
 
 def _joined(folder: Path, parts: list[Source]) -> Source:
@@ -258,362 +202,12 @@ def _joined(folder: Path, parts: list[Source]) -> Source:
                 yield f"{Path(part.name).name}, {where}", row, cost
 
     def digest() -> str:
-        return _hash(*(f"{part.name}:{part.digest()}".encode() for part in parts))
+        return digest_of(*(f"{part.name}:{part.digest()}".encode() for part in parts))
 
     def sketch() -> str:
-        return _hash(*(f"{Path(part.name).name}:{(part.sketch or part.digest)()}".encode() for part in parts))
+        return digest_of(*(f"{Path(part.name).name}:{(part.sketch or part.digest)()}".encode() for part in parts))
 
     return Source(
         name=str(folder), read=read, digest=digest, total=sum(p.total for p in parts), unit=parts[0].unit, sketch=sketch,
         cut=lambda: [shard for part in parts for shard in part.shards()],
     )  # fmt: skip
-
-
-# --- files
-def _suffix(file: Path) -> str:
-    """Return the file type without the suffix of a compression: ``a.jsonl.gz`` is ``.jsonl``."""
-    suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
-
-
-def _file(file: Path) -> Source:
-    kind = _suffix(file)
-    if kind not in _KNOWN:
-        raise DataError(f"{file}: unknown file type {file.suffix!r}. Known: {', '.join(_KNOWN)}, also with .gz or .zst.")
-    if kind == ".json" and not _is_array(file):
-        kind = ".jsonl"
-    readers = {".json": _read_array, ".parquet": _read_parquet, **dict.fromkeys(_TABLE, _read_table),
-               **dict.fromkeys(_JSON_LINES, _read_lines), **dict.fromkeys(_TEXT, _read_text)}  # fmt: skip
-    return Source(
-        name=str(file),
-        read=lambda: readers[kind](file),
-        digest=lambda: f"{kind} {_hash_file(file)}",  # the same bytes, read as another type, are other samples
-        total=file.stat().st_size,
-        unit="B",
-        lone_text=kind in _TEXT,
-        sketch=lambda: f"{kind} {_sketch(file)}",
-        cut=_cutter(file, kind),
-    )
-
-
-def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
-    """Return a function that cuts a file into shards; None for a file that can only be read from its beginning."""
-    if kind == ".parquet":
-        return lambda: _parquet_shards(file)
-    if file.suffix.lower() in (".gz", ".zst") or kind not in (*_JSON_LINES, *_TEXT):
-        return None
-    read = _read_lines if kind in _JSON_LINES else _read_text
-    return lambda: _byte_shards(file, read)
-
-
-def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source]:
-    """Return byte ranges of a file of lines as sources. A line belongs to the range in which it begins."""
-    size = file.stat().st_size
-    ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
-    starts = [0, *ends[:-1]]
-
-    def piece(start: int, stop: int) -> Source:
-        def within() -> Iterator[Item]:
-            return read(file, start, stop)
-
-        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=stop - start, unit="B")
-
-    return [piece(start, stop) for start, stop in zip(starts, ends, strict=True)]
-
-
-def _parquet_shards(file: Path) -> list[Source]:
-    """Return whole row groups as sources, since smaller parts cannot be read separately."""
-    import pyarrow.parquet
-
-    with _readable(file):
-        metadata = pyarrow.parquet.ParquetFile(file).metadata
-        sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    groups: list[list[int]] = [[]]
-    for index, size in enumerate(sizes):
-        if groups[-1] and sum(sizes[i] for i in groups[-1]) + size > SHARD_BYTES:
-            groups.append([])
-        groups[-1].append(index)
-
-    def piece(chosen: list[int]) -> Source:
-        def within() -> Iterator[Item]:
-            return _read_parquet(file, chosen, sum(rows[: chosen[0]]))
-
-        total = sum(sizes[i] for i in chosen)
-        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=total, unit="B")
-
-    return [piece(chosen) for chosen in groups if chosen]
-
-
-def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
-    """Return (the content, the file itself, whose position shows how much was read)."""
-    raw = file.open("rb")
-    if file.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw
-    if file.suffix.lower() == ".zst":
-        import pyarrow
-
-        # zstandard's own reader accepts a truncated file without an error
-        unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-        return io.BufferedReader(unpacked), raw
-    return raw, raw
-
-
-def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
-    """Return a function that returns the bytes of ``raw`` read since its last call; ``done`` were read before."""
-
-    def cost() -> int:
-        nonlocal done
-        before, done = done, raw.tell()
-        return done - before
-
-    return cost
-
-
-def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
-    """Yield the lines of a file. ``start`` and ``stop``: only lines that begin between these bytes."""
-    content, raw = _open(file)
-    with content, _readable(file):
-        at = _to_a_line(content, start)
-        cost = _costs(raw)
-        number = 0
-        while (stop is None or at < stop) and (line := content.readline(LINE_LIMIT + 1)):
-            number += 1
-            where = f"the line at byte {at}" if start else f"line {number}"
-            if len(line) > LINE_LIMIT:
-                raise DataError(f"{file}, {where}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
-            begin, at = at, at + len(line)
-            line = line if begin else line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield where, line, cost()
-
-
-def _to_a_line(content: BinaryIO, start: int) -> int:
-    """Move to the first line that begins at byte ``start`` or after it. Return its position."""
-    if start:
-        content.seek(start - 1)
-        while (part := content.readline(_EDGE)) and not part.endswith(b"\n"):
-            pass
-    return content.tell() if start else 0
-
-
-def _is_array(file: Path) -> bool:
-    content, _ = _open(file)
-    with content, _readable(file):
-        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-
-
-def _read_array(file: Path) -> Iterator[Item]:
-    """Yield the samples of a JSON array. Memory holds one sample and `JSON_PART` characters."""
-    content, raw = _open(file)
-    cost = _costs(raw)
-    with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        for index, row in enumerate(_Array(text, file).values()):
-            yield f"sample {index}", row, cost()
-
-
-class _Array:
-    """Reads the values of a JSON array from ``text``, one after another."""
-
-    def __init__(self, text: io.TextIOBase, file: Path):
-        self.text, self.file = text, file
-        self.buffer, self.at, self.line = "", 0, 1  # unread text begins at ``at``, in this line of the file
-        self.whole = False  # the file's end is in the buffer
-        self.decoder = json.JSONDecoder(parse_constant=_no_json)
-
-    def values(self) -> Iterator[Any]:
-        self._expect("[")
-        more, index = self._next() != "]", 0
-        if not more:
-            self._expect("]")
-        while more:
-            yield self._value(index)
-            index += 1
-            more = self._expect(",]") == ","
-        if self._next():
-            self._refuse(self.at, "something follows the array")
-
-    def _expect(self, characters: str) -> str:
-        """Consume the next character that is no white space. It must be one of ``characters``."""
-        found = self._next()
-        if not found or found not in characters:
-            self._refuse(self.at, f"expected {' or '.join(characters)}, found {found or 'the end'}")
-        self._take(self.at + 1)
-        return found
-
-    def _value(self, index: int) -> object:
-        self._next()
-        while True:
-            try:
-                found, end = self.decoder.raw_decode(self.buffer, self.at)
-            except json.JSONDecodeError as error:
-                # the value is incomplete where a string does not end, or where the error is at the buffer's end
-                if self.whole or not (error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD):
-                    self._refuse(error.pos, error.msg)
-            else:
-                number = isinstance(found, int | float) and not self.whole
-                if not number or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):  # a number may continue
-                    self._take(end)
-                    return found
-            if len(self.buffer) - self.at > LINE_LIMIT:
-                most = f"{LINE_LIMIT >> 20} MiB, the most that a sample may have"
-                raise DataError(f"{self.file}, sample {index}: longer than {most}. Is a bracket or a quotation mark missing?")
-            self._read(len(self.buffer) - self.at)
-
-    def _next(self) -> str:
-        """Return the next character that is no white space, and move there; an empty string at the file's end."""
-        while True:
-            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it also matches an empty string
-            if self.at < len(self.buffer) or self.whole:
-                return self.buffer[self.at : self.at + 1]
-            self._read()
-
-    def _take(self, end: int) -> None:
-        self.line += self.buffer.count("\n", self.at, end)
-        self.at = end
-
-    def _read(self, least: int = 0) -> None:
-        """Read at least ``least`` more characters: as many as a value has so far, since retries would take quadratic time."""
-        more = self.text.read(max(JSON_PART, least))
-        self.whole = not more
-        self.buffer, self.at = self.buffer[self.at :] + more, 0
-
-    def _refuse(self, position: int, reason: str) -> None:
-        line = self.line + self.buffer.count("\n", self.at, position)
-        raise DataError(f"{self.file}, line {line}: not valid JSON: {reason}.")
-
-
-_BLANK = re.compile(r"[ \t\r\n]*")
-_LONGEST_WORD = 16
-"""Characters. Tokens whose beginning alone is not valid JSON are shorter: ``-Infinity``, an escaped surrogate pair."""
-
-
-def _no_json(constant: str) -> None:
-    raise ValueError(f"not valid JSON: {constant} is no number of JSON")
-
-
-def _read_table(file: Path) -> Iterator[Item]:
-    content, raw = _open(file)
-    cost = _costs(raw)
-    csv.field_size_limit(LINE_LIMIT)
-    with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        # strict: a quote that is never closed would take all rows after it into its field
-        reader = csv.DictReader(text, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
-        for row in _table_rows(reader, file):
-            if None in row or None in row.values():
-                found = sum(v is not None for k, v in row.items() if k is not None) + len(row.get(None) or [])
-                reason = f"{found} fields where the header has {len(reader.fieldnames or [])}"
-                yield f"line {reader.line_num}", Malformed(reason), cost()
-            else:
-                yield f"line {reader.line_num}", row, cost()
-
-
-def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
-    """Yield the rows of a table. Raises `DataError` where rows cannot be separated, or two columns have one name."""
-    ends = 0  # the line that the last row ends on
-    try:
-        names = [name for name in reader.fieldnames or [] if name]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"{file}: its header has the column {twice[0]!r} twice. Rename one.")
-        ends = reader.line_num
-        for row in reader:
-            yield row
-            ends = reader.line_num
-    except csv.Error as error:
-        raise DataError(
-            f"{file}, the row that begins on line {ends + 1}: its quotes are not closed as they should be ({error}). A field "
-            'that begins with a quote ends with one, and a quote inside it is written twice ("").'
-        ) from None
-
-
-def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
-    """Yield the rows of a Parquet file. ``groups``: only these row groups; ``index``: number of the first row, for messages."""
-    import pyarrow.parquet
-
-    with _readable(file):
-        table = pyarrow.parquet.ParquetFile(file)
-        cost = file.stat().st_size // max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=1000, row_groups=groups):
-            for row in batch.to_pylist():
-                yield f"row {index}", row, cost
-                index += 1
-
-
-def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
-    """Yield a text in parts of about `TEXT_PART`. ``start`` and ``stop``: only lines that begin between these bytes."""
-    content, raw = _open(file)
-    with content, _readable(file):
-        at = _to_a_line(content, start)
-        cost = _costs(raw, start)
-        decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-        begins, parts = not start, _parts(content, at, stop)
-        part = next(parts, b"")
-        while part or begins:
-            at += len(part)
-            following = next(parts, b"")
-            ends = not following and not content.read(1)
-            try:
-                text = decoder.decode(part, not following)
-            except UnicodeDecodeError as error:
-                place = at - len(error.object) + error.start
-                raise DataError(f"{file}: not UTF-8 text (byte {place}: {error.reason}). Convert it first.") from None
-            yield "the text", Stretch(text, begins, ends), cost()
-            begins, part = False, following
-
-
-def _parts(content: BinaryIO, at: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_PART`; longer lines in pieces.
-
-    ``content`` is at byte ``at``, where a line begins.
-    """
-    lines: list[bytes] = []
-    size, goes_on = 0, False
-    while (goes_on or stop is None or at < stop) and (line := content.readline(TEXT_PART)):
-        goes_on = not line.endswith(b"\n")
-        lines.append(line)
-        at, size = at + len(line), size + len(line)
-        if size >= TEXT_PART:
-            yield b"".join(lines)
-            lines, size = [], 0
-    if lines:
-        yield b"".join(lines)
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """Convert the errors of decompressors and parsers about a damaged ``file`` to a `DataError`."""
-    try:
-        yield
-    except (DataError, GeneratorExit):
-        raise
-    except Exception as error:
-        raise DataError(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
-
-
-def _hash(*parts: bytes) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _sketch(file: Path) -> str:
-    """Return a digest of a file's size and both ends, for files that are too large to read twice."""
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        first = handle.read(_EDGE)
-        handle.seek(max(0, size - _EDGE))
-        return _hash(str(size).encode(), first, handle.read())
-
-
-def _hash_file(file: Path) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

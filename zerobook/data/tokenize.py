@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zerobook.data import formats
-from zerobook.data.sources import Item, Malformed
+from zerobook.data.source import Item, Malformed
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded, Encoder
 from zerobook.errors import ConfigError, DataError

@@ -14,7 +14,6 @@ the state for checkpoints from `zerobook.strategy.state`. `zerobook.strategy.mes
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -116,15 +115,3 @@ class Strategy(Engine):
                 "wrapper": wrapper, "zero_stage": None, "world_size": self.mesh.world_size,
                 "master_dtype": str(trained[0].dtype).removeprefix("torch."),
                 "masters": sum(local(p).numel() for p in trained)}  # fmt: skip
-
-
-class ReplicatedStrategy(Strategy):
-    """One process, or DDP: every rank holds everything."""
-
-    def inference(self) -> AbstractContextManager[None]:
-        # The weights are fp32, and accelerate wraps autocast around ``forward`` alone. Around a whole call, each weight is
-        # cast once; inside of ``forward``, all of them would be cast again for every token.
-        return self.accelerator.autocast()
-
-    def _accumulating(self) -> AbstractContextManager[None]:
-        return self.accelerator.no_sync(self.model)

@@ -1,0 +1,57 @@
+"""The samples of one split of a dataset, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Item = tuple[str, Any, int]
+"""(the place, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A sample that could not be read. The samples after it can be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
+
+    ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
+    start at other places than the beginning.
+    """
+
+    name: str
+    read: Callable[[], Iterator[Item]]
+    digest: Callable[[], str]
+    total: int
+    unit: str  # "B" or " samples"
+    lone_text: bool = False  # one running text, of which the end is held out
+    sketch: Callable[[], str] | None = None
+    cut: Callable[[], list[Source]] | None = None
+
+    def shards(self) -> list[Source]:
+        """Return the parts that a stream reads one after another; the whole source where it cannot be cut."""
+        return self.cut() if self.cut else [self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Splits of a dataset. ``held_out`` is None where the data has no split for it."""
+
+    train: Source
+    held_out: Source | None = None
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return one digest (xxh3_128) of all parts."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
