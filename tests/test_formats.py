@@ -12,7 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.constants import IGNORE
-from zerobook.data.formats import FORMATS, PAIR_COLUMNS, BadSample, Chat, Pair, Text, Tokens, detect, parse
+from zerobook.data.formats import (
+    FORMATS,
+    PAIR_COLUMNS,
+    BadSample,
+    Chat,
+    Format,
+    Pair,
+    Text,
+    Tokens,
+    check_unread,
+    detect,
+    ignored,
+    parse,
+)
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import DataError
 
@@ -201,6 +214,91 @@ def test_keys_of_a_turn_that_change_nothing_are_ignored():
     assert parse("messages", {"messages": [{**ASK, "weight": 0}, {**SAY, **keys}]}) == Chat([ASK, SAY])
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}, Chat([ASK, SAY, ASK, SAY], frozenset({1}))),
+        ({"messages": [ASK, {**SAY, "train": False}]}, Chat([ASK, SAY], frozenset({1}))),
+        ({"messages": [ASK, SAY], "system": "x"}, Chat([SYSTEM, ASK, SAY])),
+        ({"messages": [ASK, {**SAY, "training": False}], "system": "x"}, Chat([SYSTEM, ASK, SAY], frozenset({2}))),
+        ({"messages": [{"role": "developer", "content": "x"}, ASK, SAY]}, Chat([SYSTEM, ASK, SAY])),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "x"}]}, SAY]}, Chat([ASK, SAY])),
+        ({"messages": [ASK, SAY], "tools": '[{"name": "add"}]'}, Chat([ASK, SAY], tools=[{"name": "add"}])),
+        ({"messages": [ASK, SAY], "tools": []}, Chat([ASK, SAY])),
+        ({"messages": [ASK, {**SAY, "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}]},
+         Chat([ASK, {"role": "assistant", "tool_calls": [CALL], "content": ""}])),
+        ({"messages": [ASK, {**SAY, "function_call": CALL["function"]}, {**TOOL, "role": "function"}, SAY]},
+         Chat([ASK, {"role": "assistant", "tool_calls": [CALL], "content": "x"}, TOOL, SAY])),
+        ({"conversations": [{"from": "human", "value": "x"},
+                            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                            {"from": "observation", "value": "x"}, {"from": "gpt", "value": "x"}]},
+         Chat([ASK, {"role": "assistant", "tool_calls": [CALL], "content": ""}, TOOL, SAY])),
+        ({"messages": [ASK, {**SAY, "reasoning_content": "hm"}]},
+         Chat([ASK, {"role": "assistant", "reasoning_content": "hm", "content": "x"}])),
+        ({"prompt": [ASK, SAY, ASK], "completion": [SAY]}, Chat([ASK, SAY, ASK, SAY], frozenset({1}))),
+        ({"instruction": "x", "output": "x", "history": [["x", "x"]], "system": "x"}, Chat([SYSTEM, ASK, SAY, ASK, SAY])),
+    ],
+)  # fmt: skip
+def test_marks_and_parts_of_a_chat_are_read(row, expected):
+    format = detect(row)
+    assert parse(format, row) == expected and ignored(format, row) == []
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"messages": [SYSTEM, ASK, SAY], "system": "x"}, "begins with a system turn, and there is a column system"),
+        ({"messages": [ASK, SAY], "tools": "{"}, "is not valid JSON"),
+        ({"messages": [ASK, SAY], "tools": [3]}, "tools is a list, expected a list of objects"),
+        ({"instruction": "x", "output": "x", "history": ["x"]}, "history is a list, expected a list of pairs"),
+    ],
+)
+def test_columns_beside_a_chat_that_cannot_be_read(row, reason):
+    with pytest.raises(BadSample) as caught:
+        parse(detect(row), row)
+    assert reason in str(caught.value)
+
+
+def test_preference_data_and_prompts_without_answers_are_named():
+    for row in ({"chosen": "a", "rejected": "b"}, {"messages": [ASK, SAY], "chosen": "a", "rejected": "b"}):
+        with pytest.raises(DataError, match="preference data"):
+            detect(row)
+    own = {"preferences": Format((("chosen", "rejected"),), lambda row, columns: row)}
+    assert detect({"chosen": "a", "rejected": "b"}, own=own) == "preferences"
+    with pytest.raises(DataError, match="prompts without answers"):
+        detect({"prompt": "a", "id": 1})
+
+
+def test_columns_that_are_ignored():
+    assert ignored("messages", {"messages": [], "system": "", "id": 1, "source": "x"}) == ["id", "source"]
+    assert ignored("pairs", {"body": 1, "head": 2, "n": 3}, text_column="body", summary_column="head") == ["n"]
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"messages": [ASK, SAY], "images": ["a.png"]}, "the column images is not read"),
+        ({"messages": [ASK, SAY], "images": []}, None),
+        ({"prompt": "a", "completion": "b", "label": False}, "the column label is false, a verdict on the answer"),
+        ({"question": "a", "answer": "b", "label": 1}, None),
+        ({"messages": [{"role": "user", "content": "<image>\nWhat is it?"}, SAY]}, "the text has <image>"),
+        ({"text": "an <image> tag"}, None),
+    ],
+)
+def test_what_a_row_has_besides_its_text_is_refused(row, reason):
+    format = detect(row)
+    sample = parse(format, row)
+    if reason is None:
+        check_unread(row, sample)
+    else:
+        with pytest.raises(BadSample) as caught:
+            check_unread(row, sample)
+        assert reason in str(caught.value)
+
+
 @pytest.mark.parametrize("good", [[ASK, SAY], [SYSTEM, ASK, SAY, TOOL, TOOL, SAY, ASK], [ASK, SAY, TOOL]])
 def test_orders_of_turns_that_are_allowed(good):
     assert parse("messages", {"messages": good}) == Chat(good)
@@ -218,15 +316,16 @@ def test_orders_of_turns_that_are_allowed(good):
         ([ASK, SAY, TOOL, ASK], "turn 4 is user after tool: tool turns stand between"),
         ([SYSTEM, ASK], "none of the 2 turns is the assistant's"),
         ([], "none of the 0 turns"),
-        ([ASK, {"role": "robot", "content": "x"}], "turn 2 of messages has the role 'robot', expected one of system, user"),
+        ([ASK, {"role": "robot", "content": "x"}], "turn 2 of messages has the role 'robot', expected one of system, dev"),
         ([ASK, {"role": 3, "content": "x"}], "turn 2 of messages has the role a number"),
         ([ASK, {"role": "assistant"}], "turn 2 of messages has role, expected role and content"),
         ([ASK, {"role": "assistant", "content": " \n"}], "the content of turn 2 of messages is empty"),
         ([ASK, {"role": "assistant", "content": None}], "the content of turn 2 of messages is null, expected a string"),
-        ([ASK, {**SAY, "tool_calls": [{"name": "f"}]}], "turn 2 of messages has tool_calls, which the recipe does not"),
-        ([ASK, {**SAY, "reasoning_content": "think"}], "turn 2 of messages has reasoning_content, which the recipe does not"),
-        ([ASK, {**SAY, "weight": 0}], "turn 2 of messages is marked as not to be learnt"),
-        ([ASK, {**SAY, "train": False}], "turn 2 of messages is marked as not to be learnt"),
+        ([ASK, {**SAY, "tool_calls": [{"arguments": "{}"}]}], "turn 2 of messages has a tool call without a function's name"),
+        ([ASK, {**SAY, "tool_calls": [{"name": "f", "arguments": "{x"}]}], "the tool call of turn 2 of messages is not valid"),
+        ([ASK, {**SAY, "tool_calls": [{"name": "f", "arguments": "3"}]}], "whose arguments are a number, expected an object"),
+        ([ASK, {**SAY, "reasoning_content": 3}], "reasoning_content of turn 2 of messages is a number"),
+        ([ASK, {**SAY, "weight": 0.5}], "turn 2 of messages has the weight 0.5; a turn is supervised (1) or not (0)"),
         ([ASK, {"role\nDataError: forged": "x"}], r"turn 2 of messages has 'role\nDataError: forged', expected"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}, SAY], "a part that is of type 'image_url'"),
         ([{"role": "user", "content": ["x"]}, SAY], "a part that is a string; only parts of type 'text'"),
@@ -366,6 +465,7 @@ def test_any_columns_have_a_format_that_can_read_them_or_an_error(columns):
     try:
         format = detect(columns)
     except DataError as error:
-        assert "--format" in str(error)
+        assert "--format" in str(error) or "prompts without answers" in str(error)
     else:
         assert any(set(needed) <= set(columns) for needed in FORMATS[format].columns)
+        assert set(ignored(format, columns)) <= set(columns)

@@ -10,12 +10,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 import zerobook.data.files as files
+from recipes.lora_finetune import LoraConfig
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.constants import IGNORE
 from zerobook.data.prepare import Library
@@ -35,7 +37,7 @@ def tokenizer(tiny):
 @pytest.fixture
 def shelf(tmp_path, tokenizer):
     def make(length=64, workers=1, **keys):
-        config = RecipeConfig(**({"cache_dir": str(tmp_path / "cache")} | keys))
+        config = LoraConfig(**({"cache_dir": str(tmp_path / "cache")} | keys))
         library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), NextToken())
         return library.open(library.tokenize(workers))
 
@@ -285,7 +287,7 @@ def test_a_line_of_50_mb_is_one_bad_sample(tmp_path, shelf):
     "content, message",
     [
         ("", "the dataset is empty, there is nothing to train on"),
-        ('{"text": "a few words"}\n', r"the text has \d+ tokens, fewer than one block of 64"),
+        ('{"text": "a few words"}\n', r"the text has \d+ tokens, fewer than one block of 64 .*Lower --max_seq_length"),
         ('{"headline": "a"}\n', "the samples have the columns headline, which fit no known format"),
     ],
 )
@@ -294,6 +296,28 @@ def test_nothing_to_train_on(tmp_path, shelf, content, message):
     with pytest.raises(DataError, match=message) as caught:
         shelf(train_file=str(tmp_path / "a.jsonl"))
     assert "a.jsonl" in str(caught.value)
+
+
+def test_columns_that_are_not_read_are_told_and_those_that_matter_refused(tmp_path, shelf, capfd):
+    turns = [{"role": "user", "content": "What is 2?"}, {"role": "assistant", "content": "2 is a number."}]
+    rows = [{"messages": turns, "id": i, "images": ["a.png"] if i == 3 else None} for i in range(5)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=r"a.jsonl, line 4: the column images is not read.* --format"):
+        shelf(train_file=str(file))
+    skipped = shelf(train_file=str(file), on_bad_sample="skip", validation_split_percentage=0)
+    assert len(skipped.train) == 4
+    named = shelf(train_file=str(file), format="messages", validation_split_percentage=0)
+    assert len(named.train) == 5 and named.formats == {"a": ("messages", ["id", "images"])}
+
+
+def test_a_first_sample_of_no_format_is_skipped_too(tmp_path, shelf):
+    file = chats(tmp_path / "a.jsonl", 3)
+    Path(file).write_text('{"note": "made by hand"}\n' + Path(file).read_text())
+    with pytest.raises(DataError, match="which fit no known format"):
+        shelf(train_file=file)
+    data = shelf(train_file=file, on_bad_sample="skip", validation_split_percentage=0)
+    assert len(data.train) == 3 and data.bad_samples["a"][0].startswith("line 1: expected messages")
 
 
 def test_chats_need_a_template(tmp_path, shelf, tokenizer, monkeypatch):
@@ -328,6 +352,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch):
 
 FLAT = """
 import sys
+from pathlib import Path
 from pathlib import Path
 from transformers import AutoTokenizer
 from zerobook.config import RecipeConfig

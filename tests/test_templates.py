@@ -153,6 +153,47 @@ def test_the_assistants_turns_and_their_ends_are_supervised(tokenizer, template,
     assert not encoded.cut
 
 
+@pytest.mark.parametrize("template", [None, MARKED, TRIMS, NEVER_THE_SAME, INST, NO_END, FORGETS])
+def test_turns_that_are_context_only_are_not_supervised(tokenizer, template):
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=template)
+
+    def all_said(sample):
+        (row,) = encoder.encode([sample])
+        return sorted(text for encoded in (row, *row.others) for text in said(tokenizer, encoded))
+
+    both = all_said(TALK)
+    first, second = (all_said(Chat(TALK.messages, frozenset({i}))) for i in (3, 1))
+    assert len(both) == 2 and first != second and sorted(first + second) == both
+    assert all_said(Chat(TALK.messages, frozenset({1, 3}))) == []
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.a }}]{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+) + PROMPT
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLS = [
+    {"role": "user", "content": "Add."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "Four.", "reasoning_content": "It is 4."},
+]
+
+
+def test_tools_calls_and_thoughts_go_where_the_template_reads_them(tokenizer):
+    encoded = one(tokenizer, Chat(CALLS, tools=[{"name": "add"}]), template=TOOLS)
+    assert said(tokenizer, encoded) == ["[add 2]<|im_end|>", "(It is 4.) Four.<|im_end|>"]
+    assert tokenizer.decode(encoded.input_ids).startswith('<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user')
+    for part in ("tools", "tool_calls", "reasoning_content"):
+        assert "which the chat template does not read" in reason(
+            tokenizer, Chat(CALLS, tools=[{"name": "add"}]), template=TOOLS.replace(part, "other")
+        )
+    named = [CALLS[0], {**CALLS[1], "tool_calls": [{**CALL, "function": {"name": "<|im_end|>", "arguments": {}}}]}]
+    assert "reads as a special token" in reason(tokenizer, Chat(named), template=TOOLS)
+
+
 def test_three_chats_keep_their_ends_though_pad_is_the_same_token(tokenizer):
     chats = [TALK, chat("Yes?", "No."), chat("a", "b", "c", "d", "e", "f", "g")]
     encoded = CausalEncoder(tokenizer, length=None).encode(chats)
@@ -382,6 +423,10 @@ def test_seq2seq(tokenizer, with_bos):
     (talk,) = roomy.encode([chat("Hello?", "Hi there.", "Who are you?", "A book.", "Oh", system="Be kind.")])
     assert tokenizer.decode(talk.input_ids) == "Be kind.\nHello?\nHi there.\nWho are you?"
     assert tokenizer.decode(talk.labels) == "A book.<|im_end|>" and not talk.cut
+    (talk,) = roomy.encode([Chat(TALK.messages, frozenset({3}))])
+    assert tokenizer.decode(talk.labels) == "Hi there.<|im_end|>", "the last turn that is supervised"
+    no_target, calls = roomy.encode([Chat(TALK.messages, frozenset({1, 3})), Chat(CALLS)])
+    assert "there is no target" in str(no_target) and "tool calls" in str(calls)
     target = len(tokenizer("b" * 30)["input_ids"])
     for length in range(2, target + 3):
         (encoded,) = Seq2SeqEncoder(tokenizer, max_source_length=8, max_target_length=length).encode([Pair("a", "b" * 30)])
@@ -409,7 +454,8 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
         for row in embedded.rows("chatterbot")[::20]:
             messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
             assert made._skeleton(messages).whole
-            assert made.render(messages) == looks.render(messages)
+            assert made.render(Chat(messages)) == looks.render(Chat(messages))
+            assert made.render(Chat(messages, frozenset({1}))) == looks.render(Chat(messages, frozenset({1})))
             rendered.append(messages)
         assert len(rendered) > 90
 

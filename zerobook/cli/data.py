@@ -67,14 +67,29 @@ def _table(data: PreparedData) -> None:
     from rich.table import Table
 
     table = Table(title="prepared data", title_justify="left")
-    for column in ("dataset", "rows", "tokens", "counted by the loss", "shortest", "median", "longest", "what was done"):
-        table.add_column(column, justify="left" if column in ("dataset", "what was done") else "right", overflow="fold")
+    words = ("dataset", "format", "what was done")
+    for column in (
+        "dataset",
+        "format",
+        "rows",
+        "tokens",
+        "counted by the loss",
+        "shortest",
+        "median",
+        "longest",
+        "what was done",
+    ):
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     for name, view in _parts(data):
         lengths, counted = view.lengths, {"rows", "tokens"}
         done = ", ".join(f"{n:,} {what}" for what, n in data.report[name].items() if what not in counted)
         sizes = (len(view), lengths.sum(), view.loss_weights.sum(), lengths.min(), int(np.median(lengths)), lengths.max())
-        table.add_row(name, *(f"{int(n):,}" for n in sizes), done)
+        format, _ = data.formats[name.removesuffix(", held out")]
+        table.add_row(name, format, *(f"{int(n):,}" for n in sizes), done)
     console().print(table)
+    for name, (_, unread) in data.formats.items():
+        if unread:
+            say(f"columns of {name} that are not read: {', '.join(unread)}")
     folders = dict.fromkeys(str(view.store.folder) for _, view in _parts(data))
     for folder in folders:
         say(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerobook.data.formats import Stretch
-from zerobook.data.source import Item, Malformed, Source, digest_of
+from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.errors import DataError
 
 LINE_LIMIT = 256 << 20
@@ -42,9 +42,9 @@ def file_source(file: Path) -> Source:
     kind = suffix_of(file)
     if kind not in KNOWN:
         raise DataError(f"{file}: unknown file type {file.suffix!r}. Known: {', '.join(KNOWN)}, also with .gz or .zst.")
-    if kind == ".json" and not _is_array(file):
-        kind = ".jsonl"
-    readers = {".json": _read_array, ".parquet": _read_parquet, **dict.fromkeys(TABLE, _read_table),
+    if kind == ".json":
+        kind = _json_kind(file)
+    readers = {".json": _read_array, "one object": _read_object, ".parquet": _read_parquet, **dict.fromkeys(TABLE, _read_table),
                **dict.fromkeys(JSON_LINES, _read_lines), **dict.fromkeys(TEXT, _read_text)}  # fmt: skip
     return Source(
         name=str(file),
@@ -109,16 +109,29 @@ def _parquet_shards(file: Path) -> list[Source]:
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     """Return (the content, the file itself, whose position shows how much was read)."""
-    raw = file.open("rb")
+    content = raw = file.open("rb")
     if file.suffix.lower() == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw
-    if file.suffix.lower() == ".zst":
+        content = io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    elif file.suffix.lower() == ".zst":
         import pyarrow
 
         # zstandard's own reader accepts a truncated file without an error
-        unpacked = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-        return io.BufferedReader(unpacked), raw
-    return raw, raw
+        content = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
+    with _readable(file):
+        start = content.peek(4)[:4]
+        for mark, found in _NO_TEXT.items():
+            if start.startswith(mark):
+                raise DataError(f"{file}: {found}.")
+    return content, raw
+
+
+_NO_TEXT = {
+    codecs.BOM_UTF16_LE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
+    codecs.BOM_UTF16_BE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
+    b"\x1f\x8b": "its content is compressed with gzip, which its name does not say, or twice. Decompress it",
+    b"\x28\xb5\x2f\xfd": "its content is compressed with zstd, which its name does not say, or twice. Decompress it",
+}
+"""First bytes of files that are not text -> the error message."""
 
 
 def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
@@ -159,10 +172,55 @@ def _to_a_line(content: BinaryIO, start: int) -> int:
     return content.tell() if start else 0
 
 
-def _is_array(file: Path) -> bool:
+def _json_kind(file: Path) -> str:
+    """Return ``.json`` for an array, ``.jsonl`` for a sample in each line, or ``one object``."""
+    import orjson
+
     content, _ = _open(file)
     with content, _readable(file):
-        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        line = b""
+        while not (line := line.lstrip(b"\xef\xbb\xbf \t\r\n")):
+            if not (line := content.readline(LINE_LIMIT)):
+                return ".jsonl"
+        if line.startswith(b"["):
+            return ".json"
+        rest = content.read(LINE_LIMIT)
+    try:
+        found, alone = orjson.loads(line), not rest.strip()
+    except orjson.JSONDecodeError:  # an object over several lines, or a broken line
+        try:
+            found, alone = orjson.loads(line + rest), True
+        except orjson.JSONDecodeError:
+            return "one object" if line.strip() == b"{" else ".jsonl"
+        return "one object"
+    return "one object" if alone and isinstance(found, dict) and _inside(found) else ".jsonl"
+
+
+_CONTAINERS = ("data", "rows", "examples", "samples", "instances", "train")
+
+
+def _inside(value: dict[str, Any]) -> list[Any] | None:
+    """Return the list of samples that an object holds under one of `_CONTAINERS`; None if the object is a sample itself."""
+    lists = (value[key] for key in _CONTAINERS if isinstance(value.get(key), list))
+    return next((rows for rows in lists if rows and all(isinstance(row, dict) for row in rows)), None)
+
+
+def _read_object(file: Path) -> Iterator[Item]:
+    """Yield the samples of a file that is one JSON object: the list in it, or the object itself."""
+    import orjson
+
+    content, raw = _open(file)
+    cost = _costs(raw)
+    with content, _readable(file):
+        text = content.read(LINE_LIMIT + 1)
+        if len(text) > LINE_LIMIT:
+            raise DataError(f"{file}: one JSON object of more than {LINE_LIMIT >> 20} MiB. Write one sample in each line.")
+        try:
+            value = orjson.loads(text.removeprefix(codecs.BOM_UTF8))
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{file}, line {error.lineno}: not valid JSON: {error.msg}.") from None
+        for index, row in enumerate(_inside(value) or [value]):
+            yield f"sample {index}", row, cost()
 
 
 def _read_array(file: Path) -> Iterator[Item]:
@@ -319,7 +377,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
                 text = decoder.decode(part, not following)
             except UnicodeDecodeError as error:
                 place = at - len(error.object) + error.start
-                raise DataError(f"{file}: not UTF-8 text (byte {place}: {error.reason}). Convert it first.") from None
+                raise DataError(f"{file}: {not_utf8(place)}") from None
             yield "the text", Stretch(text, begins, ends), cost()
             begins, part = False, following
 
@@ -349,6 +407,8 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (DataError, GeneratorExit):
         raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: {not_utf8(None)}") from error
     except Exception as error:
         raise DataError(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
 

@@ -31,7 +31,7 @@ from zerobook.data.sources import open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import Encoder
-from zerobook.data.tokenize import Reading, chunks, detect, encode_all
+from zerobook.data.tokenize import Reading, chunks, detect, encode_all, ignored
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken, Objective, TargetTokens
@@ -44,11 +44,14 @@ if TYPE_CHECKING:
 
 VERSION = 2
 """Version of the files. Data of another version is prepared again."""
+READER = 2
+"""Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
+still resumes."""
 LISTED = 50
 """Number of bad samples that are listed; the others are only counted."""
 _WRITTEN = {
-    "settings", "source_name", "format", "lone_text", "report", "bad_samples", "documents", "tokens", "supervised", "digest",
-    "bytes",
+    "settings", "source_name", "format", "ignored_columns", "lone_text", "report", "bad_samples", "documents", "tokens",
+    "supervised", "digest", "bytes",
 }  # fmt: skip
 REASONS = 5
 """Number of reasons that are listed with their counts."""
@@ -56,12 +59,16 @@ REASONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """Prepared rows. ``held_out``: by dataset, or empty. ``report``: facts about the samples, by dataset."""
+    """Prepared rows. ``held_out``: by dataset, or empty. ``report``: facts about the samples, by dataset.
+
+    ``formats``: name of a dataset -> (its format, the columns that the format does not read).
+    """
 
     train: Part | Stream
     held_out: dict[str, Part]
     weights: list[float] | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
+    formats: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
     bad_samples: dict[str, list[str]] = field(default_factory=dict)
     """The first samples that were left out of each dataset: place and reason."""
 
@@ -184,9 +191,12 @@ class Library:
         held_out: dict[str, View] = {}
         facts: dict[str, dict[str, Any]] = {}
         bad: dict[str, list[str]] = {}
+        formats: dict[str, tuple[str, list[str]]] = {}
         for shelf in shelves:
             name = shelf.spec.name
             mine, others = self._views(shelf)
+            if (found := others if mine is None else mine) is not None:
+                formats[name] = found.store.meta["format"], found.store.meta["ignored_columns"]
             if mine is not None:
                 reports, bad[name] = mine.store.meta["report"], mine.store.meta["bad_samples"]
                 if not len(mine):
@@ -201,6 +211,7 @@ class Library:
             held_out={name: self._part([view]) for name, view in held_out.items()},
             weights=self.weights(),
             report=facts,
+            formats=formats,
             bad_samples={name: listed for name, listed in bad.items() if listed},
         )
 
@@ -266,7 +277,7 @@ class Library:
             spec = self.config.dataset_specs()[dataset]
             source = self._splits(spec).train
             settings = self._settings(spec, (source.sketch or source.digest)(), None)
-            self._stream_names[dataset] = f"stream-{_fingerprint([settings, files.SHARD_BYTES, sources.SHARD_ROWS])}"
+            self._stream_names[dataset] = f"stream-{_fingerprint([settings, READER, files.SHARD_BYTES, sources.SHARD_ROWS])}"
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -289,11 +300,12 @@ class Library:
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(
                 f"{shelf.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
-                "once some is held out. Lower --block_size."
+                f"once some is held out. Lower --{self.config.length_key}."
             )
         raise DataError(
             f"{shelf.spec.path}: nothing is left to train on within {self.length} tokens "
-            f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'})."
+            f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'}). "
+            f"--{self.config.length_key} sets the maximum."
         )
 
     # --- views
@@ -325,7 +337,7 @@ class Library:
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
         """Return the source's folder. Make it if it is missing."""
-        settings = self._settings(spec, source.digest(), rows)
+        settings = self._settings(spec, source.digest(), rows) | {"reader": READER}
         folder = self.root / _fingerprint(settings)
         self._ensure(folder, spec, source, settings, rows, workers)
         return folder
@@ -409,10 +421,13 @@ class Library:
         first = next(parts, [])
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         try:
-            found = spec.format or ("text" if streaming and not first else detect(first, columns, own_of(self.encoder)))
-            reading = Reading(found, columns, self.encoder, self.objective)
+            skip = self.config.on_bad_sample == "skip"
+            empty = streaming and not first
+            found = spec.format or ("text" if empty else detect(first, columns, own_of(self.encoder), skip=skip))
+            reading = Reading(found, columns, self.encoder, self.objective, detected=spec.format is None)
         except DataError as error:
             raise DataError(f"{source.name}: {error}") from None
+        unread = ignored(first, reading)
         in_tokens = reading.format == "text" or self.config.packing
         for encoded in encode_all(reading, chain([first], parts), workers):
             for where, reason in encoded.bad:
@@ -444,7 +459,10 @@ class Library:
                 )
             skipped = f"{done['bad samples skipped']} bad samples skipped, the first {listed[0]}. All reasons: {why}"
             tqdm.write(f"{source.name}: {skipped}")
-        return {"format": reading.format, "lone_text": source.lone_text, "report": done, "bad_samples": listed}
+        return {
+            "format": reading.format, "ignored_columns": unread, "lone_text": source.lone_text, "report": done,
+            "bad_samples": listed,
+        }  # fmt: skip
 
 
 def _identity(thing: object) -> list[str]:

@@ -47,6 +47,15 @@ class Splits:
     held_out: Source | None = None
 
 
+def not_utf8(place: int | None) -> str:
+    """Return the error message for text that is not UTF-8 from byte ``place`` on."""
+    where = "" if place is None else f" from byte {place} on"
+    return (
+        f"not UTF-8{where}. If it is Latin-1 or Windows-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8. "
+        "The encoding of other files has to be known"
+    )
+
+
 def digest_of(*parts: bytes) -> str:
     """Return one digest (xxh3_128) of all parts."""
     import xxhash

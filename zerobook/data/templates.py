@@ -9,10 +9,12 @@ Labels are made by position, never by comparing ids, so a pad token that equals 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -162,7 +164,7 @@ class CausalEncoder:
         results: list[Any] = []
         for sample in samples:
             try:
-                results.append(self.template.render(sample.messages))
+                results.append(self.template.render(sample))
             except BadSample as error:
                 results.append(error)
         good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
@@ -219,7 +221,12 @@ class Seq2SeqEncoder:
             Tokens: "ready tokens are for causal models; a seq2seq model needs source and target as text",
         }
         kinds = {kind: lambda some, why=why: [BadSample(why) for _ in some] for kind, why in refuse.items()}
-        return _by_kind(samples, kinds | {Pair: self._pairs, Chat: lambda chats: self._pairs([_last_turn(c) for c in chats])})
+        return _by_kind(samples, kinds | {Pair: self._pairs, Chat: self._chats})
+
+    def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
+        pairs = [_last_turn(chat) for chat in samples]
+        encoded = iter(self._pairs([pair for pair in pairs if isinstance(pair, Pair)]))
+        return [next(encoded) if isinstance(pair, Pair) else pair for pair in pairs]
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
         return _each_pair(samples, self._control, self._encode_pairs)
@@ -289,45 +296,69 @@ class ChatTemplate:
         self._turn_tokens = any_of(self._written_around_turns({token.content for token in added if not token.special}))
         self._writes_only = only_writes_contents(_compiled(source).environment.parse(source))
 
-    def render(self, messages: list[dict[str, str]]) -> list[Rendered]:
+    def render(self, chat: Chat) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
+
+        Turns in ``chat.unsupervised`` are rendered and not supervised.
 
         Most templates need one row, the whole chat. Where a template rewrites a turn when more turns follow, a further
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
 
         Raises:
-            BadSample: the template refuses the chat, its turns cannot be separated, or a turn has a
-                special token of the tokenizer in its text.
+            BadSample: the template refuses the chat or does not read a part of it, its turns cannot be separated, or a turn
+                has a special token of the tokenizer in its text.
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
-        for number, message in enumerate(messages, 1):
-            refusal = self._control.refusal(f"turn {number}", message["content"])
-            if refusal:
-                raise BadSample(refusal)
-            found = self._turn_tokens.search(message["content"])
-            if found:
-                raise BadSample(f"turn {number} has the text {found[0]!r}, which the chat template begins or ends turns with")
+        messages = chat.messages
+        self._check(chat)
+        spoken = _assistant_turns(messages)
+        supervised = [i not in chat.unsupervised for i in spoken]
         if self.marked:
-            return [self._closed(*self._by_marks(messages))]
-        skeleton = self._skeleton(messages)
+            text, turns, shortened = self._by_marks(messages, chat.tools)
+            return [self._closed(text, [*compress(turns, supervised)], shortened)]
+        plain = chat.tools is None and all(message.keys() == {"role", "content"} for message in messages)
+        skeleton = self._skeleton(messages) if plain else None
         if skeleton and skeleton.whole:
-            return [self._closed(*skeleton.fill(messages))]
-        text = self._text(messages)
-        turns = skeleton.place(messages, text) if skeleton else None
-        if turns:
-            return [self._closed(text, turns)]
-        rows = _rows(text, [self._asked(messages, i) for i in _assistant_turns(messages)])
+            text, turns = skeleton.fill(messages)
+            return [self._closed(text, [*compress(turns, supervised)])]
+        text = self._text(messages, tools=chat.tools)
+        found = skeleton.place(messages, text) if skeleton else None
+        if found:
+            return [self._closed(text, [*compress(found, supervised)])]
+        rows = _rows(text, [self._asked(messages, i, chat.tools) for i in compress(spoken, supervised)])
         return [
-            self._closed(whole, [asked.turn for asked in found], sum(asked.shortened for asked in found))
-            for whole, found in rows
+            self._closed(whole, [asked.turn for asked in turns], sum(asked.shortened for asked in turns))
+            for whole, turns in rows or [(text, [])]
         ]
 
-    def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
+    def _check(self, chat: Chat) -> None:
+        """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
+        if chat.tools is not None and not self._reads("tools"):
+            raise BadSample("there are tools, which the chat template does not read; give another with --chat_template")
+        for number, message in enumerate(chat.messages, 1):
+            for key in message.keys() - {"role", "content"}:
+                if not self._reads(key):
+                    raise BadSample(
+                        f"turn {number} has {key}, which the chat template does not read; write it into the content"
+                    )
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in message.values()]
+            text = "\n".join([*texts, json.dumps(chat.tools, ensure_ascii=False)] if chat.tools else texts)
+            refusal = self._control.refusal(f"turn {number}", text)
+            if refusal:
+                raise BadSample(refusal)
+            found = self._turn_tokens.search(text)
+            if found:
+                raise BadSample(f"turn {number} has the text {found[0]!r}, which the chat template begins or ends turns with")
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{name}\b", self.source) is not None
+
+    def _text(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None) -> str:
         # transformers caches the compiled template; it cannot be pickled, so it is no attribute of this object
         compiled = _compiled(self.source)
         try:
             return compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.variables
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
             )
         except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
@@ -348,12 +379,16 @@ class ChatTemplate:
         found = chats[0] or chats[1]
         return asked | {token for token in found if _twin(token) not in found}
 
-    def _by_marks(self, messages: list[dict[str, str]]) -> tuple[str, list[Turn], int]:
+    def _by_marks(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[str, list[Turn], int]:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
-                [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
+                [messages],
+                tools=cast("Any", tools),
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **self.variables,
             )
             (text,), (spans,) = rendered
         except Exception as error:
@@ -383,10 +418,10 @@ class ChatTemplate:
         length, ends = self._end_of(text[start:stop], content, None)
         return Turn(start, start + length, ends)
 
-    def _asked(self, messages: list[dict[str, str]], i: int) -> Asked:
+    def _asked(self, messages: list[dict[str, Any]], i: int, tools: list[dict[str, Any]] | None = None) -> Asked:
         """Return turn ``i`` as the model would generate it, also where the template rewrites it later."""
         content = messages[i]["content"].strip()
-        prompt, after = self._text(messages[:i], prompt=True), self._text(messages[: i + 1])
+        prompt, after = self._text(messages[:i], True, tools), self._text(messages[: i + 1], tools=tools)
         opened, closing = self._around_last(tuple(message["role"] for message in messages[: i + 1]))
         lead = prompt
         if opened and prompt.endswith(opened) and not after.startswith(prompt):
@@ -596,8 +631,14 @@ def _each_pair(
     return [BadSample(refusal) if refusal else next(encoded) for refusal in refusals]
 
 
-def _last_turn(chat: Chat) -> Pair:
-    last = _assistant_turns(chat.messages)[-1]
+def _last_turn(chat: Chat) -> Pair | BadSample:
+    """Return the last supervised turn as the target of an encoder-decoder."""
+    if chat.tools is not None or any(message.keys() > {"role", "content"} for message in chat.messages):
+        return BadSample("the chat has tools, tool calls or thoughts, which a seq2seq model has no template for")
+    supervised = [i for i in _assistant_turns(chat.messages) if i not in chat.unsupervised]
+    if not supervised:
+        return BadSample("no turn of the assistant is supervised, so there is no target")
+    last = supervised[-1]
     return Pair("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from zerobook.data import formats
-from zerobook.data.source import Item, Malformed
+from zerobook.data.source import Item, Malformed, not_utf8
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded, Encoder
 from zerobook.errors import ConfigError, DataError
@@ -36,12 +36,16 @@ Chunk = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings that convert the samples of a source to token ids. Sent to worker processes."""
+    """Settings that convert the samples of a source to token ids. Sent to worker processes.
+
+    ``detected``: the user did not name the format, so columns that it does not read may be a mistake.
+    """
 
     format: str
     columns: dict[str, str | None]
     encoder: Encoder
     objective: Objective
+    detected: bool = False
 
     def weigh(self, document: Encoded) -> int:
         """Return the objective's weight of a document. Raises `ConfigError` where it is no integer of at least 0."""
@@ -93,15 +97,40 @@ def _size(row: object) -> int:
     return len(row) if isinstance(row, bytes) else 200
 
 
-def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, formats.Format]) -> str:
-    """Return the format of the first readable sample; ``own`` are the encoder's. Raises `DataError` where there is none."""
+def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, formats.Format], *, skip: bool = False) -> str:
+    """Return the format of the first readable sample.
+
+    Args:
+        columns: the columns of a pair that the user named.
+        own: the formats of the encoder.
+        skip: pass over samples that fit no format; if none fits, the error is that of the first one.
+
+    Raises:
+        DataError: there is no readable sample, or its columns fit no format.
+    """
+    refused: DataError | None = None
     for _, raw in chunk:
         row = _parsed(raw)
-        if isinstance(row, dict):
+        if not isinstance(row, dict):
+            continue
+        try:
             return formats.detect(row, own=own, **columns)
+        except DataError as error:
+            refused = refused or error
+            if not skip:
+                break
+    if refused:
+        raise refused
     if chunk:
         raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(_parsed(chunk[0][1]))}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
+
+
+def ignored(chunk: Chunk, reading: Reading) -> list[str]:
+    """Return the columns of the first readable sample that the format does not read."""
+    rows = (row for _, raw in chunk if isinstance(row := _parsed(raw), dict))
+    row = next(rows, {})
+    return formats.ignored(reading.format, row, own=formats.own_of(reading.encoder), **reading.columns)
 
 
 def encode_all(reading: Reading, parts: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
@@ -151,6 +180,10 @@ def _parsed(row: object) -> object:
     try:
         return orjson.loads(row)
     except orjson.JSONDecodeError as error:
+        try:
+            row.decode()
+        except UnicodeDecodeError as wrong:
+            return Malformed(not_utf8(wrong.start))
         return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
 
 
@@ -172,6 +205,8 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
                 raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
             sample = formats.parse(reading.format, row, own=own, **reading.columns)
+            if reading.detected and reading.format not in own:
+                formats.check_unread(cast("Mapping[str, Any]", row), sample)
         except formats.EmptyText:
             counts["empty texts left out"] += 1
             continue

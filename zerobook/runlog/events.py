@@ -49,7 +49,7 @@ KINDS: dict[str, EventKind] = {
             "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",
             "batch": "micro-batch x accumulation x processes = global batch",
             "total_steps": "optimizer steps of the learning-rate schedule",
-            "data": "training rows, a report for each dataset, samples that could not be used",
+            "data": "training rows; of each dataset a report, its format, its ignored columns and its bad samples",
         },
     ),
     "env": EventKind(

@@ -39,7 +39,10 @@ class Console(Hook):
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
             )
         for part, report in data.report.items():
-            self.say(f"{part}: " + ", ".join(f"{number:,} {what}" for what, number in report.items() if number))
+            known = [f"format {data.formats[part][0]}"] if part in data.formats else []
+            self.say(f"{part}: " + ", ".join([*known, *(f"{number:,} {what}" for what, number in report.items() if number)]))
+            if part in data.formats and (ignored := data.formats[part][1]):
+                self.say(f"  note: columns of {part} that are not read: {', '.join(ignored)}")
         asked = config.per_device_eval_batch_size
         if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
             self.say(

@@ -40,7 +40,12 @@ class Logbook(Hook):
             live=trainer.strategy.describe(),
             batch=state.layout.arithmetic,
             total_steps=state.total_steps,
-            data={"train": len(data.train), "report": data.report, "bad_samples": data.bad_samples},
+            data={
+                "train": len(data.train),
+                "report": data.report,
+                "formats": data.formats,
+                "bad_samples": data.bad_samples,
+            },
         )
 
     def on_start(self, trainer: TrainerView) -> None:
