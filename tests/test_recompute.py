@@ -124,6 +124,9 @@ def test_the_second_product_of_an_adapter_is_computed_again():
     with recompute._Keep(kept):
         _ = (x @ a) @ b
     assert [tuple(t.shape) for t in recompute.kept_tensors()] == [(64, 4)]
+    with recompute._Reuse(kept):
+        _ = (x @ a) @ b
+    assert not list(recompute.kept_tensors()), "each result is handed out once, and then freed"
 
 
 def test_offload_moves_the_layers_inputs(tiny, tmp_path, monkeypatch):
