@@ -144,6 +144,15 @@ def test_saved_counts_each_storage_once_and_no_weights():
     assert saved.bytes == x.nbytes + y.nbytes
 
 
+def test_what_was_saved_is_freed_as_the_backward_pass_goes(tiny):
+    """Counting must not keep it: each layer's gradients come when the layers after it have freed theirs."""
+    planned = made("causal_lm", tiny / "llama")
+    planned.model_config.num_hidden_layers, planned.model_config.tie_word_embeddings = 8, False
+    with planned.made(BatchShape(2, 48, 0, False)) as (model, batch):
+        found = trace(model, batch, planned.objective.loss, "no", kernels="cpu")
+    assert found.timeline[-1][1] < 0.5 * found.peak, "the embedding's gradient is the last"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_casts_what_attention_takes(device):
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -160,6 +160,7 @@ class Saved:
 
     def __init__(self, apart: Callable[[], Iterable[torch.Tensor]]):
         self._apart = apart
+        self.bytes = 0
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is used twice
 
     def __enter__(self) -> Saved:
@@ -171,16 +172,14 @@ class Saved:
         self._hooks.__exit__(*raised)
         for tensor in recompute.kept_tensors():
             self._pack(tensor)
+        self.bytes = sum(storage.nbytes() for storage in self._storages.values())
+        self._storages.clear()  # autograd still refers to the hooks; the backward pass frees storages one after the other
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in {t.untyped_storage()._cdata for t in self._apart()}:
             self._storages[storage._cdata] = storage
         return tensor
-
-    @property
-    def bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
 
 
 def trace(
@@ -218,15 +217,13 @@ def trace(
             with Saved(lambda: apart) as saved:
                 value = loss(model, batch)
                 value = value[0] if isinstance(value, tuple) else value
-            kept = saved.bytes
-            del saved
             points.append((0, forward := follow.since()))
             value.backward()
             points.append((done, follow.since()))
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(kept, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)), host=follow.host)
+    return Trace(saved.bytes, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)), host=follow.host)
 
 
 @torch.no_grad()
