@@ -40,6 +40,7 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/reference.py
 	@$(BIN)/python scripts/performance.py
 	@$(BIN)/python scripts/architecture.py
+	@$(BIN)/python scripts/parallelism.py
 
 checks: $(STAMP) ## lint, format, types, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

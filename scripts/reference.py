@@ -99,6 +99,8 @@ def fields(config: Any, names: Iterable[str], dashes: str = "--") -> str:
 
 def kind(field: Any) -> str:
     """Return the type of a field as a user writes it: names of classes, choices, and bounds."""
+    if "choices" in (field.json_schema_extra or {}):
+        return ", ".join(f"`{choice}`" for choice in field.json_schema_extra["choices"])
     bounds = [
         f"{sign} {getattr(limit, name):g}"
         for limit in field.metadata

@@ -34,7 +34,7 @@ def test_flags_override_yaml_and_sources_say_so(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rate: 1e-3\nseed: 7\nmodel_name_or_path: m\ndataset_name: d\nactivation_checkpointing: true\n")
     config, sources, dry_run = parse(CausalLMConfig, ["--config", str(file), "--seed", "9", "--dry-run"])
-    assert (config.learning_rate, config.seed, config.activation_checkpointing, dry_run) == (1e-3, 9, True, True)
+    assert (config.learning_rate, config.seed, config.activation_checkpointing, dry_run) == (1e-3, 9, "full", True)
     assert sources["learning_rate"] == str(file) and sources["seed"] == "flag --seed"
 
 

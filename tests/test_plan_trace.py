@@ -30,6 +30,9 @@ CASES = {
     "bart": ("seq2seq_chatbot", "bart", {}),
     "autocast": ("causal_lm", "llama", {"mixed_precision": "bf16"}),
     "checkpointing": ("causal_lm", "gpt2", {"activation_checkpointing": True}),
+    "selective": ("causal_lm", "gpt2", {"activation_checkpointing": "selective"}),
+    "selective adapters": ("lora_finetune", "llama", {"activation_checkpointing": "selective", "mixed_precision": "bf16"}),
+    "every second layer": ("causal_lm", "llama", {"activation_checkpointing": "every:2"}),
     "both": ("causal_lm", "llama", {"activation_checkpointing": True, "mixed_precision": "bf16"}),
     "eager attention": ("causal_lm", "llama", {"attn_implementation": "eager"}),
     "packed": ("causal_lm", "llama", {"packing": True}),
@@ -77,7 +80,7 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
 def real_model(planned: Job, shape: BatchShape):
     import transformers
 
-    from zerobook.models.load import enable_activation_checkpointing
+    from zerobook.models import recompute
 
     kind = transformers.AutoModelForSeq2SeqLM if planned.recipe.encoder_decoder else transformers.AutoModelForCausalLM
     config = planned.config
@@ -86,8 +89,7 @@ def real_model(planned: Job, shape: BatchShape):
     dtype = DTYPES[config.loaded_dtype(config.mixed_precision or "no")]
     model = kind.from_config(planned.model_config, dtype=dtype, **options)
     model.config.use_cache = False
-    if config.activation_checkpointing:
-        enable_activation_checkpointing(model)
+    recompute.enable(model, config.activation_checkpointing)
     if planned.config.trains_adapters:
         model = planned.recipe.adapt(model)
     batch = {key: torch.ones_like(value) for key, value in planned.recipe.example_batch(shape).items()}
@@ -142,6 +144,15 @@ def test_saved_counts_each_storage_once_and_no_weights():
     assert saved.bytes == x.nbytes + y.nbytes
 
 
+def test_what_was_saved_is_freed_as_the_backward_pass_goes(tiny):
+    """Counting must not keep it: each layer's gradients come when the layers after it have freed theirs."""
+    planned = made("causal_lm", tiny / "llama")
+    planned.model_config.num_hidden_layers, planned.model_config.tie_word_embeddings = 8, False
+    with planned.made(BatchShape(2, 48, 0, False)) as (model, batch):
+        found = trace(model, batch, planned.objective.loss, "no", kernels="cpu")
+    assert found.timeline[-1][1] < 0.5 * found.peak, "the embedding's gradient is the last"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_autocast_casts_what_attention_takes(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -169,6 +180,21 @@ def test_what_cuda_does_otherwise_is_traced(tiny):
     import torch.nn.functional as functional
 
     assert functional.dropout.__module__ == "torch.nn.functional" and torch.Tensor.pow is torch._C.TensorBase.pow
+
+
+def test_inputs_that_wait_in_host_memory_are_counted_there(tiny):
+    """On a GPU; a CPU's activations are there anyway."""
+    found, shape = {}, BatchShape(2, 48, 0, False)
+    for mode in ("full", "offload"):
+        planned = made("causal_lm", tiny / "gpt2", activation_checkpointing=mode)
+        for kernels in ("cpu", "cuda"):
+            with planned.made(shape) as (model, batch):
+                found[mode, kernels] = trace(model, batch, planned.objective.loss, "no", kernels=kernels)
+    inputs = 2 * (2 * 48 * 64 * 4)
+    assert [found[case].host for case in found] == [0, 0, 0, inputs]
+    assert found["full", "cuda"].saved - found["offload", "cuda"].saved == inputs
+    assert found["offload", "cuda"].peak < found["full", "cuda"].peak
+    assert found["offload", "cpu"].peak == found["full", "cpu"].peak
 
 
 def saved(tmp_path: Path, facts: dict, cast: str, **flags) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import architecture, performance, reference
+from scripts import architecture, parallelism, performance, reference
 from tests.harness import ROOT
 from tests.test_checkpoints import save_all, spread
 from zerobook.checkpoint.contents import FILES
@@ -25,6 +25,12 @@ def test_the_pages_are_made_of_the_code(name, text):
 
 def test_the_page_of_speeds_is_made_of_the_results():
     assert performance.PAGE.read_text() == performance.page(), "run scripts/performance.py"
+
+
+@pytest.mark.parametrize("name", parallelism.PICTURES)
+def test_pictures_of_parallelism_are_drawn_and_shown(name):
+    assert (parallelism.FOLDER / f"{name}.svg").read_text() == parallelism.picture(name), "run scripts/parallelism.py"
+    assert f"(parallelism/{name}.svg)" in parallelism.FOLDER.with_suffix(".md").read_text()
 
 
 def test_every_flag_stands_under_a_heading():

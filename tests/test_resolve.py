@@ -511,3 +511,41 @@ def test_quantised_weights_are_refused_where_they_would_be_moved(tmp_path):
     assert any("loses the quantisation state" in p for p in plan.problems)
     plan, _ = plan_for(deepspeed(tmp_path), kind=LoraConfig, load_in_4bit=True)
     assert not plan.problems
+
+
+OFFLOADING = {"cpu_checkpointing": True}
+
+
+@pytest.mark.parametrize("given", [{}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "offload"}])
+def test_cpu_checkpointing_of_a_json_is_offload(tmp_path, given):
+    plan, config = plan_for(deepspeed(tmp_path, activation_checkpointing=OFFLOADING), A100, **given)
+    assert not plan.problems and config.activation_checkpointing == "offload"
+    plan, config = plan_for(deepspeed(tmp_path, activation_checkpointing={"cpu_checkpointing": False}), A100, **given)
+    assert not plan.problems and config.activation_checkpointing == given.get("activation_checkpointing", "none")
+
+
+@pytest.mark.parametrize("asked", ["none", "selective", "every:2"])
+def test_cpu_checkpointing_beside_another_choice_is_refused(tmp_path, asked):
+    environ = deepspeed(tmp_path, activation_checkpointing=OFFLOADING)
+    (problem,) = plan_for(environ, A100, activation_checkpointing=asked)[0].problems
+    assert "activation_checkpointing.cpu_checkpointing is true" in problem and f"is {asked} (from flag" in problem
+
+
+def test_what_deepspeeds_checkpoint_function_alone_does_is_refused_by_its_key(tmp_path):
+    off = {"partition_activations": False, "number_checkpoints": None, "contiguous_memory_optimization": False,
+           "cpu_checkpointing": False, "synchronize_checkpoint_boundary": False, "profile": False}  # fmt: skip
+    assert not plan_for(deepspeed(tmp_path, activation_checkpointing=off), A100)[0].problems
+    for key in [key for key in off if key != "cpu_checkpointing"]:
+        section = off | {key: 4 if key == "number_checkpoints" else True}
+        (problem,) = plan_for(deepspeed(tmp_path, activation_checkpointing=section), A100)[0].problems
+        assert f"ds.json: activation_checkpointing.{key} is " in problem and "Remove it" in problem
+    section = {"partition_activation": True, "cpu_checkpointing": "yes"}
+    unknown, wrong = plan_for(deepspeed(tmp_path, activation_checkpointing=section), A100)[0].problems
+    assert "Did you mean partition_activations?" in unknown and "expected true or false" in wrong
+    (problem,) = plan_for(deepspeed(tmp_path, activation_checkpointing=True), A100)[0].problems
+    assert "activation_checkpointing is true, expected an object" in problem
+
+
+def test_offload_on_a_cpu_is_said_to_be_full():
+    plan, _ = plan_for(WORKER, activation_checkpointing="offload")
+    assert not plan.problems and any("offload is full on a CPU" in note for note in plan.notes)

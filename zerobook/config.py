@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
@@ -35,6 +38,7 @@ ALIASES = {
 
 Precision = Literal["no", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+CHECKPOINTING = ("none", "full", "every:N", "selective", "offload")
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -82,7 +86,11 @@ class RecipeConfig(BaseModel):
         "auto", description="attention kernel; auto chooses the fastest that this device supports"
     )
     device_map: str | None = Field(None, description="transformers' device map; one process only")
-    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    activation_checkpointing: str = Field(
+        "none", description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
+        "N-th layer (every:N), or all but the results of matrix products and attention (selective); offload is full, with "
+        "the layers' inputs in host memory", json_schema_extra={"choices": [*CHECKPOINTING], "bare": "full"},
+    )  # fmt: skip
 
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
@@ -193,6 +201,15 @@ class RecipeConfig(BaseModel):
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML 1.1 reads a bare no as false
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _checkpointing(cls, value: Any) -> Any:
+        with suppress(ValidationError):
+            return "full" if TypeAdapter(bool).validate_python(value) else "none"
+        if value == "every:N" or not (value in CHECKPOINTING or re.fullmatch(r"every:([2-9]|[1-9]\d+)", str(value))):
+            raise PydanticCustomError("choice", "Input should be none, full, every:N with N from 2, selective or offload")
+        return value
 
     def loaded_dtype(self, precision: str) -> Dtype:
         """Return the dtype that the model is loaded in: ``dtype`` where the user set it, or where its weights are trained.
@@ -347,7 +364,7 @@ def parse(
     flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
     names = set(config_class.model_fields) | set(ALIASES)
     problems = [
-        f"{token}: no such flag.{_nearest(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
+        f"{token}: no such flag.{nearest(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
         for token in unknown
         if token.startswith("--")
     ]
@@ -362,7 +379,7 @@ def parse(
         for key, value in file_values.items():
             name = ALIASES.get(key, key)
             if name not in config_class.model_fields:
-                problems.append(f"{known.config}: {key}: no such key.{_nearest(str(key), names)}")
+                problems.append(f"{known.config}: {key}: no such key.{nearest(str(key), names)}")
             elif name in values:
                 problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
             else:
@@ -457,9 +474,11 @@ def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
     for name, field in config_class.model_fields.items():
         if name == "datasets":
             continue  # a list of mappings is written in YAML
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": _kind(field.annotation)}
-        if field.annotation is bool:
-            options |= {"nargs": "?", "const": "true"}
+        extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        kind = "{" + ",".join(extra["choices"]) + "}" if "choices" in extra else _kind(field.annotation)
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": kind}
+        if field.annotation is bool or "bare" in extra:
+            options |= {"nargs": "?", "const": extra.get("bare", "true")}
         elif get_origin(field.annotation) is list or "list[" in str(field.annotation):
             options |= {"nargs": "*"}
         help_text = f"{field.description or ''} (default: {field.default})".replace("%", "%%")
@@ -507,7 +526,7 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
     return loaded, []
 
 
-def _nearest(name: str, names: set[str], prefix: str = "") -> str:
+def nearest(name: str, names: set[str], prefix: str = "") -> str:
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {prefix}{match[0]}?" if match else ""
 
@@ -516,7 +535,7 @@ def _explain(error: Any, sources: ConfigSources) -> str:
     path = ".".join(str(part) for part in error["loc"])
     source = sources.get(str(error["loc"][0]), "default")
     if error["type"] == "extra_forbidden":
-        return f"{source}: {path}: no such key.{_nearest(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
+        return f"{source}: {path}: no such key.{nearest(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
     if error["type"] == "missing":
         return f"{source}: {path}: the key is missing."
     message = error["msg"].removeprefix("Input should be ").rstrip(".")

@@ -24,6 +24,8 @@ JOBS = {
     "gpt2": ("causal_lm", "gpt2", {**TEXT, "gradient_accumulation_steps": 2}),
     "bf16": ("causal_lm", "llama", {**TEXT, "mixed_precision": "bf16"}),
     "checkpointing": ("causal_lm", "gpt2", {**TEXT, "activation_checkpointing": True}),
+    "selective": ("causal_lm", "gpt2", {**TEXT, "activation_checkpointing": "selective"}),
+    "every second layer": ("causal_lm", "llama", {**TEXT, "activation_checkpointing": "every:2"}),
     "lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64}),
     "packed lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "packing": True}),
     # ZeRO-3 must not learn the order of modules from passes without a backward one: it would gather twice for ever
@@ -51,6 +53,7 @@ CASES = [
     *[("ddp", ranks, name) for ranks, name in ((2, "llama"), (4, "bart"), (2, "bf16"))],
     *[(strategy, ranks, "llama") for strategy in SHARDED for ranks in (1, 2, 4)],
     *[(strategy, 2, name) for strategy in SHARDED for name in ("gpt2", "bf16", "checkpointing", "lora", "packed lora")],
+    *[(strategy, 2, name) for strategy in SHARDED for name in ("selective", "every second layer")],
     *[(strategy, 2, "llama") for strategy in OFFLOADED],
     *[(strategy, 4, name) for strategy in ("fsdp_hybrid", "zero3_hpz") for name in ("llama", "packed lora")],
     ("zero3_hpz", 4, "gpt2"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
+from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig, nearest
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
@@ -17,6 +17,16 @@ HPZ = "zero_hpz_partition_size"
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 FUSED_ONLY = ("bias_correction", "set_grad_none")
 """Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
+CPU_CHECKPOINTING = "cpu_checkpointing"
+NOT_HERE = {
+    "partition_activations": "it divides a layer's input among the ranks of tensor parallelism, which all hold the same one; "
+    "ranks of ZeRO hold different ones, so there is nothing to divide",
+    "contiguous_memory_optimization": "it needs partition_activations, which has nothing to divide without tensor parallelism",
+    "number_checkpoints": "it is the size of contiguous_memory_optimization's buffer, which is not used here",
+    "synchronize_checkpoint_boundary": "it belongs to DeepSpeed's checkpoint function; transformers' models call torch's",
+    "profile": "it times DeepSpeed's checkpoint function; transformers' models call torch's",
+}
+"""Settings of ``activation_checkpointing`` that have no effect on the models trained here -> why."""
 NEVER = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
 
@@ -212,6 +222,8 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             note = f"NVMe offload swaps under {section['nvme_path']}; set nvme_path in the JSON to a fast local disk"
             if note not in plan.notes:
                 plan.notes.append(note)
+    if "activation_checkpointing" in ds:
+        _read_checkpointing(plan, ds["activation_checkpointing"], draft)
     ds["zero_allow_untested_optimizer"] = True
     if config.optimizer != "adamw":
         ds["zero_force_ds_cpu_optimizer"] = False  # accelerate would put DeepSpeed's CPU Adam in its place
@@ -263,6 +275,33 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
         plan.notes.append(
             "optimizer: torch's Adam steps in place of DeepSpeed's FusedAdam, which has to be compiled, on GPUs with nvcc; "
             f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'
+        )
+
+
+def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[Any]) -> None:
+    """Read the settings of DeepSpeed's own checkpoint function (ZeRO-R). transformers' models call torch's instead, which can
+    do one of them: inputs of layers in host memory, see `zerobook.models.recompute`."""
+    where = f"{plan.config_file}: activation_checkpointing"
+    if not isinstance(section, dict):
+        plan.problems.append(f"{where} is {json.dumps(section)}, expected an object of settings. Remove it or write one.")
+        return
+    for key, value in section.items():
+        said = f"{where}.{key} is {json.dumps(value)}"
+        if key in NOT_HERE:
+            plan.problems += [f"{said}; {NOT_HERE[key]}. Remove it."] if value else []
+        elif key != CPU_CHECKPOINTING:
+            plan.problems.append(f"{said}; DeepSpeed has no such setting.{nearest(key, {*NOT_HERE, CPU_CHECKPOINTING})}")
+        elif not isinstance(value, bool):
+            plan.problems.append(f"{said}, expected true or false.")
+    asked = draft.config.activation_checkpointing
+    if section.get(CPU_CHECKPOINTING) is not True or asked == "offload":
+        return
+    if asked == "full" or not draft.sources.given("activation_checkpointing"):
+        draft.set(str(plan.config_file), activation_checkpointing="offload")
+    else:
+        plan.problems.append(
+            f"{where}.{CPU_CHECKPOINTING} is true, but activation_checkpointing is {asked} (from "
+            f"{draft.sources['activation_checkpointing']}). Pass --activation_checkpointing offload, or write false there."
         )
 
 

@@ -355,6 +355,8 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
         frozen_by_its_config = config.trains_adapters and config.dtype == "auto"  # known when the model is loaded
         if not (computes_in_half(config, plan.precision, config.dtype) or frozen_by_its_config):
             plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+    if config.activation_checkpointing == "offload" and on_cpu:
+        plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
     if config.device_map and plan.world_size > 1:
         plan.problems.append(
             f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "

@@ -17,6 +17,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.models import recompute
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
@@ -266,8 +267,7 @@ def load_model(
         print(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {model.config._attn_implementation}")
-    if config.activation_checkpointing:
-        enable_activation_checkpointing(model)
+    recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
     return model
 
 
@@ -382,17 +382,6 @@ def absolute_positions(model: PreTrainedModel) -> int | None:
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
     tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines
     return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
-
-
-def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable()
-    else:  # transformers before 5.20
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    # outputs of frozen embeddings have no graph; an input that requires grad connects the checkpoints to one
-    model.enable_input_require_grads()
 
 
 def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strategy: Strategy) -> str:

@@ -44,7 +44,7 @@ class Candidate:
         return {
             "per_device_train_batch_size": self.micro,
             "gradient_accumulation_steps": self.accumulation,
-            "activation_checkpointing": self.checkpointing,
+            "activation_checkpointing": "full" if self.checkpointing else "none",
         }
 
     @property
@@ -94,8 +94,8 @@ def candidates(
     found: list[Candidate] = []
     for micro, accumulation in cuts(global_batch, where.ranks):
         for checkpointing in (False, True):
-            changed = {"per_device_train_batch_size": micro, "activation_checkpointing": checkpointing,
-                       "gradient_accumulation_steps": accumulation}  # fmt: skip
+            changed = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation,
+                       "activation_checkpointing": "full" if checkpointing else "none"}  # fmt: skip
             given = ConfigSources(sources | dict.fromkeys(changed, "autotune"))
             traced = Traced.of(job.changed(**changed), kernels)
             for file in files:

@@ -144,6 +144,11 @@ def fall_back(
             [*error.problems, f"{error.name}: without its class there are formulas, which do not know {what}. "
              "Plan recipes/causal_lm.py with it, or take a model whose class is known."]
         )  # fmt: skip
+    if (asked := config.activation_checkpointing) not in ("none", "full"):
+        raise ConfigError(
+            [*error.problems, f"activation_checkpointing: {asked}, and the formulas know none and full. Plan one of them, or a "
+             "model whose class is known."]
+        )  # fmt: skip
     try:
         decoder = Decoder.of(error.name, error.facts)
     except ConfigError as refused:  # the user can fix why the class failed
@@ -168,7 +173,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
     matrix = Weight("weight", (decoder.width, decoder.inner), 4, trained=True)  # most parameters are in matrices of this shape
     states_each = state_ratio([[matrix]], spreads)
     literature = paper(decoder.parameters, decoder.parameters, spreads, cluster.nodes, states=states_each)
-    rows, length, checkpointing = shape.rows, shape.source, config.activation_checkpointing
+    rows, length, checkpointing = shape.rows, shape.source, config.activation_checkpointing == "full"
     fused, element = config.attn_implementation != "eager", spreads.compute
     kept = formulas.activations(
         decoder.layers, rows, length, decoder.width, decoder.heads, element=element, fused=fused, checkpointing=checkpointing

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
-from zerobook.models.load import DTYPES, check_length, enable_activation_checkpointing, keep_all_layers
+from zerobook.models import recompute
+from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
@@ -108,8 +109,8 @@ class Job:
                 raise NoClass(self.name, self.model_config.to_dict(), error) from error
             model.config.use_cache = False
             keep_all_layers(model)
-            if self.config.activation_checkpointing:
-                enable_activation_checkpointing(model)
+            dropout = attention_dropout(self.model_config.to_dict())
+            recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
             if self.config.in_4bit:
                 _quantise(model, compute_dtype(precision))
             model = self.recipe.adapt(model)

@@ -89,7 +89,7 @@ def memory(
         device=moments[when],
         when=when,
         host_at_load=at_load(whole, spread, gpus_per_node),
-        host=on_host * gpus_per_node,
+        host=(on_host + trace.host) * gpus_per_node,
         disk=held.disk * gpus_per_node,
         moments={name: sum(parts.values()) for name, parts in moments.items()},
     )

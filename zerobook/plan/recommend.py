@@ -151,8 +151,8 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
     """Yield (rule, flags) in the order to try. The first changes nothing."""
     config = traced.job.config
     yield None, {}
-    if not config.activation_checkpointing:
-        yield "activation checkpointing", {"activation_checkpointing": True}
+    if config.activation_checkpointing not in ("full", "offload"):
+        yield "activation checkpointing", {"activation_checkpointing": "full"}
     rows = config.per_device_train_batch_size
     if rows > 1:
         yield (

@@ -276,7 +276,7 @@ def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
     if activations > excess:
         if made.memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
             return ["a smaller --per_device_eval_batch_size"]
-        if not config.activation_checkpointing:
+        if config.activation_checkpointing not in ("full", "offload"):
             found.append("--activation_checkpointing")
         if activations * (rows - 1) / rows > excess:
             found.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
 from zerobook.utils.dtypes import HALF
 
@@ -39,7 +40,7 @@ class Trace:
     since the previous point). Its first point is the forward pass and the loss. ``visits`` are the modules in the order in
     which they run, forward and then backward. ``uncounted`` names operations that multiply matrices but are missing from
     ``flops``, since their number of operations is unknown. ``evaluation`` is the most bytes alive at once in a forward pass
-    of the evaluation and its loss; None where nothing is evaluated.
+    of the evaluation and its loss; None where nothing is evaluated. ``host`` is what lies in host memory between the passes.
     """
 
     saved: int
@@ -50,6 +51,7 @@ class Trace:
     visits: Sequence[Visit] = ()
     uncounted: tuple[str, ...] = ()
     evaluation: int | None = None
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -85,6 +87,7 @@ class Follow(TorchDispatchMode):
         self.live = 0
         self.most = 0
         self.flops = 0.0
+        self.host = 0
         self.uncounted: set[str] = set()
         self._known: dict[int, weakref.ref] = {}
         self._apart: set[int] = set()  # storages that do not count, such as those of weights
@@ -147,7 +150,8 @@ def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs
 
 
 class Saved:
-    """Counter of the bytes of the distinct storages that autograd saves inside this context.
+    """Counter of the bytes of the distinct storages that autograd saves inside this context, and of the results that
+    selective checkpointing keeps.
 
     Args:
         apart: returns tensors that do not count, mainly weights. It is called for each saved tensor, since sharded weights
@@ -156,6 +160,7 @@ class Saved:
 
     def __init__(self, apart: Callable[[], Iterable[torch.Tensor]]):
         self._apart = apart
+        self.bytes = 0
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is used twice
 
     def __enter__(self) -> Saved:
@@ -165,16 +170,16 @@ class Saved:
 
     def __exit__(self, *raised: Any) -> None:
         self._hooks.__exit__(*raised)
+        for tensor in recompute.kept_tensors():
+            self._pack(tensor)
+        self.bytes = sum(storage.nbytes() for storage in self._storages.values())
+        self._storages.clear()  # autograd still refers to the hooks; the backward pass frees storages one after the other
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in {t.untyped_storage()._cdata for t in self._apart()}:
             self._storages[storage._cdata] = storage
         return tensor
-
-    @property
-    def bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
 
 
 def trace(
@@ -212,15 +217,13 @@ def trace(
             with Saved(lambda: apart) as saved:
                 value = loss(model, batch)
                 value = value[0] if isinstance(value, tuple) else value
-            kept = saved.bytes
-            del saved
             points.append((0, forward := follow.since()))
             value.backward()
             points.append((done, follow.since()))
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(kept, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)))
+    return Trace(saved.bytes, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)), host=follow.host)
 
 
 @torch.no_grad()
@@ -267,7 +270,7 @@ def _followed(
         follow.leave_out(tensor)
     with (
         _kernels(kernels, follow) if kernels else nullcontext(),
-        _cuda(precision != "no") if kernels == "cuda" else nullcontext(),
+        _cuda(precision != "no", follow) if kernels == "cuda" else nullcontext(),
         _unpacked("position_ids" not in batch),
         _unsaid(),
         follow,
@@ -326,20 +329,42 @@ def _visited(model: nn.Module, visits: list[Visit]) -> list[Any]:
     return [hook for path, module in model.named_modules() for hook in hooks(path, module)]
 
 
+@torch.library.custom_op("zerobook::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by a kernel that stores no matrix of scores: (its result, the logarithm of each row's sum)."""
+    raise NotImplementedError("it has shapes and no contents")
+
+
+@_attention.register_fake
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, length, _ = q.shape
+    out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write the layout of the next layer
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool) -> float:
+    """Return the operations of two products of [length, width] by [width, keys]. A causal kernel leaves out the half that is
+    masked."""
+    return 4.0 * q.numel() * k.shape[-2] / (2 if causal else 1)
+
+
+_LAWS["zerobook::attention"] = _attention_flops
+
+
 class _Attention(torch.autograd.Function):
-    """Scaled dot-product attention by a kernel that stores no matrix of scores: the shapes of its results and of what it
-    saves."""
+    """Attention with the shapes of what its kernel saves. It is an operation, so that selective checkpointing can keep it."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, follow: Follow, causal: bool
     ) -> torch.Tensor:
-        rows, heads, length, width = q.shape
-        # two products of [length, width] by [width, keys]; a causal kernel leaves out the half that is masked
-        ctx.follow, ctx.flops = follow, 4 * rows * heads * length * k.shape[-2] * width / (2 if causal else 1)
-        follow.flops += ctx.flops
-        out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write the layout of the next layer
-        ctx.save_for_backward(q, k, v, bias, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        out, sums = _attention(q, k, v, bias, causal)
+        ctx.follow, ctx.flops = follow, _attention_flops(q, k, v, bias, causal)
+        ctx.save_for_backward(q, k, v, bias, out, sums)
         return out
 
     @staticmethod
@@ -396,9 +421,9 @@ _IN_FP32 = {
 
 
 @contextmanager
-def _cuda(autocasts: bool) -> Iterator[None]:
-    """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs: the list of autocast above, and a
-    fused dropout, which saves a mask of one byte an element."""
+def _cuda(autocasts: bool, follow: Follow) -> Iterator[None]:
+    """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs: the list of autocast above, a fused
+    dropout, which saves a mask of one byte an element, and tensors that are moved to host memory."""
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -406,8 +431,16 @@ def _cuda(autocasts: bool) -> Iterator[None]:
     def raised(inner: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: inner(*tree_map_only(torch.Tensor, _raised, args), **kwargs)
 
+    def to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+        follow.host += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+    def on_host(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(to_host, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+
     with ExitStack() as stack:
         stack.enter_context(_replaced(F, "dropout", dropout))
+        stack.enter_context(_replaced(recompute, "save_on_cpu", on_host))
         for owner, names in _IN_FP32.items() if autocasts else ():
             for name in names:
                 stack.enter_context(_replaced(owner, name, raised(getattr(owner, name))))

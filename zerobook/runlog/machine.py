@@ -78,7 +78,7 @@ def out_of_memory() -> str:
         )
     words.append(
         "Otherwise take a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, "
-        "--activation_checkpointing true, or a strategy file that spreads more; zerobook plan says what fits."
+        "--activation_checkpointing, or a strategy file that spreads more; zerobook plan says what fits."
     )
     return " ".join(words)
 
