@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zerobook.config import ConfigDraft, RecipeConfig
+from zerobook.data import embedded
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils import hub
 from zerobook.utils.environment import true
 
 _WAYS = {
@@ -92,22 +93,22 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         )
     else:
         draft.set(f"{plan.name}: auto", **({"attn_implementation": "sdpa"} if config.attn_implementation == "auto" else {}))
-    facts = _local_facts(config)
+    facts = _facts_here(config)
     plan.problems += unfit_for_split(plan, facts) if facts else []
-    plan.notes.append(
-        f"{size} processes share each row: the batch counts {plan.data_parallel_size} group(s), and rows are padded to a "
-        f"multiple of {2 * size if plan.context > 1 else size} tokens"
-    )
+    multiple = 2 * size if plan.context > 1 else size
+    plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
 
 
-def _local_facts(config: RecipeConfig) -> dict[str, Any] | None:
-    """Return the config.json of the model, if it is in a local folder."""
+def _facts_here(config: RecipeConfig) -> dict[str, Any] | None:
+    """Return the config.json of the model, if it is on this machine."""
     name = config.model_name_or_path or config.initialised_from
     try:
-        path = Path(name or "").expanduser()
-        found = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        folder = (embedded.converted(name) or hub.folder(name, config.model_revision)) if name else None
+        if folder is None:
+            return None
+        found = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # a name on the hub; or `load_config` reports it
+        return None  # no such model, or no such file: `load_config` says so
     return found if isinstance(found, dict) else None
 
 

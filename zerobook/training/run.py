@@ -143,6 +143,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         rank=0,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
+        sharing=plan.world_size // plan.data_parallel_size,
     )
     out.print(plan.line)
     for note in plan.notes:
