@@ -127,7 +127,7 @@ class Saved(Hook):
 
     def after_step(self, trainer, record):
         file = self.output / f"saved-{trainer.strategy.rank}.json"
-        file.write_text(json.dumps({"saved": sum(self.kept.values())}))
+        file.write_text(json.dumps({"saved": sum(self.kept.values()), "seed": torch.initial_seed()}))
 '''
 
 
@@ -145,8 +145,9 @@ def test_activations_shrink_with_the_processes_that_share_a_row(tiny, tmp_path, 
     for strategy in (split, plain):
         launch(strategy, 2, "causal_lm", tmp_path / strategy, **flags)
         files = [tmp_path / strategy / f"saved-{rank}.json" for rank in range(2)]
-        kept[strategy] = [json.loads(file.read_text())["saved"] for file in files]
-    print(kept)
+        found = [json.loads(file.read_text()) for file in files]
+        kept[strategy] = [rank["saved"] for rank in found]
+        assert found[0]["seed"] != found[1]["seed"], "other tokens, other dropout"
     for ours, whole in zip(kept[split], kept[plain], strict=True):
         assert 0.45 * whole < ours < 0.6 * whole
 
