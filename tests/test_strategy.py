@@ -350,19 +350,35 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
         assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
 
 
-def test_a_loss_is_scaled_by_the_processes_that_read_different_samples(make):
-    """Six processes of which two share each sample: gradients are averaged over three."""
+def mesh_of(rank, processes, *, data_parallel_size, computing_the_same=1):
+    accelerator = SimpleNamespace(num_processes=processes, process_index=rank)
+    return Mesh(accelerator, data_parallel_size, computing_the_same)
+
+
+def test_a_loss_is_scaled_by_the_processes_that_gradients_are_averaged_over(make):
+    """Of six processes, two share each sample. Where they compute the same, gradients are averaged over three."""
     plain, spread = make(), make()
-    spread.mesh = SimpleNamespace(data_parallel_size=3, data_parallel_rank=2, world_size=6, rank=5)
+    spread.mesh = mesh_of(5, 6, data_parallel_size=3, computing_the_same=2)
     for strategy in (plain, spread):
         with strategy.micro_batch(last=True):
             strategy.backward(strategy.model(torch.ones(2, 4)).sum())
     for one, other in zip(plain.model.parameters(), spread.model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, 3 * one.grad)
     scaled, zero = [], ZeroStrategy.__new__(ZeroStrategy)
-    zero.mesh, zero.model = spread.mesh, SimpleNamespace(backward=lambda loss, scale_wrt_gas: scaled.append(loss))
-    zero.backward(torch.tensor(2.0))
-    assert scaled == [6.0]
+    zero.model = SimpleNamespace(backward=lambda loss, scale_wrt_gas: scaled.append(loss))
+    zero.mesh = mesh_of(5, 6, data_parallel_size=3)  # each has tokens of its own
+    for stage in (2, 3):  # DeepSpeed averages over groups, and over processes
+        zero.plan = SimpleNamespace(zero_stage=stage)
+        zero.backward(torch.tensor(2.0))
+    assert scaled == [6.0, 12.0]
+
+
+def test_processes_with_other_tokens_of_a_sample_draw_other_random_numbers():
+    shared = [mesh_of(rank, 4, data_parallel_size=2) for rank in range(4)]
+    assert [mesh.data_parallel_rank for mesh in shared] == [0, 0, 1, 1]
+    assert [mesh.token_parallel_rank for mesh in shared] == [0, 1, 2, 3] and shared[0].token_parallel_size == 4
+    alike = [mesh_of(rank, 4, data_parallel_size=2, computing_the_same=2) for rank in range(4)]
+    assert [mesh.token_parallel_rank for mesh in alike] == [0, 0, 1, 1] and alike[0].token_parallel_size == 2
 
 
 @pytest.mark.parametrize("where", ["none", "cpu"])
@@ -375,7 +391,7 @@ def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
     strategy.accelerator = SimpleNamespace(scaler=scaler, num_processes=2, device=torch.device("cpu"))
     strategy.mesh = Mesh(strategy.accelerator)
-    strategy.plan = SimpleNamespace(offload_optimizer=where)
+    strategy.plan = SimpleNamespace(offload_optimizer=where, context=1)
     strategy._spread(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device
     assert scaler._scale.device.type == ("cpu" if where == "cpu" else "meta")

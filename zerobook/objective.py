@@ -18,6 +18,9 @@ from zerobook.constants import IGNORE
 
 Metrics = Mapping[str, torch.Tensor]
 
+TARGETS = "shift_labels"
+"""Name of the `shifted` labels in a batch, where the strategy has split rows. It is transformers' and DeepSpeed's name."""
+
 FP32_LOGITS = 2**23
 """Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities."""
 
@@ -33,7 +36,16 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         Scalar. 0, with a gradient of 0, where nothing is supervised.
     """
     # The labels are shifted, not the logits: leaving out each row's last position would copy all other logits.
-    return _summed(logits, pad(labels[:, 1:], (0, 1), value=IGNORE))
+    return _summed(logits, shifted(labels))
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Return the token that each position predicts: the label of the next one, IGNORE at each row's end. int64 [rows, length].
+
+    >>> shifted(torch.tensor([[5, 6, 7]])).tolist()
+    [[6, 7, -100]]
+    """
+    return pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
 def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -114,6 +126,17 @@ class Objective(ABC):
         """
         return False
 
+    def splits_tokens(self, model: nn.Module) -> bool:
+        """Return whether `loss` takes a part of each row's tokens: a sum over tokens, each by its own logits and target.
+
+        The batch of such a part has `TARGETS`, and no ``labels``: see `with_targets`. Strategies that split rows refuse
+        objectives that return False.
+
+        Args:
+            model: as the strategy prepared it, in training mode.
+        """
+        return False
+
 
 class NextToken(Objective):
     """Cross-entropy of each supervised token, predicted from the tokens before it. Weight: supervised tokens.
@@ -134,17 +157,21 @@ class NextToken(Objective):
         self.router_weight = router_weight
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
-        inputs, labels = without_labels(batch)
+        inputs, targets = with_targets(batch)
         balance = self._balance(model)
         if balance == 0:
-            return causal_lm_loss(model(**inputs).logits, labels)
+            return _summed(model(**inputs).logits, targets)
         output = model(**inputs, output_router_logits=True)
         # also if no token is supervised: the backward passes of all ranks must run the same modules
-        router = output.aux_loss.to(output.logits.device) * (labels[:, 1:] != IGNORE).sum()
-        return causal_lm_loss(output.logits, labels) + balance * router, {"router_aux_loss": router.detach()}
+        router = output.aux_loss.to(output.logits.device) * (targets != IGNORE).sum()
+        return _summed(output.logits, targets) + balance * router, {"router_aux_loss": router.detach()}
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
         return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
+
+    def splits_tokens(self, model: nn.Module) -> bool:
+        # a subclass may have another loss; and the load of experts is one of a whole micro-batch
+        return type(self).loss is NextToken.loss and self._balance(model) == 0
 
     def _balance(self, model: nn.Module) -> float:
         """Return the factor of the loss that balances experts; 0 where it is left out."""
@@ -177,6 +204,12 @@ def without_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tens
     """Return (the model's inputs, labels). With labels among its inputs, a model would compute a loss of its own."""
     inputs = dict(batch)
     return inputs, inputs.pop("labels")
+
+
+def with_targets(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return (the model's inputs, the token that each position predicts), of whole rows or of a part of their tokens."""
+    inputs = dict(batch)
+    return (inputs, inputs.pop(TARGETS)) if TARGETS in inputs else (inputs, shifted(inputs.pop("labels")))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

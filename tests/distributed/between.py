@@ -22,9 +22,11 @@ def generated(strategy, model, step):
     import torch
 
     prompts = torch.tensor([[1, 300 + row, 301, 302 + 7 * row] for row in range(2)], device=strategy.device)
+    mask = torch.ones_like(prompts)
+    mask[1, 0] = 0  # padded on the left
     with torch.no_grad():
         tokens = strategy.unwrapped.generate(
-            input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=5, min_new_tokens=5, do_sample=False,
+            input_ids=prompts, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False,
             synced_gpus=strategy.generation_in_step,
         )  # fmt: skip
     return {}, [{"generated": str(tokens[:, prompts.shape[1] :].tolist())}]

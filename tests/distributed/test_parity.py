@@ -21,6 +21,7 @@ from tests.tiny import causal_rows, mean_loss
 STRATEGIES = {
     "single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero2_offload": 2, "zero3": 2, "zero3_offload_optimizer": 2,
     "zero3_offload": 2, "zero3_nvme": 2, "fsdp": 2, "fsdp_offload": 2, "fsdp_hybrid": 4, "zero3_hpz": 4,
+    "zero3_sequence": 2, "fsdp_context": 2,
 }  # fmt: skip
 """File in accelerate_configs/ -> processes it is launched on."""
 
@@ -32,6 +33,9 @@ RECIPES = {
 }
 """Name of a case -> the recipe and its flags. ``vocabulary`` has an embedding of 28 million numbers, as real models do."""
 
+SHARED = {"zero3_sequence": 2, "fsdp_context": 2}
+"""Processes that share the tokens of each row, and so read the same rows."""
+
 NO_QLORA = {"zero3_offload", "zero3_nvme", "fsdp_offload"}
 """They move parameters between devices, which loses the quantisation state; a ConfigError says so."""
 
@@ -40,6 +44,7 @@ SAMPLE = {
     ("zero3", "causal_lm"), ("fsdp", "causal_lm"), ("zero3_offload", "lora_finetune"), ("zero3_nvme", "lora_finetune"),
     ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"), ("zero3_hpz", "causal_lm"),
     ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "vocabulary"),
+    ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
 }  # fmt: skip
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
@@ -61,6 +66,8 @@ LIVE = {
     "fsdp": {"strategy": "FSDP2", "mesh": [2], "offload": NONE, **FSDP},
     "fsdp_offload": {"strategy": "FSDP2 (cpu offload)", "mesh": [2], "offload": CPU, **FSDP},
     "fsdp_hybrid": {"strategy": "FSDP2 hybrid 2x2", "mesh": [2, 2], "offload": NONE, **FSDP},
+    "zero3_sequence": {"strategy": "ZeRO-3 sequence 2", "zero_stage": 3, "sequence": 2, **ZERO},
+    "fsdp_context": {"strategy": "FSDP2 context 2", "mesh": [2], "context": 2, "offload": NONE, **FSDP},
 }
 """What must really run: facts read from the live objects."""
 
@@ -99,7 +106,10 @@ def test_same_training_as_one_process(launches, strategy, case):
     if strategy == "zero3_nvme":  # swapping to disk starts at tensors of 1 MiB a rank
         flags |= {"model": "wide", "learning_rate": 1e-3 if case == "causal_lm" else 2.5e-3}
     recipe = flags["recipe"]
-    one, run = launches("single", 1, 4, 1, **flags), launches(strategy, processes, 4 // processes, 1, **flags)
+    one, run = (
+        launches("single", 1, 4, 1, **flags),
+        launches(strategy, processes, 4 * SHARED.get(strategy, 1) // processes, 1, **flags),
+    )
 
     assert [s["ids"] for s in run.steps] == [s["ids"] for s in one.steps]
     loss, norm = largest_difference(run.losses, one.losses), largest_difference(run.norms, one.norms)

@@ -135,6 +135,7 @@ def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: Con
         rank=0,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
+        sharing=plan.world_size // plan.data_parallel_size,
     )
     rows = {
         "strategy": plan.name,

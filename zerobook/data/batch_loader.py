@@ -47,12 +47,17 @@ class Order(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Division of a global batch. ``micro`` is the number of samples per micro-batch and process."""
+    """Division of a global batch.
+
+    ``world_size`` and ``rank`` count processes that read different samples, or groups of ``sharing`` processes that read the
+    same. ``micro`` is the number of samples per micro-batch, in each process of a group.
+    """
 
     world_size: int
     rank: int
     micro: int
     accumulation: int = 1
+    sharing: int = 1
 
     @property
     def global_batch(self) -> int:
@@ -62,8 +67,9 @@ class BatchLayout:
     @property
     def arithmetic(self) -> str:
         """The global batch as a product: ``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
+        readers = "processes" if self.sharing == 1 else f"groups of {self.sharing} processes"
         return (
-            f"{self.micro} micro x {self.accumulation} accumulation x {self.world_size} processes "
+            f"{self.micro} micro x {self.accumulation} accumulation x {self.world_size} {readers} "
             f"= {self.global_batch} samples a step"
         )
 

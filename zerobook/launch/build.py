@@ -137,8 +137,11 @@ def set_environment(plan: LaunchPlan) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # accelerate silently drops DeepSpeed and FSDP where this is set
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    if plan.kind == "fsdp":  # it is read with a parallelism config only
-        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard)
+    if plan.kind == "fsdp":  # these are read with a parallelism config only
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
+    elif plan.kind == "deepspeed":  # accelerate computes the batch from these
+        os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "1"
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.data_parallel_size)
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)

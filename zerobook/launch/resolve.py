@@ -14,7 +14,7 @@ from typing import Any
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, ops
+from zerobook.launch import deepspeed_json, ops, token_split
 from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
@@ -132,6 +132,7 @@ def resolve(
     elif true(environ.get("ACCELERATE_USE_FSDP")):
         plan.kind = "fsdp"
         _read_fsdp(plan, environ)
+    token_split.read(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
@@ -163,6 +164,7 @@ def resolve(
     if plan.deepspeed_config is not None:
         deepspeed_json.fill(plan, draft)
         deepspeed_json.check_ops(plan, hardware.missing_ops)
+    token_split.check(plan, draft)
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources
@@ -203,12 +205,9 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     plan.shard = plan.world_size
     if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
-    sizes = {k: int(environ.get(f"PARALLELISM_CONFIG_{k.upper()}_SIZE", 1)) for k in ("tp", "cp", "sp")}
-    for key, size in sizes.items():
-        if size > 1:
-            plan.problems.append(
-                f"parallelism_config.parallelism_config_{key}_size: {size}; the recipes spread data only. Set it to 1."
-            )
+    tensor = int(environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
+    if tensor > 1:
+        plan.problems.append(f"parallelism_config.parallelism_config_tp_size: {tensor} is not supported. Set it to 1.")
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
     if plan.replicate < 1 or plan.world_size % plan.replicate:

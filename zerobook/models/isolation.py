@@ -142,7 +142,7 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     """
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
-    first, second = _tokens(strategy, 2 * _LENGTH).reshape(2, -1)
+    first, second = random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
     begun, late = np.arange(_LENGTH), np.arange(_LENGTH, 2 * _LENGTH)
     [packed] = _logits(strategy, (collate([_row(np.r_[first, second], np.tile(begun, 2))]),), slice(_LENGTH, 2 * _LENGTH))
     alone, shifted = _logits(strategy, tuple(collate([_row(second, where)]) for where in (begun, late)), slice(_LENGTH))
@@ -152,7 +152,7 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
 
 def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
     """Return three batches: a short row beside a long one; other tokens in its padding; another long row."""
-    short, long, other = np.split(_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
+    short, long, other = np.split(random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
     batches[1]["input_ids"][0, _LENGTH : 2 * _LENGTH] = torch.as_tensor(other[:_LENGTH])
     return tuple(batches), slice(_LENGTH)
@@ -160,7 +160,7 @@ def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str
 
 def _packed(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
     """Return three batches: two rows of two samples each; another first sample in the first row; in the second row."""
-    a, b, c, d, other = _tokens(strategy, 5 * _LENGTH).reshape(5, -1)
+    a, b, c, d, other = random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
     rows = [((a, b), (c, d)), ((other, b), (c, d)), ((a, b), (other, d))]
     batches = (collate([_row(np.concatenate(samples), positions) for samples in pair]) for pair in rows)
@@ -171,7 +171,8 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
     return {"input_ids": ids, "labels": ids} | ({} if positions is None else {"position_ids": positions})
 
 
-def _tokens(strategy: Strategy, count: int) -> np.ndarray:
+def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
+    """Return ids of the model's vocabulary, int64 [count], the same on every rank."""
     model = cast("PreTrainedModel", strategy.unwrapped)
     words = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     return np.random.default_rng(0).integers(3, min(words, 1000), count)

@@ -17,6 +17,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
@@ -210,6 +211,8 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
             "balance, or no such loss in transformers. Leave the flag out."
         )
+    if problems := unfit_for_split(strategy.plan, found.to_dict(), complete=True):
+        raise ConfigError(problems)
     return found
 
 

@@ -22,7 +22,7 @@ from zerobook.plan.job import NoClass
 from zerobook.plan.literature import flows, paper
 from zerobook.plan.memory import Memory, at_load
 from zerobook.plan.roofline import time
-from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank
+from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank, unplanned
 from zerobook.plan.sharding import spread
 from zerobook.plan.state_bytes import Weight, state_ratio
 from zerobook.training.recipe import BatchShape, Recipe
@@ -169,6 +169,8 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
         return Row(file=file.stem, name=file.stem, by_formula=True, problems=error.problems)
     if plan.problems:
         return Row(file=file.stem, name=plan.name, by_formula=True, problems=plan.problems)
+    if why := unplanned(plan):
+        return Row(file=file.stem, name=plan.name, by_formula=True, untraced=True, problems=[why])
     spreads = spread(plan, SimpleNamespace(hidden_size=decoder.width), min(cluster.gpus, plan.world_size))
     matrix = Weight("weight", (decoder.width, decoder.inner), 4, trained=True)  # most parameters are in matrices of this shape
     states_each = state_ratio([[matrix]], spreads)

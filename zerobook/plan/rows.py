@@ -39,7 +39,7 @@ class Row:
     literature's figures. ``checkpoint`` is the bytes of all ``checkpoints`` that are on the disk at once; where the length
     of the run is not given, ``checkpoints`` is None and ``checkpoint`` is the bytes of one. ``tight``: it fits, but
     fragmentation may end the run. ``bare``: the states alone exceed a GPU, so activations were not traced and there is no
-    time. ``untraced``: the run may work, but its step could not be traced, and ``problems`` say why. ``uncounted``: matrix
+    time. ``untraced``: the run may work, but its step was not traced, and ``problems`` say why. ``uncounted``: matrix
     products that ``time`` does not include. ``by_formula``: nothing was counted or traced; ``formula`` says what was
     computed instead."""
 
@@ -181,6 +181,17 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     return resolve(environ, hardware, config, sources, precision)[0]
 
 
+def unplanned(plan: LaunchPlan) -> str | None:
+    """Return why no figures are computed for a strategy that could run; None where they are."""
+    if plan.sequence * plan.context == 1:
+        return None
+    like = "zero3" if plan.zero_stage == 3 else "fsdp" if plan.kind == "fsdp" else f"zero{plan.zero_stage}"
+    return (
+        "the activations of split rows, and the traffic of their attention, are not computed. Weights, gradients and optimizer "
+        f"state are those of {like} on as many processes"
+    )
+
+
 def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) -> Row:
     """Return the plan of one strategy file."""
     job, config = traced.job, traced.job.config
@@ -190,6 +201,8 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         return Row(file=file.stem, name=file.stem, problems=error.problems)
     if plan.problems:
         return Row(file=file.stem, name=plan.name, problems=plan.problems)
+    if why := unplanned(plan):
+        return Row(file=file.stem, name=plan.name, untraced=True, problems=[why])
     accumulation = config.gradient_accumulation_steps
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
     problems = unswappable(traced.weights, traced.groups, spreads)

@@ -11,6 +11,7 @@ from torch import nn
 
 from zerobook.strategy.norm import total_norm
 from zerobook.strategy.state import TrainingState
+from zerobook.strategy.token_split import TokenSplit
 from zerobook.strategy.weights import parameter_groups
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Engine(TrainingState):
     """Makes the optimizer, distributes it and the model, and takes the optimizer steps."""
 
     max_grad_norm: float
+    token_split: TokenSplit | None = None
+    """The split of rows among processes; None where each process computes whole rows. `prepare` sets it."""
     _unscaled = False
     _skips_on_device: bool
 
@@ -84,7 +87,26 @@ class Engine(TrainingState):
                 gradients, whatever the split.
         """
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
-        self.accelerator.backward(loss * (self.mesh.data_parallel_size * self.accelerator.gradient_accumulation_steps))
+        with self.split_attention():
+            self.accelerator.backward(loss * (self.mesh.token_parallel_size * self.accelerator.gradient_accumulation_steps))
+
+    @contextmanager
+    def split_tokens(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Return a context for the forward pass of a batch. It yields this rank's tokens: all, unless ranks share rows.
+
+        Args:
+            batch: whole rows, the same on all ranks of a group.
+        """
+        if self.token_split is None:
+            yield batch
+            return
+        part = self.token_split.part(batch)
+        with self.token_split.attention(len(part["input_ids"])):
+            yield part
+
+    def split_attention(self) -> AbstractContextManager[None]:
+        """Return a context for the backward pass, which may compute attention again."""
+        return nullcontext() if self.token_split is None else self.token_split.attention()
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the global 2-norm of the gradients, before clipping. Collective.

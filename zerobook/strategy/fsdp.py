@@ -11,6 +11,7 @@ from torch import nn
 
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.pieces import Read
+from zerobook.strategy.token_split import Ring
 from zerobook.strategy.weights import local, owners_of_buffers
 
 if TYPE_CHECKING:
@@ -53,12 +54,17 @@ class FullyShardedStrategy(Strategy):
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
+        if self.plan.context > 1:
+            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation
+            self.accelerator._prepare_cp = lambda *objects: objects
         special = getattr(model.config, "is_encoder_decoder", False)
         with _hidden_buffers(model, self.mesh.device), _encoder_decoder(model) if special else nullcontext():
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
         register_fsdp_forward_method(prepared[0], "generate")
+        if self.plan.context > 1:
+            self.token_split = Ring(self.accelerator.torch_device_mesh["cp"])
         if self.accelerator.scaler is not None and self.plan.offload_optimizer != "none":
             keep_scale_in_host_memory(self.accelerator.scaler)
         return prepared
@@ -122,10 +128,13 @@ class FullyShardedStrategy(Strategy):
         groups = [group for group in all_groups if group is not None]
         offload = "cpu" if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else "none"
         name = "FSDP2" if len(mesh) == 1 else f"FSDP2 hybrid {'x'.join(map(str, mesh))}"
+        context = self.token_split.size if self.token_split else 1
+        name += f" context {context}" if context > 1 else ""
         return super().describe() | {
             "strategy": name + (" (cpu offload)" if offload == "cpu" else ""),
             "wrapper": FSDPModule.__name__,
             "mesh": mesh,
+            "context": context,
             "offload": {"optimizer": offload, "parameters": offload},
             "reshard_after_forward": any(group._reshard_after_forward for group in groups),
         }

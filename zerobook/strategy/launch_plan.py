@@ -42,10 +42,13 @@ class LaunchPlan:
                      (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
                      if where != "none"]  # fmt: skip
             groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
+            groups += f" sequence {self.sequence}" if self.sequence > 1 else ""
             return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
         if self.kind == "fsdp":
             offload = " (cpu offload)" if self.offload_param != "none" else ""
-            return ("FSDP2" if self.replicate == 1 else f"FSDP2 hybrid {self.replicate}x{self.shard}") + offload
+            groups = f" hybrid {self.replicate}x{self.shard}" if self.replicate > 1 else ""
+            groups += f" context {self.context}" if self.context > 1 else ""
+            return f"FSDP2{groups}{offload}"
         return {"single": "one process", "ddp": "DDP"}[self.kind]
 
     @property

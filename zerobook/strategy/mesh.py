@@ -20,8 +20,8 @@ class Mesh:
     """The processes of a run, as accelerate has formed them.
 
     ``rank`` and ``world_size`` count processes. ``data_parallel_rank`` and ``data_parallel_size`` count groups of processes
-    that read different samples: they decide the loss scale, the cut of a batch and the seeds of a step. The processes of a
-    group have adjacent ranks.
+    that read different samples: they decide the cut of a batch. ``token_parallel_rank`` and ``token_parallel_size`` count
+    those that compute different tokens: they decide the seeds of a step. The processes of a group have adjacent ranks.
 
     Args:
         data_parallel_size: the number of groups; None if each process reads samples of its own.
@@ -45,6 +45,15 @@ class Mesh:
     @property
     def data_parallel_rank(self) -> int:
         return self.rank // (self.world_size // self.data_parallel_size)
+
+    @property
+    def token_parallel_size(self) -> int:
+        """Processes that compute different tokens: samples of their own, or tokens of their own of shared samples."""
+        return self.world_size // self._computing_the_same
+
+    @property
+    def token_parallel_rank(self) -> int:
+        return self.rank // self._computing_the_same
 
     @property
     def is_main(self) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobook.strategy.base import Strategy
+from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_state import ZeroState
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class ZeroStrategy(ZeroState, Strategy):
             objects.append(self._build_optimizer(model, config))
         if self.owns_schedule:
             objects.append(self._schedule(objects[1], config, total_steps))
-        self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
+        if self.plan.sequence > 1:
+            self.model, self.optimizer, *_ = self._prepare_split(objects)
+        else:
+            self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
         self.deepspeed_optimizer = self.model.optimizer
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
             # in these stages, DeepSpeed applies gradients that are not finite unless this is set
@@ -55,6 +59,17 @@ class ZeroStrategy(ZeroState, Strategy):
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
+    def _prepare_split(self, objects: list[Any]) -> tuple[Any, ...]:
+        """Prepare the model and the optimizer, and take Ulysses out of transformers, where accelerate registers it."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        whole = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        self.accelerator.parallelism_config.sp_handler.sp_attn_implementation = ATTENTION
+        prepared = self.accelerator.prepare(*objects)
+        self.token_split = Ulysses(ALL_ATTENTION_FUNCTIONS[ATTENTION])
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = whole
+        return prepared
+
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         self.model.set_gradient_accumulation_boundary(is_boundary=last)
@@ -62,7 +77,10 @@ class ZeroStrategy(ZeroState, Strategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step
-        self.model.backward(loss * self.mesh.data_parallel_size, scale_wrt_gas=False)
+        # DeepSpeed 0.19.8 averages over all ranks in stage 3, and over groups that share rows in the others
+        ranks = self.mesh.token_parallel_size if self.plan.zero_stage == 3 else self.mesh.data_parallel_size
+        with self.split_attention():
+            self.model.backward(loss * ranks, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
         from deepspeed.runtime.zero.utils import combine_grad_norm_groups
@@ -150,9 +168,12 @@ class ZeroStrategy(ZeroState, Strategy):
         second = zero.parameter_offload.zero_param_parallel_group if stage == 3 else None
         size = dist.get_world_size(second) if second is not None else 1
         groups = f" hpZ {self.mesh.world_size // size}x{size}" if size > 1 else ""
+        sequence = int(self.model.sequence_parallel_size)
+        groups += f" sequence {sequence}" if sequence > 1 else ""
         return super().describe() | {
             "strategy": f"ZeRO-{stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else ""),
             "zero_stage": stage,
+            "sequence": sequence,
             "master_dtype": str(masters[0].dtype).removeprefix("torch."),
             "masters": sum(master.numel() for master in masters),
             "optimizer_class": type(self._torch_optimizer()).__name__,

@@ -139,10 +139,11 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         table.add_row(key, str(values[key]), sources[key], style=style)
     out.print(table)
     layout = BatchLayout(
-        world_size=plan.world_size,
+        world_size=plan.data_parallel_size,
         rank=0,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
+        sharing=plan.world_size // plan.data_parallel_size,
     )
     out.print(plan.line)
     for note in plan.notes:

@@ -48,6 +48,7 @@ def first_state(
         rank=strategy.mesh.data_parallel_rank,
         micro=config.per_device_train_batch_size,
         accumulation=config.gradient_accumulation_steps,
+        sharing=strategy.world_size // strategy.mesh.data_parallel_size,
     )
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
     state.total_steps = resume.schedule_steps(state, checkpoint, log)

@@ -20,6 +20,7 @@ from zerobook.errors import ConfigError, DivergenceError
 from zerobook.launch.process import leave
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
+from zerobook.models.whole_rows import check_split
 from zerobook.monitor import policy
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.monitor.preemption import EXIT_CODE, Preemption
@@ -99,6 +100,7 @@ class Trainer:
         if self._saved != self.state.end_step:
             self.manager.check_space(self.state.end_step - progress.step)
         strategy.model.train()
+        check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
         self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask)
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
@@ -207,7 +209,8 @@ class Trainer:
         strategy, state, progress = self.strategy, self.state, self.progress
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
-        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.mesh.data_parallel_rank))
+        # also within a group that shares a row: its processes drop out different tokens' activations
+        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
         total = torch.zeros((), device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
@@ -237,8 +240,9 @@ class Trainer:
         return record
 
     def _loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Metrics]:
-        """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows."""
-        found = self.objective.loss(self.strategy.model, to_device(batch, self.strategy.device))
+        """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows, or its tokens of them."""
+        with self.strategy.split_tokens(to_device(batch, self.strategy.device)) as part:
+            found = self.objective.loss(self.strategy.model, part)
         return found if isinstance(found, tuple) else (found, {})
 
     def add_metric(self, name: str, value: SupportsFloat) -> None:

@@ -1,0 +1,69 @@
+"""Measurement, on the model itself, of whether it computes the same for rows whose tokens are split."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from zerobook.errors import ConfigError
+from zerobook.models.isolation import random_tokens
+from zerobook.objective import Objective, with_targets
+from zerobook.strategy import Strategy
+
+_TOKENS = 16
+"""Tokens of a process in the measured row."""
+_ROUNDING = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Largest difference that is taken for rounding, as a share of the logits, by the run's precision."""
+
+
+def check_split(strategy: Strategy, objective: Objective) -> None:
+    """Check that objective and model can work on a part of each row's tokens, where the strategy splits rows. Collective.
+
+    Raises:
+        ConfigError: the objective needs whole rows, or the model computes other logits for a split row.
+    """
+    if strategy.token_split is None:
+        return
+    size, name = strategy.token_split.size, strategy.plan.name
+    if not objective.splits_tokens(strategy.model):
+        raise ConfigError(
+            f"objective: {name} gives each of {size} processes a part of each row's tokens, and {type(objective).__name__} "
+            "needs whole rows: it is no plain sum over tokens, or adds the loss that balances experts (router_aux_loss_coef). "
+            "Use a strategy file that does not split rows, or see splits_tokens in docs/how-to/custom_loss.md."
+        )
+    try:
+        difference = _difference(strategy)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # architectures raise different errors for arguments that they do not take
+        why = f"its forward pass fails on a part of a row ({type(error).__name__}: {error})"
+    else:
+        if difference <= _ROUNDING[strategy.plan.precision]:
+            return
+        why = f"its logits for a split row differ from those for the whole row by {difference:.1e}"
+    raise ConfigError(
+        f"model: {name} splits rows among {size} processes, and {type(strategy.unwrapped).__name__} does not support that: "
+        f"{why}. Use a strategy file that does not split rows."
+    )
+
+
+@torch.no_grad()
+def _difference(strategy: Strategy) -> float:
+    """Return the difference of a split row's logits from the whole row's: root mean squares, as a share; over all ranks."""
+    assert strategy.token_split is not None
+    model, was_training = strategy.model, strategy.model.training
+    ids = torch.as_tensor(random_tokens(strategy, _TOKENS * strategy.token_split.size), device=strategy.device)[None]
+    positions = torch.arange(ids.size(1), device=strategy.device)[None]
+    model.eval()
+    try:
+        whole = model(input_ids=ids, position_ids=positions).logits.float()
+        with strategy.split_tokens({"input_ids": ids, "labels": ids}) as part:
+            inputs, _ = with_targets(part)
+            mine = model(**inputs).logits.float()
+        expected = whole[:, part["position_ids"][0]]
+        found = torch.stack([(mine - expected).square().sum(), expected.square().sum()])
+    finally:
+        model.train(was_training)
+        strategy.release_gathered_parameters()
+    apart, size = strategy.sum_over_ranks(found).tolist()
+    return float(np.sqrt(apart / max(size, 1e-12))) if np.isfinite(apart) else float("inf")

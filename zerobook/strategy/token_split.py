@@ -1,0 +1,174 @@
+"""Rows whose tokens are split among the processes of a group: DeepSpeed-Ulysses, and torch's context parallelism.
+
+Each process computes a part of each row, in all layers but attention. In attention, the processes of a group exchange what they
+need of each other: Ulysses exchanges heads for tokens (all-to-all), so each process attends with some heads over the whole row;
+context parallelism passes keys and values on (ring attention). Nothing else of a model may look at other tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from zerobook.constants import IGNORE
+from zerobook.errors import ConfigError
+from zerobook.objective import TARGETS, shifted
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ATTENTION = "sdpa"
+"""The only attention that rows are split under. On GPUs, it runs the flash kernels."""
+_KNOWN = {"input_ids", "labels", "past_key_values"}
+"""What a batch may have: ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
+
+
+class TokenSplit(ABC):
+    """The split of rows among the ``size`` processes of a group.
+
+    ``chunks`` are the numbers of this process's chunks, of ``of`` equal ones into which each row is cut.
+    """
+
+    size: int
+    chunks: list[int]
+    of: int
+
+    def part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this process's tokens of a batch of whole rows.
+
+        Labels are shifted before they are split: the target of a process's last token is the first token of another process.
+        Rows are padded on the right to a multiple of the chunks, where no token sees the padding.
+
+        Args:
+            batch: ``input_ids``, ``labels`` (int64 [rows, length]), padded on the right if at all.
+
+        Returns:
+            ``input_ids``, ``position_ids`` and `zerobook.objective.TARGETS`, int64 [rows, part of the length].
+
+        Raises:
+            ConfigError: the batch has something that this function cannot split.
+        """
+        if unknown := sorted(batch.keys() - _KNOWN):
+            raise ConfigError(
+                f"the batch has {', '.join(unknown)}, and processes that share the tokens of a row can split input_ids and "
+                "labels only. Use a strategy file that does not split rows."
+            )
+        ids = batch["input_ids"]
+        rows, length = ids.shape
+        more = -length % self.of
+        # a table of positions may end with the row, so padding repeats the last one
+        positions = torch.arange(length + more, device=ids.device).clamp(max=length - 1).expand(rows, -1)
+        whole = {
+            "input_ids": pad(ids, (0, more)), "position_ids": positions,
+            TARGETS: pad(shifted(batch["labels"]), (0, more), value=IGNORE),
+        }  # fmt: skip
+        kept = {key: batch[key] for key in batch.keys() & {"past_key_values"}}
+        return kept | {key: self._mine(value) for key, value in whole.items()}
+
+    def _mine(self, whole: torch.Tensor) -> torch.Tensor:
+        chunks = whole.chunk(self.of, dim=1)
+        return torch.cat([chunks[index] for index in self.chunks], dim=1)
+
+    @abstractmethod
+    def attention(self, rows: int | None = None) -> AbstractContextManager[None]:
+        """Return a context in which the model's attention is that of whole rows, in forward and backward passes.
+
+        Outside of it, the model computes whole rows alone, as in generation.
+
+        Args:
+            rows: of the batch; None: as many as before.
+        """
+
+
+class Ulysses(TokenSplit):
+    """DeepSpeed's sequence parallelism for models of transformers, as accelerate has registered it.
+
+    It replaces transformers' attention for the rest of the process, and drops every mask. Both would be wrong in generation,
+    so the function is taken out again, and used in `attention` only.
+
+    Args:
+        registered: the function that accelerate has left in transformers' table of attention functions.
+    """
+
+    def __init__(self, registered: Attention):
+        self._attention = registered
+        self._exchange = inspect.getclosurevars(registered).nonlocals["uattn"]
+        self._exchange.disable_in_eval = False  # accelerate asks for whole rows in evaluations
+        self.size = self.of = self._exchange.world_size
+        self.chunks = [self._exchange.sp_rank]
+
+    @contextmanager
+    def attention(self, rows: int | None = None) -> Iterator[None]:
+        if rows is not None:
+            self._exchange.batch_size = rows
+            for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
+                length, _, *rest = getattr(self._exchange, name)
+                setattr(self._exchange, name, torch.Size([length, rows, *rest]))
+        with without_masks(self._attention):
+            yield
+
+
+class Ring(TokenSplit):
+    """torch's context parallelism, which passes keys and values around the group.
+
+    A process has a chunk of the first half of each row and one of the second half, since later tokens attend to more of them.
+
+    Args:
+        mesh: the group, of one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        from zerobook.strategy.ring_on_cpu import register
+
+        self._mesh, self.size, self.of = mesh, mesh.size(), 2 * mesh.size()
+        if mesh.device_type == "cpu":
+            register()
+        with self._patched() as chunks:
+            self.chunks = chunks.tolist()
+
+    @contextmanager
+    def attention(self, rows: int | None = None) -> Iterator[None]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        # the math kernel is no kernel of its own: its parts would attend to this process's tokens only
+        fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+        with self._patched(), sdpa_kernel(fused), without_masks():
+            yield
+
+    @contextmanager
+    def _patched(self) -> Iterator[torch.Tensor]:
+        """Replace torch's attention. Yield the numbers of this process's chunks: torch splits a row of one token each."""
+        from torch.distributed.tensor.experimental import context_parallel
+
+        row = torch.arange(self.of, device=self._mesh.device_type)
+        with context_parallel(self._mesh, buffers=[row], buffer_seq_dims=[0], no_restore_buffers={row}):
+            yield row
+
+
+@contextmanager
+def without_masks(attention: Attention | None = None) -> Iterator[None]:
+    """Return a context in which transformers makes no masks for `ATTENTION`, which is then causal.
+
+    A mask would be one of this process's tokens alone.
+
+    Args:
+        attention: a function in place of transformers' own.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION]
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention or before[0]
+    ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = before
