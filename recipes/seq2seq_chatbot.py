@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Seq2SeqConfig(AdapterConfig):
     length_key: ClassVar[str] = "max_source_length"
 
-    source_prefix: str = Field("", description="text before every source; kept in the saved model's config.json")
+    source_prefix: str = Field("", description="text before every source; kept with the saved model")
     max_source_length: int = Field(1024, ge=2, description="tokens that a source may have; longer ones are cut")
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
     pad_to_max_length: bool = Field(False, description="pad to these lengths always, not to the batch's longest")
