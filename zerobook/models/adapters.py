@@ -76,10 +76,11 @@ class AdapterConfig(RecipeConfig):
                 f"{key}: it is a setting of LoRA, which adapter={self.adapter} does not read. Drop it, or use --adapter lora."
                 for key in given
             ]
-        if self.adapter == "pissa" and self.in_4bit:
+        packed = [key for key in ("load_in_4bit", "load_in_8bit") if getattr(self, key, False)]
+        if self.adapter == "pissa" and packed:
             found.append(
-                "adapter: pissa decomposes the base weights, which load_in_4bit=True has packed. Use --adapter lora, or drop "
-                "load_in_4bit."
+                f"adapter: pissa decomposes the base weights, which {packed[0]}=True has packed. Use --adapter lora, or drop "
+                f"{packed[0]}."
             )
         return found
 
@@ -263,7 +264,9 @@ def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
         if not isinstance(module, LoraLayer):
             continue
         if not isinstance(module, Linear):
-            raise ConfigError(f"lora_target_modules: {name} is a {type(module).__name__}, and pissa is for linear layers only.")
+            raise ConfigError(
+                f"lora_target_modules: {name} is a {type(module).__name__}, and pissa is for linear layers that are not quantised."
+            )
         weight = cast("nn.Parameter", module.get_base_layer().weight)
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
             first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
