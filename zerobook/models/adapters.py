@@ -67,7 +67,7 @@ class AdapterConfig(RecipeConfig):
         if self.adapter_path is not None:
             given += ["adapter"] * ("adapter" in self.model_fields_set)
             found += [
-                f"{key}: it is {getattr(self, key)!r}, and the adapter of adapter_path={self.adapter_path} has its own."
+                f"{key}: it is {getattr(self, key)!r}, and adapter_path={self.adapter_path} has its own. Drop one of the two."
                 for key in given
             ]
             found += _unusable_adapter(Path(self.adapter_path).expanduser())
@@ -265,7 +265,8 @@ def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
             continue
         if not isinstance(module, Linear):
             raise ConfigError(
-                f"lora_target_modules: {name} is a {type(module).__name__}, and pissa is for linear layers that are not quantised."
+                f"lora_target_modules: {name} is a {type(module).__name__}, and pissa is for linear layers in fp32 or half "
+                "precision. Use --adapter lora."
             )
         weight = cast("nn.Parameter", module.get_base_layer().weight)
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
