@@ -1,4 +1,4 @@
-r"""Finetune a chat model with LoRA or QLoRA; the loss is on the assistant's turns only.
+r"""Finetune a chat model with LoRA, another kind of adapter, or QLoRA; the loss is on the assistant's turns only.
 
 On GPUs, here eight; chats.jsonl has one chat per line, see docs/guides/data.md:
 
@@ -18,27 +18,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
-from torch import nn
 
-from zerobook.config import RecipeConfig
 from zerobook.data.templates import CausalEncoder
-from zerobook.models.adapters import add_lora, nf4
+from zerobook.models.adapters import AdapterConfig, Method, nf4
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 
 
-class LoraConfig(RecipeConfig):
-    trains_adapters: ClassVar[bool] = True
+class LoraConfig(AdapterConfig):
     length_key: ClassVar[str] = "max_seq_length"
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
-    lora_r: int = Field(16, ge=1, description="rank of the adapters")
-    lora_alpha: float = Field(32, gt=0, description="scale of the adapters; their output is multiplied by alpha / r")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
-    lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
+    adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
 
     @property
@@ -53,7 +47,7 @@ class LoraConfig(RecipeConfig):
 
 
 class LoraFinetune(Recipe[LoraConfig]):
-    """Trains low-rank adapters beside the linear layers. Everything else is inherited from `Recipe`."""
+    """Trains adapters beside the linear layers. Everything else is inherited from `Recipe`."""
 
     config_class = LoraConfig
 
@@ -63,18 +57,6 @@ class LoraFinetune(Recipe[LoraConfig]):
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
         return nf4(precision) if self.config.load_in_4bit else None
-
-    def adapt(self, model: PreTrainedModel) -> nn.Module:
-        config = self.config
-        return add_lora(
-            model,
-            rank=config.lora_r,
-            alpha=config.lora_alpha,
-            dropout=config.lora_dropout,
-            targets=config.lora_target_modules,
-            seed=config.seed,
-            revision=config.model_revision,
-        )
 
 
 if __name__ == "__main__":

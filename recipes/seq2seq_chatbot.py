@@ -22,9 +22,9 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset
 
-from zerobook.config import RecipeConfig
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
 from zerobook.data.templates import Seq2SeqEncoder
+from zerobook.models.adapters import AdapterConfig
 from zerobook.strategy import Strategy
 from zerobook.training.recipe import BatchShape, Recipe, Scorer
 from zerobook.training.run import run
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from zerobook.training.recipe import Collator
 
 
-class Seq2SeqConfig(RecipeConfig):
+class Seq2SeqConfig(AdapterConfig):
     length_key: ClassVar[str] = "max_source_length"
 
-    source_prefix: str = Field("", description="text before every source; kept in the saved model's config.json")
+    source_prefix: str = Field("", description="text before every source; kept with the saved model")
     max_source_length: int = Field(1024, ge=2, description="tokens that a source may have; longer ones are cut")
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
     pad_to_max_length: bool = Field(False, description="pad to these lengths always, not to the batch's longest")
@@ -69,7 +69,7 @@ class Seq2SeqConfig(RecipeConfig):
 
 
 class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
-    """Trains all weights of an encoder-decoder, and generates texts at every evaluation."""
+    """Trains an encoder-decoder, all weights or adapters, and generates texts at every evaluation."""
 
     config_class = Seq2SeqConfig
     encoder_decoder = True

@@ -25,6 +25,7 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `causal_lm` trains all weights of a tiny Llama.
 - `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
   step, where a small epsilon would turn rounding errors into whole steps.
+- `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
 - `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
   weights at each evaluation.
 - `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many

@@ -101,7 +101,8 @@ class Launches:
                     through=ROOT / "tests" / "distributed" / "between.py", environment={"ZEROBOOK_BETWEEN_BACK_AT": 6},
                 )  # fmt: skip
             output = self.folder / f"run{next(self._number)}"
-            self._done[key] = launch(strategy, processes, recipe, output, **(defaults | flags))
+            given = {name: value for name, value in (defaults | flags).items() if value is not None}
+            self._done[key] = launch(strategy, processes, recipe, output, **given)
         return self._done[key]
 
 

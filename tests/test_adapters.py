@@ -1,20 +1,28 @@
-"""Adapters on a frozen base: the dtypes of both, what the planner counts of them, and that the loss stays."""
+"""Adapters on a frozen base: the dtypes of both, what the planner counts of them, and what is saved."""
 
 from __future__ import annotations
 
+import json
+from typing import get_args
+
 import pytest
+import torch
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig, LoraFinetune
+from recipes.seq2seq_chatbot import Seq2SeqChatbot, Seq2SeqConfig
 from tests.alone import train
 from tests.harness import ROOT
 from zerobook.config import ConfigSources, parse
+from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
+from zerobook.models.adapters import Method, add_adapter, continue_adapter, save_adapter
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import job
 from zerobook.plan.rows import launch_plan
 from zerobook.plan.sharding import spread
 from zerobook.plan.state_bytes import hold
+from zerobook.strategy.weights import persistent_buffers
 
 SINGLE = ROOT / "accelerate_configs" / "single.yaml"
 
@@ -98,3 +106,100 @@ def test_a_half_precision_base_is_spread(launches, strategy):
     spreads = spread(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
     held = [hold(*planned.weights(), spreads, rank).states for rank in range(2)]
     assert run.event("memory")["per_rank_bytes"] == held
+
+
+LLAMA2_7B = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+    num_attention_heads=32, vocab_size=32000, max_position_embeddings=4096,
+)  # fmt: skip
+TRAINED = {"lora": 39_976_960, "rslora": 39_976_960, "dora": 41_336_832, "pissa": 39_976_960, "ia3": 614_400}
+"""Trained parameters of Llama-2-7B: rank 16 on all linear layers. The formula of LoRA is r (in + out) for each of them."""
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_the_planner_counts_what_an_adapter_trains(tmp_path, method):
+    (tmp_path / "llama2_7b.json").write_text(json.dumps(LLAMA2_7B))
+    config = LoraConfig(model_name_or_path=str(tmp_path / "llama2_7b.json"), train_file="x", adapter=method)
+    weights, groups = job(LoraFinetune(config)).weights()
+    trained = sum(weight.numel for group in groups for weight in group)
+    assert trained == sum(weight.numel for weight in weights if weight.trained) == TRAINED[method]
+    row = f"| `{method}` | {trained:,} | {trained / 6_738_415_616:.3%} |"
+    assert row in (ROOT / "docs" / "guides" / "recipes.md").read_text()
+
+
+def test_adapters_of_an_encoder_decoder_are_planned(tiny):
+    facts = dict(model_name_or_path=str(tiny / "t5"), train_file="x")
+    whole, adapted = Seq2SeqConfig(**facts), Seq2SeqConfig(**facts, adapter="lora", lora_r=4)
+    assert (whole.trains_adapters, whole.result) == (False, "model")
+    assert (adapted.trains_adapters, adapted.result) == (True, "adapter")
+    assert all(weight.trained for weight in job(Seq2SeqChatbot(whole)).weights()[0])
+    trained = [weight.name for weight in job(Seq2SeqChatbot(adapted)).weights()[0] if weight.trained]
+    assert trained and all(".lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"adapter": "vera"}, "adapter: .*vera is not available: .*peft [0-9.]+"),
+        ({"adapter": "olora"}, "adapter: .*changes the base weights"),
+        ({"adapter": "ia3", "lora_r": "8"}, "lora_r: .*adapter=ia3 does not read"),
+        ({"adapter": "pissa", "load_in_4bit": True}, "adapter: pissa .*load_in_4bit"),
+        ({"adapter_path": "nowhere"}, "adapter_path: there is no nowhere/adapter_config.json"),
+        ({"adapter_path": "nowhere", "lora_alpha": "8"}, "lora_alpha: .*adapter_path=nowhere"),
+    ],
+)
+def test_what_cannot_be_is_an_error(given, words):
+    with pytest.raises(ConfigError, match=words):
+        resolved(**given)
+
+
+def test_a_setting_of_adapters_without_adapters_is_an_error():
+    with pytest.raises(ConfigError, match=r"lora_r: .*adapter=None does not read"):
+        resolved(Seq2SeqConfig, lora_r="8")
+
+
+IDS = torch.arange(3, 27)[None]
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+@torch.no_grad()
+def test_a_saved_adapter_fits_the_base_as_it_was_loaded(tiny, tmp_path, method):
+    """It begins where the base is, and computes the same when it is loaded, continued or merged."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tiny / "llama")
+
+    before = base()(IDS).logits
+    model = add_adapter(base(), method, rank=4, alpha=12, dropout=0.0, targets=["all-linear"], seed=0)
+    close = dict(rtol=0, atol=2e-5)
+    torch.testing.assert_close(model(IDS).logits, before, **close)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    after = model(IDS).logits
+    assert (after - before).abs().max() > 0.5
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    save_adapter(model, tmp_path / "adapter", trained | dict(persistent_buffers(model)))
+    torch.testing.assert_close(PeftModel.from_pretrained(base(), tmp_path / "adapter")(IDS).logits, after, **close)
+    torch.testing.assert_close(continue_adapter(base(), tmp_path / "adapter")(IDS).logits, after, **close)
+    torch.testing.assert_close(model.merge_and_unload()(IDS).logits, after, **close)
+
+
+def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    wide = add_adapter(
+        AutoModelForCausalLM.from_pretrained(tiny / "wide"),
+        "lora",
+        rank=4,
+        alpha=8,
+        dropout=0.0,
+        targets=["all-linear"],
+        seed=0,
+    )
+    save_adapter(wide, tmp_path / "adapter", dict(wide.named_parameters()))
+    with pytest.raises(ConfigError, match="adapter_path: "):
+        continue_adapter(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "adapter")

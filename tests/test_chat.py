@@ -30,11 +30,11 @@ def run(tiny, tmp_path_factory) -> Path:
     """An output_dir with an adapter in it, saved as a recipe saves one, that changes what its base says."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from zerobook.models.adapters import add_lora
+    from zerobook.models.adapters import add_adapter
 
     base = AutoModelForCausalLM.from_pretrained(tiny / "llama")
     base.config.use_cache = False
-    model = add_lora(base, rank=4, alpha=8, dropout=0.0, targets=["all-linear"], seed=0)
+    model = add_adapter(base, "lora", rank=4, alpha=8, dropout=0.0, targets=["all-linear"], seed=0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)

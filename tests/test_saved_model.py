@@ -25,7 +25,7 @@ from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.adapters import add_lora
+from zerobook.models.adapters import add_adapter
 from zerobook.models.generation_config import answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result
@@ -74,7 +74,7 @@ def trained(tmp_path):
             model = load_model(config, strategy)
         if isinstance(config, LoraConfig):
             lora = dict(rank=2, alpha=4, dropout=0.0, targets=["all-linear"], seed=0)
-            model = add_lora(model, **lora, revision=config.model_revision)
+            model = add_adapter(model, "lora", **lora, revision=config.model_revision)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=1e-4)

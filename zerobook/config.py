@@ -67,8 +67,6 @@ class RecipeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, frozen=True)
 
-    trains_adapters: ClassVar[bool] = False
-    """The recipe freezes the model that it loads, and trains the weights that it adds."""
     length_key: ClassVar[str]
     """The field that limits a row's ``input_ids``, in tokens. Advice names it."""
 
@@ -181,6 +179,11 @@ class RecipeConfig(BaseModel):
         if not hasattr(type(self), "length_key"):
             raise TypeError(f"{type(self).__name__}: set length_key to the name of the field that limits a row's tokens.")
         return getattr(self, self.length_key)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Return whether the loaded weights are frozen, and adapters are trained beside them."""
+        return False
 
     @property
     def in_4bit(self) -> bool:

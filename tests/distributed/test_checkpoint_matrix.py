@@ -31,6 +31,8 @@ READERS = {
     "zero3_hpz": [("zero2", 2), ("fsdp", 4), ("zero3", 4)],
 }
 """Each writer's checkpoint goes on under three others or more, one of them on another number of processes."""
+OTHERS = [("dora", "zero3", "fsdp"), ("dora", "fsdp", "zero2"), ("pissa", "zero3", "fsdp"), ("pissa", "fsdp", "zero3")]
+"""Other adapters: case, writer, reader on two processes."""
 SAMPLE = [("zero3", "zero2", "causal_lm"), ("fsdp", "single", "lora_finetune")]
 
 
@@ -42,9 +44,14 @@ def flags(tiny, writer, recipe, processes):
     # of the tiny Llama nothing is large enough to be swapped; adapters never are
     model = "wide" if writer == "zero3_nvme" and recipe == "causal_lm" else "llama"
     common |= dict(model_name_or_path=tiny / model, train_file=tiny / "epoch24.jsonl")
-    if recipe == "lora_finetune":
-        return common | dict(max_seq_length=64, lora_r=32, lora_alpha=32, learning_rate=5e-3, adam_epsilon=1e-6)
+    if recipe in ("lora_finetune", "dora", "pissa"):
+        adapter = {"adapter": recipe} if recipe != "lora_finetune" else {}
+        return common | dict(max_seq_length=64, lora_r=32, lora_alpha=32, learning_rate=5e-3, adam_epsilon=1e-6) | adapter
     return common | dict(block_size=64, learning_rate=1e-3 if model == "wide" else 3e-3, adam_epsilon=1e-6)
+
+
+def file(recipe):
+    return "causal_lm" if recipe == "causal_lm" else "lora_finetune"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,7 @@ def written(tiny, tmp_path_factory):
     @cache
     def run(writer, recipe):
         output = tmp_path_factory.mktemp(writer) / "run"
-        return launch(writer, WRITERS[writer], recipe, output, spy={}, **flags(tiny, writer, recipe, WRITERS[writer]))
+        return launch(writer, WRITERS[writer], file(recipe), output, spy={}, **flags(tiny, writer, recipe, WRITERS[writer]))
 
     return run
 
@@ -66,11 +73,14 @@ def cases():
                 marks = [pytest.mark.launch, *([] if (writer, reader, recipe) in SAMPLE else [pytest.mark.full])]
                 name = f"{recipe}-{writer}-{WRITERS[writer]}-then-{reader}-{processes}"
                 yield pytest.param(recipe, writer, reader, processes, marks=marks, id=name)
+    for recipe, writer, reader in OTHERS:
+        name = f"{recipe}-{writer}-{WRITERS[writer]}-then-{reader}-2"
+        yield pytest.param(recipe, writer, reader, 2, marks=[pytest.mark.launch, pytest.mark.full], id=name)
 
 
 def go_on(tiny, checkpoint, output, recipe, writer, reader, processes):
     given = flags(tiny, writer, recipe, WRITERS[writer])  # as written: the batch is cut anew by itself
-    return launch(reader, processes, recipe, output, spy={}, resume_from_checkpoint=checkpoint, **given)
+    return launch(reader, processes, file(recipe), output, spy={}, resume_from_checkpoint=checkpoint, **given)
 
 
 def moments_differ(mine, theirs):

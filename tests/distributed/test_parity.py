@@ -1,8 +1,9 @@
 """Any strategy, the same training: real launches of the shipped files against one process.
 
-Every strategy file is launched with full finetuning and with LoRA, and most with QLoRA. Between the steps, every run
-evaluates, generates, saves and rolls back once: a fault that such a pause leaves behind shows in the steps after it.
-``make test`` takes the sample named below; ``make test-full`` takes all, and docs/measured/parity.md has its differences.
+Every strategy file is launched with full finetuning and with LoRA, DoRA, PiSSA and IA3, and most with QLoRA. Between the
+steps, every run evaluates, generates, saves and rolls back once: a fault that such a pause leaves behind shows in the steps
+after it. ``make test`` takes the sample named below; ``make test-full`` takes all, and docs/measured/parity.md has its
+differences.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ STRATEGIES = {
 RECIPES = {
     "causal_lm": {},
     "lora_finetune": {},
+    "dora": {"recipe": "lora_finetune", "adapter": "dora"},
+    "pissa": {"recipe": "lora_finetune", "adapter": "pissa", "learning_rate": 3e-3},
+    "ia3": {"recipe": "lora_finetune", "adapter": "ia3", "learning_rate": 0.3, "lora_r": None, "lora_alpha": None},
     "qlora": {"recipe": "lora_finetune", "load_in_4bit": True},
     "vocabulary": {"recipe": "causal_lm", "model": "vocabulary", "adam_epsilon": 1e-6, "max_train_steps": 6, "between": False},
 }
@@ -43,6 +47,7 @@ SAMPLE = {
     ("ddp", "causal_lm"), ("zero1", "causal_lm"), ("zero2", "causal_lm"), ("zero2_offload", "causal_lm"),
     ("zero3", "causal_lm"), ("fsdp", "causal_lm"), ("zero3_offload", "lora_finetune"), ("zero3_nvme", "lora_finetune"),
     ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"), ("zero3_hpz", "causal_lm"),
+    ("zero3", "dora"), ("fsdp", "dora"), ("zero3", "ia3"), ("fsdp", "ia3"),
     ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "vocabulary"),
     ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
 }  # fmt: skip
@@ -91,6 +96,8 @@ def cases():
         for recipe in RECIPES:
             if (recipe == "qlora" and strategy in NO_QLORA) or (recipe == "vocabulary" and STRATEGIES[strategy] > 2):
                 continue
+            if strategy == "zero3_nvme" and RECIPES[recipe].get("adapter"):  # nothing of them is large enough to be swapped
+                continue
             marks = [] if (strategy, recipe) in SAMPLE else [pytest.mark.full]
             yield pytest.param(strategy, recipe, marks=[pytest.mark.launch, *marks], id=f"{strategy}-{recipe}")
 
@@ -126,7 +133,7 @@ def test_same_training_as_one_process(launches, strategy, case):
     assert far < 1e-3 and weight < 1e-2 * max(s["learning_rate"] for s in one.steps)
     for moment in ("exp_avg", "exp_avg_sq"):
         assert moment_difference(ours, reference, moment) < MOMENT_TOLERANCE
-    assert run.losses[-1] < 0.75 * run.losses[0]
+    assert run.losses[-1] < (0.85 if case == "ia3" else 0.75) * run.losses[0]  # ia3 trains 384 numbers
     for live, name in ((one.event("run_start")["live"], "single"), (run.event("run_start")["live"], strategy)):
         assert LIVE[name].items() <= live.items(), f"{name} runs as {live}"
     assert run.event("run_start")["live"]["strategy"] == run.event("run_start")["plan"]["name"], "what was announced"

@@ -28,7 +28,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
     "buffers.safetensors": (
-        "Persistent buffers by name, in the dtypes in which they were loaded. Empty for a model with adapters.",
+        "Persistent buffers by name, in the dtypes in which they were loaded. With adapters: PiSSA's initial weights.",
         {},
     ),
     "progress.json": ("The state of the loop: one `zerobook.checkpoint.progress.Progress` record.", {}),

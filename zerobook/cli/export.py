@@ -27,7 +27,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
     parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
-    parser.add_argument("--keep_adapter", action="store_true", help="LoRA: write the adapter alone, do not merge it")
+    parser.add_argument("--keep_adapter", action="store_true", help="write the adapter alone, do not merge it")
     parser.add_argument(
         "--trust_remote_code", action="store_true",
         help="run the code that comes with the checkpoint's model; the run's own setting does not count",

@@ -1,17 +1,88 @@
-"""LoRA adapters and the quantised base of QLoRA."""
+"""Adapters: the flags, new and continued adapters, and the folder that they are saved in; the quantised base of QLoRA."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+from pydantic import Field, field_validator
 from torch import nn
 
+from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraModel, PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig, PreTrainedModel
+
+Method = Literal["lora", "rslora", "dora", "pissa", "ia3"]
+ADAPTER, INITIAL = "default", "initial"
+"""Names of the trained adapter in the model, and of the frozen copy of its initial weights under PiSSA."""
+REFUSED = {
+    "vera": "its random projections are buffers, which peft {peft} neither saves nor lets FSDP2 shard",
+    "olora": "it changes the base weights, so the saved adapter would not fit the base. pissa is converted when it is saved",
+    "loftq": "it changes the base weights, so the saved adapter would not fit the base. pissa is converted when it is saved",
+}
+"""Methods of peft that are not available, with the reason."""
+PISSA_ITERATIONS = 16
+"""Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024)."""
+
+
+class AdapterConfig(RecipeConfig):
+    """The keys of a recipe that can train adapters."""
+
+    adapter: Method | None = Field(
+        None, description="train adapters beside the frozen weights: lora, rslora, dora, pissa or ia3; unset trains all weights"
+    )
+    adapter_path: str | None = Field(None, description="folder of a saved adapter, which is trained further")
+    lora_r: int = Field(16, ge=1, description="rank of the adapters")
+    lora_alpha: float = Field(
+        32, gt=0, description="scale of the adapters; their output is multiplied by alpha / r (rslora: alpha / sqrt(r))"
+    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
+    lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.adapter is not None or self.adapter_path is not None
+
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        if value in REFUSED:
+            from importlib.metadata import version
+
+            raise ValueError(f"{value} is not available: {REFUSED[value].format(peft=version('peft'))}")
+        return value
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        given: list[str] = [
+            key for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if key in self.model_fields_set
+        ]
+        if self.adapter_path is not None:
+            given += ["adapter"] * ("adapter" in self.model_fields_set)
+            found += [
+                f"{key}: it is {getattr(self, key)!r}, and adapter_path={self.adapter_path} has its own. Drop one of the two."
+                for key in given
+            ]
+            found += _unusable_adapter(Path(self.adapter_path).expanduser())
+        elif self.adapter in (None, "ia3"):
+            found += [
+                f"{key}: it is a setting of LoRA, which adapter={self.adapter} does not read. Drop it, or use --adapter lora."
+                for key in given
+            ]
+        packed = [key for key in ("load_in_4bit", "load_in_8bit") if getattr(self, key, False)]
+        if self.adapter == "pissa" and packed:
+            found.append(
+                f"adapter: pissa decomposes the base weights, which {packed[0]}=True has packed. Use --adapter lora, or drop "
+                f"{packed[0]}."
+            )
+        return found
 
 
 def nf4(precision: str) -> BitsAndBytesConfig:
@@ -32,8 +103,39 @@ def nf4(precision: str) -> BitsAndBytesConfig:
     )
 
 
-def add_lora(
+def trains_adapters(values: Mapping[str, Any]) -> bool:
+    """Return whether a run trained adapters. ``values`` is the config of its checkpoint, also of one without ``adapter``."""
+    return bool(values.get("adapter", "lora_r" in values) or values.get("adapter_path"))
+
+
+def adapted(
+    model: PreTrainedModel, values: Mapping[str, Any], *, revision: str, recorded: Mapping[str, Any] | None = None
+) -> PeftModel:
+    """Freeze ``model`` and put the adapters of a run beside its weights.
+
+    Args:
+        values: the run's config.
+        revision: of the model on the hub. The saved adapter's config names the commit, or this where the commit is unknown.
+        recorded: the adapter's config from a checkpoint. It takes the place of ``adapter_path``, whose weights are not read.
+
+    Raises:
+        ConfigError: the adapters do not fit the model.
+    """
+    if recorded:
+        from peft import get_peft_config
+
+        return _put_in(model, get_peft_config(dict(recorded)), revision)
+    if values.get("adapter_path"):
+        return continue_adapter(model, Path(values["adapter_path"]).expanduser(), revision=revision)
+    return add_adapter(
+        model, values.get("adapter", "lora"), rank=values["lora_r"], alpha=values["lora_alpha"], dropout=values["lora_dropout"],
+        targets=values["lora_target_modules"], seed=values["seed"], revision=revision,
+    )  # fmt: skip
+
+
+def add_adapter(
     model: PreTrainedModel,
+    method: Method,
     *,
     rank: int,
     alpha: float,
@@ -42,32 +144,171 @@ def add_lora(
     seed: int,
     revision: str = "main",
 ) -> PeftModel:
-    """Freeze ``model`` and put adapters beside its ``targets``.
+    """Freeze ``model`` and put new adapters beside its ``targets``.
 
     Args:
-        rank: inner size of the adapters.
-        alpha: the update is weighed by ``alpha / rank``.
+        rank: inner size of the adapters. IA3 reads none of this and the three that follow.
+        alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
-        revision: of the model on the hub. The saved adapter's config names the commit, or this where the commit is unknown.
 
     Raises:
-        ConfigError: a target that the model does not have.
+        ConfigError: a target that the model does not have, or an architecture for which peft has no targets of IA3.
     """
     from accelerate.utils import set_seed
-    from peft import LoraConfig, get_peft_model
+    from peft import IA3Config, LoraConfig
 
-    chosen = targets[0] if targets == ["all-linear"] else targets
     set_seed(seed)
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    if method == "ia3":
+        return _put_in(model, IA3Config(task_type=task), revision)
     config = LoraConfig(
-        r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, target_modules=chosen, task_type="CAUSAL_LM"
-    )
+        r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
+        target_modules=targets[0] if targets == ["all-linear"] else targets, use_dora=method == "dora",
+    )  # fmt: skip
+    made = _put_in(model, config, revision)
+    if method == "pissa":
+        _start_from_principal_parts(made, config)
+    return made
+
+
+def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "main") -> PeftModel:
+    """Freeze ``model`` and put a saved adapter beside its weights, to be trained further.
+
+    The model's ``base_facts`` get the adapter's config, which checkpoints record.
+
+    Raises:
+        ConfigError: the adapter was made for another model.
+    """
+    from peft import PeftConfig, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    facts = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    made = _put_in(model, config, revision)
     try:
-        adapted = get_peft_model(model, config, revision=getattr(model, "base_commit", None) or revision)
+        result: Any = set_peft_model_state_dict(made, load_peft_weights(str(folder), device="cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"adapter_path: {folder} does not fit this model: {error}") from error
+    lost = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{ADAPTER}" in key)]
+    if lost:
+        raise ConfigError(
+            f"adapter_path: {folder} was made for another model: {lost[0]} (and {len(lost) - 1} more) is in one and not in the "
+            "other. Give the model that its adapter_config.json names."
+        )
+    base = getattr(model, "base_facts", None)
+    if base is not None:
+        base["adapter"] = facts
+    return made
+
+
+def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write an adapter that fits the base as it was loaded.
+
+    With PiSSA the update is ``B A - B0 A0``, where ``A0`` and ``B0`` are the initial weights. It is written as a plain LoRA
+    adapter of twice the rank (Meng et al., 2024, appendix C).
+
+    Args:
+        weights: name -> whole weight, with the buffers of `INITIAL`.
+    """
+    pissa = INITIAL in model.peft_config
+    joined = dict(weights)
+    for name in weights if pissa else ():
+        if f".{ADAPTER}." in name:
+            side = 0 if ".lora_A." in name else 1
+            start = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
+            joined[name] = torch.cat([weights[name], start.to(weights[name])], side)
+    model.save_pretrained(str(folder), state_dict=joined, selected_adapters=[ADAPTER])
+    if pissa:
+        file = folder / "adapter_config.json"
+        facts = json.loads(file.read_text())
+        file.write_text(json.dumps(facts | {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}, indent=2) + "\n")
+
+
+def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
+    from peft import get_peft_model
+
+    try:
+        made = get_peft_model(model, config, adapter_name=ADAPTER, revision=getattr(model, "base_commit", None) or revision)
     except ValueError as error:
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        if config.peft_type == "IA3":
+            raise ConfigError(
+                f"adapter: peft does not know which modules of a {model.config.model_type} ia3 scales ({error}). Use lora."
+            ) from error
         raise ConfigError(
-            f"lora_target_modules: {targets} does not fit this model ({error}). Its linear layers: {', '.join(linear)}."
+            f"lora_target_modules: {getattr(config, 'target_modules', None)} does not fit this model ({error}). Its linear "
+            f"layers: {', '.join(linear)}."
         ) from error
-    return cast("PeftModel", adapted)
+    return cast("PeftModel", made)
+
+
+def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
+    """Initialise LoRA with the largest singular values of the base weights, and keep a frozen copy that is subtracted.
+
+    PiSSA subtracts the initial product from the base weights. Here the base stays as it was loaded, so a checkpoint needs no
+    changed base, and sharded weights are only read. The copy is in buffers, which checkpoints hold.
+    """
+    import copy
+
+    from peft.tuners.lora import Linear, LoraLayer
+    from peft.utils.integrations import gather_params_ctx
+    from peft.utils.other import transpose
+
+    frozen = copy.deepcopy(config)
+    frozen.lora_dropout = 0.0  # type: ignore[attr-defined]  # a LoraConfig
+    model.add_adapter(INITIAL, frozen)
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if not isinstance(module, Linear):
+            raise ConfigError(
+                f"lora_target_modules: {name} is a {type(module).__name__}, and pissa is for linear layers in fp32 or half "
+                "precision. Use --adapter lora."
+            )
+        weight = cast("nn.Parameter", module.get_base_layer().weight)
+        with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
+            first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
+        scale = module.scaling[ADAPTER] ** 0.5
+        for layers, value, sign in ((module.lora_A, first, 1), (module.lora_B, second, -1)):
+            trained, kept = layers[ADAPTER], layers[INITIAL]
+            value = (value / scale).to(trained.weight).contiguous()
+            trained.weight.data = value
+            del kept.weight
+            kept.register_buffer("weight", sign * value)
+    cast("LoraModel", model.base_model).set_adapter([ADAPTER, INITIAL])
+
+
+def _principal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (A, B), whose product is the best approximation of ``weight`` with that rank.
+
+    Under FSDP2, rank 0 alone has loaded the weights, and the others get its adapters. The planner has shapes only.
+    """
+    if weight.is_meta:
+        return weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
+    u, s, v = torch.svd_lowrank(weight, rank, niter=PISSA_ITERATIONS)
+    return s.sqrt()[:, None] * v.T, u * s.sqrt()
+
+
+def _unusable_adapter(folder: Path) -> list[str]:
+    """Return why an adapter in ``folder`` cannot be trained further; an empty list where it can."""
+    file = folder / "adapter_config.json"
+    if not file.exists():
+        return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
+    try:
+        facts = json.loads(file.read_text())
+        kind, start, others = facts["peft_type"], facts.get("init_lora_weights"), facts.get("modules_to_save")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return [f"adapter_path: {file} is not an adapter's config: {error!r}."]
+    if kind not in ("LORA", "IA3"):
+        return [f"adapter_path: {folder} holds {kind}; LORA and IA3 are trained further."]
+    if isinstance(start, str) and start.lower().startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
+        return [
+            f"adapter_path: {folder} was initialised with {start}, which changed its base. Convert it first: peft's "
+            "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        ]
+    if others:
+        return [f"adapter_path: {folder} holds whole modules beside the adapter ({', '.join(others)}), which is not supported."]
+    return []

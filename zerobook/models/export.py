@@ -14,6 +14,7 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.models.adapters import INITIAL, adapted, save_adapter, trains_adapters
 from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
@@ -37,7 +38,7 @@ def export_checkpoint(
 
     Args:
         dtype: of the written weights.
-        merge: fold LoRA's matrices into the model's; without it the adapter alone is written.
+        merge: fold the adapter's weights into the model's; without it the adapter alone is written.
         trust_remote_code: run code that comes with the model. The checkpoint's own setting is ignored.
 
     Returns:
@@ -60,22 +61,23 @@ def export_checkpoint(
         notes.append(
             f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
         )
-    adapted = "lora_r" in config
-    if adapted:
-        model = _adapted(found, config, revision)
-    _fill(model, checkpoint)
-    if adapted and config.get("load_in_4bit"):
+    adapts = trains_adapters(config)
+    if adapts:
+        recorded = (kept.get("base") or {}).get("adapter")
+        model = adapted(found, config, revision=revision, recorded=recorded)
+    _fill(model, checkpoint, adapts)
+    if adapts and config.get("load_in_4bit"):
         notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
-    if adapted and merge:
+    if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
-    if merge or not adapted:
+    if merge or not adapts:
         _cast(model, dtype)
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
         _write(model, tokenizer, config, staging)
-        (staging / "README.md").write_text(_card(config, checkpoint, base, adapted and not merge, notes))
+        (staging / "README.md").write_text(_card(config, checkpoint, base, adapts and not merge, notes))
         difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
         if difference > _ALLOWED:
             raise CheckpointError(
@@ -126,25 +128,18 @@ def _tokenizer(
     return tokenizer
 
 
-def _adapted(model: PreTrainedModel, config: dict[str, Any], revision: str) -> PeftModel:
-    from zerobook.models.adapters import add_lora
-
-    return add_lora(
-        model, rank=config["lora_r"], alpha=config["lora_alpha"], dropout=config["lora_dropout"],
-        targets=config["lora_target_modules"], seed=config["seed"], revision=revision,
-    )  # fmt: skip
-
-
-def _fill(model: nn.Module, checkpoint: Path) -> None:
+def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
     """Copy the trained weights into ``model``. Raises `CheckpointError` where one is missing or an adapter is untrained."""
     reader, parameters = Reader(checkpoint), dict(model.named_parameters())
-    held, trained = reader.index["shapes"], False
+    held, trained = reader.index["shapes"], not adapts
     for name, shape in held.items():
         if name not in parameters or list(parameters[name].shape) != shape:
             there = list(parameters[name].shape) if name in parameters else "not there"
             raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
         value = reader.whole(f"weight/{name}")
-        trained = trained or "lora_" not in name or ("lora_B" in name and bool(value.any()))
+        # lora_A is drawn, and DoRA's magnitudes are computed: another version or machine may get others
+        fixed = adapts and "lora_A" not in name and "lora_magnitude" not in name
+        trained = trained or (fixed and not torch.equal(value, parameters[name]))
         with torch.no_grad():
             parameters[name].copy_(value)
     buffers = dict(persistent_buffers(model))
@@ -157,7 +152,7 @@ def _fill(model: nn.Module, checkpoint: Path) -> None:
             "model that its config names. Bring back the model that it was trained from."
         )
     if not trained:
-        raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: every lora_B is 0.")
+        raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: its weights are the initial ones.")
 
 
 def _cast(model: Model, dtype: torch.dtype) -> None:
@@ -178,7 +173,12 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
             max_tokens=config["val_max_target_length"] or config["max_target_length"],
             min_tokens=config["val_min_target_length"],
         )  # fmt: skip
-    model.save_pretrained(str(folder))
+    if hasattr(model, "peft_config"):
+        adapter = cast("PeftModel", model)
+        trained = {name: p.detach() for name, p in adapter.named_parameters() if p.requires_grad}
+        save_adapter(adapter, folder, trained | dict(persistent_buffers(adapter)))
+    else:
+        model.save_pretrained(str(folder))
     save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)
     modes_by_umask(folder)
@@ -207,6 +207,8 @@ def _difference(one: Model, other: Model) -> float:
     """
     theirs = dict(persistent_buffers(other))
     for name, buffer in persistent_buffers(one):
+        if f".{INITIAL}." in name:  # it is a part of the adapter that was written
+            continue
         buffer.data = buffer.data.to(theirs[name].dtype)
     ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})

@@ -56,7 +56,15 @@ def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTra
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
     config._from_model_config = False  # otherwise the file says that it was derived from config.json, which names fewer tokens
+    if prefix_of(model) and hasattr(model, "peft_config"):  # an adapter has no config.json
+        config.source_prefix = prefix_of(model)  # type: ignore[union-attr]  # it keeps keys that it does not know
     config.to_json_file(folder / "generation_config.json", use_diff=True)
+
+
+def prefix_of(model: PreTrainedModel | PeftModel) -> str:
+    """Return the text before every source, which `answer_as_measured` wrote to the model's config."""
+    tasks = getattr(model.config, "task_specific_params", None) or {}
+    return str(tasks.get("chatbot", {}).get("prefix", ""))
 
 
 def answer_as_measured(

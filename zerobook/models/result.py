@@ -15,6 +15,7 @@ import torch
 
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.models.generation_config import prefix_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,9 +41,8 @@ class Loaded:
 
     @property
     def source_prefix(self) -> str:
-        """Prefix that recipes/seq2seq_chatbot.py put before every source, from the model's config."""
-        tasks = getattr(self.model.config, "task_specific_params", None) or {}
-        return str(tasks.get("chatbot", {}).get("prefix", ""))
+        """Prefix that recipes/seq2seq_chatbot.py put before every source, from the model's or the adapter's config."""
+        return prefix_of(self.model) or str(getattr(self.model.generation_config, "source_prefix", ""))
 
 
 def context_of(config: PreTrainedConfig) -> int | None:

@@ -28,11 +28,11 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
     """
     from transformers import PreTrainedModel
 
+    from zerobook.models.adapters import save_adapter
     from zerobook.models.generation_config import save_generation_config
     from zerobook.models.load import DTYPES
 
     model = cast("PreTrainedModel | PeftModel", strategy.unwrapped)
-    whole = isinstance(model, PreTrainedModel)
     dtype: torch.dtype = torch.float32
     if isinstance(model, PreTrainedModel):
         dtype = cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
@@ -47,12 +47,14 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
     if strategy.is_main:
         weights |= strategy.buffers()
         staging = staging_of(folder)
-        model.save_pretrained(str(staging), state_dict=weights)
-        if whole:
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(str(staging), state_dict=weights)
             # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
             file = staging / "config.json"
             facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
             file.write_text(json.dumps(facts, indent=2) + "\n")
+        else:
+            save_adapter(model, staging, weights)
         save_generation_config(model, tokenizer, staging)
         tokenizer.save_pretrained(staging)
         modes_by_umask(staging)

@@ -89,9 +89,10 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
             best = _choose(traced, fitting, where, reasons)
             if step is not None:
                 reasons.append((step, f"without it, or offload, nothing fits {where.name}"))
-            if recipe is not None:
+            if recipe is not None or "adapter" in flags:
                 other = f"adapters alone are trained; to train all weights there is {_other(as_asked)}"
                 reasons.append(("what LoRA leaves out", other))
+            if recipe is not None:
                 reasons.append(("in its recipe", "--max_seq_length takes the place of --block_size"))
             return Advice(best, flags, recipe, reasons + list(_about(best, traced.job.config, where)))
         if any(_lacks_another_thing(row) for row in rows):
@@ -159,15 +160,17 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
             "accumulation before offload",
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
         )
-    # adapters need a trained base
-    if traced.job.recipe.encoder_decoder or config.initialised_from:
+    if config.initialised_from:  # adapters need a trained base
         return
     adapters: dict[str, Any] = {}
     if not config.trains_adapters:
-        adapters = {"recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16"}
-        adapters["max_seq_length"] = config.row_length  # the other recipe's name for this flag
+        adapters = {"dtype": "bfloat16" if where.device.bf16 else "float16"}
+        if "adapter" in type(config).model_fields:
+            adapters["adapter"] = "lora"
+        else:
+            adapters |= {"recipe": LORA, "max_seq_length": config.row_length}  # the other recipe's name for this flag
         yield "LoRA on all linear layers", adapters
-    if not config.in_4bit:
+    if not config.in_4bit and not traced.job.recipe.encoder_decoder:
         # files without support for a quantised base, such as those with parameter offload, give rows that cannot run
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 

@@ -298,8 +298,7 @@ def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
         return found
     if made.spread.stage < 3 or made.spread.offload_param == "none":
         found.append("more sharding or offload")
-    # no recipe trains adapters of encoder-decoders, or adapters on weights that were never trained
-    if not (config.trains_adapters or recipe.encoder_decoder or config.initialised_from):
+    if not (config.trains_adapters or config.initialised_from):  # adapters need trained weights
         found.append("LoRA")
     return found or ["more or larger GPUs"]
 

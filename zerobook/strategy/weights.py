@@ -33,10 +33,11 @@ def parameter_groups(
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of the buffers that a model's saved state holds, such as BART's ``final_logits_bias``.
 
-    A model with adapters has none here: its base is frozen, and comes from the model that the config names.
+    Of a model with adapters these are the adapters' own: its base is frozen, and comes from the model that the config names.
     """
-    if not hasattr(model, "peft_config"):
-        for name, module, leaf in owners_of_buffers(model):
+    adapts = hasattr(model, "peft_config")
+    for name, module, leaf in owners_of_buffers(model):
+        if not adapts or ".lora_" in name:
             yield unwrapped_name(name), getattr(module, leaf)
 
 

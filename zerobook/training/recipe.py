@@ -84,8 +84,11 @@ class Recipe(ABC, Generic[ConfigT]):
         return None
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
-        """Return the model to train: set ``requires_grad`` on its trained weights, and add adapters."""
-        return model
+        """Return the model to train: set ``requires_grad`` on its trained weights, and add the adapters of the config."""
+        from zerobook.models.adapters import adapted
+
+        config = self.config
+        return adapted(model, config.model_dump(), revision=config.model_revision) if config.trains_adapters else model
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
         """Return the collator, which makes a batch from rows."""

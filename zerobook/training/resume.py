@@ -64,12 +64,19 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
         return
     kept, values = store.read_json(checkpoint / "config.json"), config.model_dump()
     facts, adapts = getattr(model, "base_facts", None), config.trains_adapters
-    for key in ("lora_r", "lora_alpha", "lora_target_modules") if adapts else ():
+    for key in ("adapter", "lora_r", "lora_alpha", "lora_target_modules") if adapts else ():
         before, here = kept["config"].get(key), values[key]
         if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
             raise CheckpointError(
                 f"{checkpoint}: the output of its adapters depends on {key}, which was {before} and is {here} now. Restore "
                 "the old value, or start a new run from the exported model."
+            )
+    recorded, found = ((part or {}).get("adapter") or {} for part in (kept.get("base"), facts))
+    for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules"):
+        if recorded.get(key) != found.get(key):
+            raise CheckpointError(
+                f"{checkpoint}: its adapter was continued from one whose {key} was {recorded.get(key)}, and --adapter_path "
+                f"{values.get('adapter_path')} has {found.get(key)}. Bring that adapter back."
             )
     was, now = kept.get("base_commit"), getattr(model, "base_commit", None)
     if adapts and was and now and was != now:
