@@ -22,7 +22,8 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.data.templates import CausalEncoder
-from zerobook.models.adapters import add_lora, nf4
+from zerobook.models.adapters import add_lora
+from zerobook.models.quantise import int8, nf4
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
 
@@ -40,15 +41,18 @@ class LoraConfig(RecipeConfig):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
+    load_in_8bit: bool = Field(False, description="int8 base weights with a scale for each row; excludes load_in_4bit")
 
     @property
-    def in_4bit(self) -> bool:
-        return self.load_in_4bit
+    def base_format(self) -> str | None:
+        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.model_name_or_path is None:
             found.append("model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2.")
+        if self.load_in_4bit and self.load_in_8bit:
+            found.append("load_in_8bit: load_in_4bit is set too, and the base has one format. Drop one of the two.")
         return found
 
 
@@ -62,7 +66,9 @@ class LoraFinetune(Recipe[LoraConfig]):
         return CausalEncoder(tokenizer, length=self.config.max_seq_length)
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
-        return nf4(precision) if self.config.load_in_4bit else None
+        if self.config.base_format == "int8":
+            return int8()
+        return nf4(precision) if self.config.base_format == "nf4" else None
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
         config = self.config

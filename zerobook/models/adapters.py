@@ -1,4 +1,4 @@
-"""LoRA adapters and the quantised base of QLoRA."""
+"""LoRA adapters."""
 
 from __future__ import annotations
 
@@ -7,29 +7,10 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from zerobook.errors import ConfigError
-from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import BitsAndBytesConfig, PreTrainedModel
-
-
-def nf4(precision: str) -> BitsAndBytesConfig:
-    """Return the config of QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
-
-    The storage dtype equals the compute dtype, so that FSDP2 can flatten and shard the packed weights beside
-    the others.
-    """
-    from transformers import BitsAndBytesConfig
-
-    dtype = compute_dtype(precision)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype,
-    )
+    from transformers import PreTrainedModel
 
 
 def add_lora(

@@ -110,7 +110,7 @@ class Job:
             keep_all_layers(model)
             if self.config.activation_checkpointing:
                 enable_activation_checkpointing(model)
-            if self.config.in_4bit:
+            if self.config.base_format == "nf4":
                 _quantise(model, compute_dtype(precision))
             model = self.recipe.adapt(model)
             for parameter in model.parameters():

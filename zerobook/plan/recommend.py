@@ -167,7 +167,7 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
         adapters = {"recipe": LORA, "dtype": "bfloat16" if where.device.bf16 else "float16"}
         adapters["max_seq_length"] = config.row_length  # the other recipe's name for this flag
         yield "LoRA on all linear layers", adapters
-    if not config.in_4bit:
+    if config.base_format is None:
         # files without support for a quantised base, such as those with parameter offload, give rows that cannot run
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 

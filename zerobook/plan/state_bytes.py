@@ -85,14 +85,20 @@ def hold(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: 
 
 
 def state_ratio(groups: Groups, spread: ShardingSpec) -> float:
-    """Return the numbers of optimizer state for each number of the trained weights: 2 for AdamW."""
+    """Return the fp32 numbers of optimizer state in memory for each number of the trained weights: 2 for AdamW."""
     trained = [w for group in groups for w in group]
-    return state_numbers(spread.optimizer_spec, (w.shape for w in trained)) / max(sum(w.numel for w in trained), 1)
+    return spread.optimizer_spec.held_bytes(w.shape for w in trained) / 4 / max(sum(w.numel for w in trained), 1)
+
+
+def saved_numbers(groups: Groups, spread: ShardingSpec) -> int:
+    """Return the fp32 numbers of a checkpoint: trained weights and optimizer state."""
+    trained = [w for group in groups for w in group]
+    return sum(w.numel for w in trained) + state_numbers(spread.optimizer_spec, (w.shape for w in trained))
 
 
 def _state(elements: int, spread: ShardingSpec) -> int:
     """Return the bytes of optimizer state for ``elements`` elements of weights, which are updated flat or in part."""
-    return 4 * state_numbers(spread.optimizer_spec, [(elements,)])
+    return spread.optimizer_spec.held_bytes([(elements,)])
 
 
 def _counts(tensors: int, spread: ShardingSpec) -> int:
@@ -108,7 +114,7 @@ def _replicated(weights: Sequence[Weight], spread: ShardingSpec) -> StateBytes:
     return StateBytes(
         parameters=sum(w.numel * w.element for w in weights),
         gradients=4 * elements,
-        optimizer=4 * state_numbers(spread.optimizer_spec, (w.shape for w in trained)) + _counts(len(trained), spread),
+        optimizer=spread.optimizer_spec.held_bytes(w.shape for w in trained) + _counts(len(trained), spread),
     )
 
 

@@ -71,9 +71,6 @@ class TrainingState:
             inner = inner.optimizer
         return inner
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._torch_optimizer().state[parameter]
-
     def initialising_whole(self) -> AbstractContextManager[None]:
         """Return a context in which new models hold whole weights on this process, under any sharding."""
         return nullcontext()
@@ -130,9 +127,12 @@ class TrainingState:
                 and broadcast.
         """
         with torch.no_grad():
-            tensor = self._tensor(parameter, key)
             shape = self.shape(parameter) if key is None else self.state_shapes(parameter)[key]
-            tensor.copy_(self._read_by_main(torch.Size(shape), read))
+            value = self._read_by_main(torch.Size(shape), read)
+            if key is None:
+                parameter.copy_(value)
+            else:
+                self.optimizer_spec.set_state(self._torch_optimizer(), parameter, key, value)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
@@ -158,7 +158,7 @@ class TrainingState:
                 self._loaded_buffers[name] = values[name]
 
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
-        return parameter if key is None else self._state_of(parameter)[key]
+        return parameter if key is None else self.optimizer_spec.get_state(self._torch_optimizer(), parameter, key)
 
     def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
         """Return the whole tensor of ``shape`` on every rank's device; rank 0 reads it."""
