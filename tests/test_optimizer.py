@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.causal_lm import CausalLMConfig
 from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
 from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
 from zerobook.checkpoint import state, store
@@ -208,6 +209,35 @@ def test_a_checkpoint_goes_on_under_an_optimizer_whose_state_it_holds(make, tmp_
     step(strategy, scale=0.5), step(resumed, scale=0.5)
     for mine, theirs in zip(strategy.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("said", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_state_is_read_and_written_where_it_lies(said, device):
+    """Of a weight that is large enough to be paged, which only a GPU does."""
+    spec, config = optimizer_spec(said), CausalLMConfig(model_name_or_path="x", dataset_name="x", learning_rate=1e-2)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.zeros(400, 300, device=device)) for _ in range(2)]
+    one, other = (spec.build([{"params": [weight], "weight_decay": 0.0}], config) for weight in weights)
+    gradients = [torch.randn(400, 300).to(device) for _ in range(3)]
+    for gradient in gradients[:2]:
+        weights[0].grad = gradient.clone()
+        one.step()
+    spec.init_state(other, weights[1])
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+        for key, shape in spec.state_shapes(weights[0].shape).items():
+            value = spec.get_state(one, weights[0], key)
+            assert value.dtype == torch.float32 and value.shape == shape
+            spec.set_state(other, weights[1], key, value.clone())
+    spec.set_step(other, 2)
+    for optimizer, weight in zip((one, other), weights, strict=True):
+        weight.grad = gradients[2].clone()
+        optimizer.step()
+    assert torch.equal(*weights) and weights[0].abs().max() > 0 and spec.get_step(other) == 3
 
 
 def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, tmp_path):  # noqa: F811

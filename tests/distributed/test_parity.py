@@ -28,6 +28,7 @@ RECIPES = {
     "causal_lm": {},
     "lora_finetune": {},
     "qlora": {"recipe": "lora_finetune", "load_in_4bit": True},
+    "int8": {"recipe": "lora_finetune", "load_in_8bit": True},
     "vocabulary": {"recipe": "causal_lm", "model": "vocabulary", "adam_epsilon": 1e-6, "max_train_steps": 6, "between": False},
 }
 """Name of a case -> the recipe and its flags. ``vocabulary`` has an embedding of 28 million numbers, as real models do."""
@@ -35,11 +36,14 @@ RECIPES = {
 NO_QLORA = {"zero3_offload", "zero3_nvme", "fsdp_offload"}
 """They move parameters between devices, which loses the quantisation state; a ConfigError says so."""
 
+HOLDS_INT8 = {"ddp", "zero1", "zero2", "zero2_offload"}
+"""Those that shard weights do not shard int8 ones; a ConfigError says so."""
+
 SAMPLE = {
     ("ddp", "causal_lm"), ("zero1", "causal_lm"), ("zero2", "causal_lm"), ("zero2_offload", "causal_lm"),
     ("zero3", "causal_lm"), ("fsdp", "causal_lm"), ("zero3_offload", "lora_finetune"), ("zero3_nvme", "lora_finetune"),
     ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"), ("zero3_hpz", "causal_lm"),
-    ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "vocabulary"),
+    ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "int8"), ("zero2", "vocabulary"),
 }  # fmt: skip
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
@@ -84,6 +88,8 @@ def cases():
         for recipe in RECIPES:
             if (recipe == "qlora" and strategy in NO_QLORA) or (recipe == "vocabulary" and STRATEGIES[strategy] > 2):
                 continue
+            if recipe == "int8" and strategy not in HOLDS_INT8:
+                continue
             marks = [] if (strategy, recipe) in SAMPLE else [pytest.mark.full]
             yield pytest.param(strategy, recipe, marks=[pytest.mark.launch, *marks], id=f"{strategy}-{recipe}")
 
@@ -107,9 +113,10 @@ def test_same_training_as_one_process(launches, strategy, case):
     weight, far = weight_differences(ours, reference)
     asked = run.event("run_start")["config"]
     held_out = held_out_difference(run, one) if flags["between"] else None
+    held = [max(rank["parameters"] for rank in r.event("memory")["per_rank_bytes"]) for r in (run, one)]
     record("parity", strategy=strategy, recipe=case, processes=processes, loss=loss, norm=norm, held_out=held_out,
            weight=weight, fall=1 - run.losses[-1] / run.losses[0], model=flags["model"], rate=asked["learning_rate"],
-           epsilon=asked["adam_epsilon"])  # fmt: skip
+           epsilon=asked["adam_epsilon"], held=held)  # fmt: skip
     assert loss < TOLERANCE and norm < TOLERANCE
     # Adam divides by the root of the squared gradient: where that is near zero, rounding moves a weight by a
     # share of the learning rate. Such weights are few, and bounded by a hundredth of one step.

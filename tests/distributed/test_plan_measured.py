@@ -25,6 +25,8 @@ JOBS = {
     "bf16": ("causal_lm", "llama", {**TEXT, "mixed_precision": "bf16"}),
     "checkpointing": ("causal_lm", "gpt2", {**TEXT, "activation_checkpointing": True}),
     "lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64}),
+    "qlora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "load_in_4bit": True}),
+    "int8": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "load_in_8bit": True}),
     "packed lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "packing": True}),
     # ZeRO-3 must not learn the order of modules from passes without a backward one: it would gather twice for ever
     "evaluated first": (
@@ -52,6 +54,8 @@ CASES = [
     *[(strategy, ranks, "llama") for strategy in SHARDED for ranks in (1, 2, 4)],
     *[(strategy, 2, name) for strategy in SHARDED for name in ("gpt2", "bf16", "checkpointing", "lora", "packed lora")],
     *[(strategy, 2, "llama") for strategy in OFFLOADED],
+    *[(strategy, 2, "qlora") for strategy in ("ddp", *SHARDED)],
+    *[(strategy, 2, "int8") for strategy in ("ddp", "zero2")],
     *[(strategy, 4, name) for strategy in ("fsdp_hybrid", "zero3_hpz") for name in ("llama", "packed lora")],
     ("zero3_hpz", 4, "gpt2"),
     ("zero3_hpz", 4, "evaluated first"),

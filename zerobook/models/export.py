@@ -64,8 +64,11 @@ def export_checkpoint(
     if adapted:
         model = _adapted(found, config, revision)
     _fill(model, checkpoint)
-    if adapted and config.get("load_in_4bit"):
-        notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
+    bits = 4 if config.get("load_in_4bit") else 8 if config.get("load_in_8bit") else None
+    if adapted and bits:
+        notes.append(
+            f"the adapter was trained beside {bits}-bit weights, and stands here beside the full ones: answers can differ"
+        )
     if adapted and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()

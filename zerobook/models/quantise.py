@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.launch.quantised import refused_base
@@ -40,37 +40,47 @@ def int8() -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
+def base_of(model_config: PreTrainedConfig) -> str | None:
+    """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None where it is not
+    quantised by bitsandbytes."""
+    facts = _facts(model_config) or {}
+    return "nf4" if facts.get("load_in_4bit") else "int8" if facts.get("load_in_8bit") else None
+
+
+def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    facts = getattr(model_config, "quantization_config", None)
+    return facts if facts is None or isinstance(facts, dict) else facts.to_dict()
+
+
 def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: LaunchPlan) -> None:
     """Check that this run can train beside the weights of a model that is quantised already.
 
     Raises:
         ConfigError: it trains the weights themselves, they have a format that is not supported, or the strategy cannot hold it.
     """
-    facts = getattr(model_config, "quantization_config", None)
+    facts, base = _facts(model_config), base_of(model_config)
     if facts is None:
         return
-    facts = facts if isinstance(facts, dict) else facts.to_dict()
     name = f"model_name_or_path: {config.model_name_or_path}"
-    bits = 4 if facts.get("load_in_4bit") else 8 if facts.get("load_in_8bit") else None
-    if bits is None:
+    if base is None:
         raise ConfigError(
             f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes train beside weights that "
             "are quantised by bitsandbytes alone. Take the model's version that is not quantised; --load_in_4bit and "
             "--load_in_8bit of recipes/lora_finetune.py quantise it while loading."
         )
+    bits = {"nf4": 4, "int8": 8}[base]
     if not config.trains_adapters:
         raise ConfigError(
             f"{name} is quantised to {bits} bits, and quantised weights cannot be trained. Take the model's version that is "
             "not quantised, or train adapters with recipes/lora_finetune.py."
         )
-    asked = {"nf4": 4, "int8": 8}.get(config.base_format or "")
-    if asked not in (None, bits):
+    if config.base_format not in (None, base):
         raise ConfigError(
-            f"{name} is quantised to {bits} bits already, and load_in_{asked}bit asks for {asked}. Drop the flag, or take the "
+            f"{name} is quantised to {bits} bits already, and load_in_{12 - bits}bit is set. Drop the flag, or take the "
             "model's version that is not quantised."
         )
     storage = str(facts.get("bnb_4bit_quant_storage", "uint8")).removeprefix("torch.")
-    problem = refused_base(plan, name, "int8" if bits == 8 else "nf4", storage)
+    problem = refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
     if problem is not None:
         raise ConfigError(problem)
 

@@ -14,6 +14,7 @@ from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
+from zerobook.models.quantise import check_base
 from zerobook.plan.gather_schedule import gathered
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job, NoClass
@@ -186,6 +187,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
     job, config = traced.job, traced.job.config
     try:
         plan = launch_plan(file, cluster, config, sources)
+        check_base(job.model_config, config, plan)
     except ConfigError as error:
         return Row(file=file.stem, name=file.stem, problems=error.problems)
     if plan.problems:

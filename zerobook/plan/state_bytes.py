@@ -27,7 +27,8 @@ class Weight:
     """A parameter of the model, listed once even where several modules share it.
 
     ``element`` is the bytes of an element before any cast. ``unit`` is the layer that is gathered as one, "" for a weight
-    outside layers. ``packed`` is the number of parameters in the weight, where several share an element.
+    outside layers. ``packed`` is the number of parameters in the weight, where several share an element. ``scales`` is the
+    bytes that a quantised layer keeps beside its weight, whole on every rank.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Weight:
     trained: bool
     unit: str = ""
     packed: int = 0
+    scales: int = 0
 
     @property
     def numel(self) -> int:
@@ -78,10 +80,13 @@ def hold(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: 
         groups: the trained weights, by the optimizer's parameter groups.
     """
     if spread.kind == "fsdp":
-        return _fsdp(weights, spread, rank)
-    if spread.kind != "deepspeed":
-        return _replicated(weights, spread)
-    return (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
+        held = _fsdp(weights, spread, rank)
+    elif spread.kind != "deepspeed":
+        held = _replicated(weights, spread)
+    else:
+        held = (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
+    held.parameters += sum(w.scales for w in weights)
+    return held
 
 
 def state_ratio(groups: Groups, spread: ShardingSpec) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
-from zerobook.strategy.weights import persistent_buffers, storage_bytes, unwrapped_name, whole
+from zerobook.strategy.weights import persistent_buffers, quantisation_state, storage_bytes, unwrapped_name, whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -202,8 +202,8 @@ class TrainingState:
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, counted from live tensors, each storage once.
 
-        ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
-        and state). On every device together.
+        ``parameters`` (with the scales of quantised ones), ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32
+        masters and state). On every device together.
         """
         return {name: storage_bytes(tensors) for name, tensors in self.held().items()}
 
@@ -211,7 +211,7 @@ class TrainingState:
         """Return the live tensors that `memory` counts, by the same names. Some may share storages."""
         parameters = list(self.model.parameters())
         return {
-            "parameters": [p.data for p in parameters],
+            "parameters": [*(p.data for p in parameters), *quantisation_state(self.model)],
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": [t for state in self._states() for t in state.values() if isinstance(t, torch.Tensor)],
         }
