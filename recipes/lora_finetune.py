@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from zerobook.data.templates import CausalEncoder
-from zerobook.models.adapters import AdapterConfig, Method, nf4
+from zerobook.models.adapters import AdapterConfig, Method
+from zerobook.models.quantise import int8, nf4
 from zerobook.training.recipe import Recipe
 from zerobook.training.run import run
 
@@ -34,15 +35,18 @@ class LoraConfig(AdapterConfig):
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
+    load_in_8bit: bool = Field(False, description="int8 base weights with a scale for each row; excludes load_in_4bit")
 
     @property
-    def in_4bit(self) -> bool:
-        return self.load_in_4bit
+    def base_format(self) -> str | None:
+        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.model_name_or_path is None:
             found.append("model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2.")
+        if self.load_in_4bit and self.load_in_8bit:
+            found.append("load_in_8bit: load_in_4bit is set too, and the base has one format. Drop one of the two.")
         return found
 
 
@@ -56,7 +60,9 @@ class LoraFinetune(Recipe[LoraConfig]):
         return CausalEncoder(tokenizer, length=self.config.max_seq_length)
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
-        return nf4(precision) if self.config.load_in_4bit else None
+        if self.config.base_format == "int8":
+            return int8()
+        return nf4(precision) if self.config.base_format == "nf4" else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write parity.md, resume.md and plan_errors.md from the measurements of the tests of whole matrices.
+"""Write parity.md, quantised.md, resume.md and plan_errors.md from the measurements of the tests of whole matrices.
 
 usage: parity_table.py MEASURED.jsonl FOLDER
 """
@@ -8,10 +8,15 @@ import os
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from zerobook.plan.hardware import processor
+from zerobook.config import ConfigSources
+from zerobook.plan.hardware import cluster, processor
+from zerobook.plan.rows import launch_plan
+from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.versions import versions
 
+ROOT = Path(__file__).resolve().parents[1]
 PARITY = """# Any strategy, the same training: measured
 
 Ten steps of 4 chats of uneven lengths, with AdamW where no other optimizer is named, fp32, through `accelerate launch` with
@@ -28,14 +33,24 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
 - `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
   weights at each evaluation.
+- `int8` is `lora_finetune` with an int8 base.
 - `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many
   numbers lose digits in fp32.
-- `causal_lm, sgd` and `causal_lm, adafactor` are `causal_lm` with another optimizer, without a pause between the steps. A
-  strategy has a row where it can hold the optimizer.
+- `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without a pause
+  between the steps. A strategy has a row where it can hold the optimizer. Where the order of a sum moves a moment over the
+  border between two of the 256 values of 8-bit state, that moment changes by hundredths.
 - The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
 zero3_hpz was launched as on two machines of two processes each.
+"""
+QUANTISED = """# Frozen bases and strategies: measured
+
+`lora_finetune` on a tiny Llama, with fp32 adapters of rank 32, compared with one process: the rows `lora_finetune`, `qlora` and
+`int8` of [parity.md](parity.md). A cell has the largest relative difference of a loss, and the bytes of parameters of the
+fullest rank, with the scales of quantised layers, which every rank holds whole. A cell `refused` is a ConfigError before
+anything starts, with the reasons below. In a model this small, embeddings and adapters in fp32 are most of the bytes, and the
+tables of a layer, 1 KB, weigh as much as a small weight. Written by `make test-full`.
 """
 RESUME = """# Any checkpoint, any strategy: measured
 
@@ -79,6 +94,37 @@ def error(planned: float, measured: float) -> str:
     return "< 0.01%" if abs(found) < 1e-4 else f"{found:+.2%}"
 
 
+BASES = {"lora_finetune": {}, "qlora": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
+"""Case of the parity tests -> the flags of its base."""
+
+
+def quantised(measured: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of quantised.md, and the reasons of what is refused."""
+    found = {(r["strategy"], r["recipe"]): r for r in measured if r["table"] == "parity" and r["recipe"] in BASES}
+    if not any(r["table"] == "parity" for r in measured):
+        return [], []
+    kind = recipe_class(str(ROOT / "recipes" / "lora_finetune.py")).config_class
+    rows, reasons = [], {}
+    for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        row = [file.stem]
+        for case, flags in BASES.items():
+            config = kind(model_name_or_path="NAME", dataset_name="NAME", **flags)
+            sources = ConfigSources(dict.fromkeys(kind.model_fields, "default"))
+            plan = launch_plan(file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
+            problems = [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems] if flags else []
+            measure = found.get((file.stem, case))
+            reference = next((r["held"][1] for (_, name), r in found.items() if name == case), None)
+            if problems:
+                row.append("refused")
+                reasons |= dict.fromkeys(problems)
+            elif file.stem == "single" and reference is not None:
+                row.append(f"{reference:,} bytes")
+            else:
+                row.append("not run" if measure is None else f"{measure['loss']:.1e}, {measure['held'][0]:,} bytes")
+        rows.append(row)
+    return rows, list(reasons)
+
+
 def main(source: str, target: str) -> None:
     measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
     parity = [
@@ -96,6 +142,7 @@ def main(source: str, target: str) -> None:
          f"{r['activations saved'][1]:,}", error(*r["activations saved"]), f"{r['sent'][1]:,.0f}", error(*r["sent"])]
         for r in measured if r["table"] == "plan"
     ]  # fmt: skip
+    bases, reasons = quantised(measured)
     plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "error"]
     plan_columns += ["activations", "error", "sent", "error"]
     columns = [
@@ -113,12 +160,14 @@ def main(source: str, target: str) -> None:
     ]
     for name, text, heads, rows in (
         ("parity.md", PARITY, columns, parity),
+        ("quantised.md", QUANTISED, ["strategy file", "fp32 base", "NF4 base", "int8 base"], bases),
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
         ("plan_errors.md", PLAN, plan_columns, plan),
     ):
         if not rows:
             continue
-        (Path(target) / name).write_text(page(text, heads, rows))
+        notes = [f"- {reason}" for reason in reasons] if name == "quantised.md" else []
+        (Path(target) / name).write_text("\n".join([page(text, heads, rows), *notes, ""]) if notes else page(text, heads, rows))
         print(f"wrote {Path(target) / name}: {len(rows)} rows")
 
 

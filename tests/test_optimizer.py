@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.causal_lm import CausalLMConfig
 from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
 from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
 from zerobook.checkpoint import state, store
@@ -60,6 +61,12 @@ def said(request, own):
     return own if request.param == "own" else request.param
 
 
+def wide():
+    """A model with weights that have 8-bit state, one of them with a last block that is not full."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 2500), torch.nn.Linear(2500, 1))
+
+
 def held(strategy):
     return {
         f"{key}/{name}": strategy.get_tensor(p, key).clone()
@@ -78,6 +85,8 @@ def test_a_step_is_torchs_own(make):  # noqa: F811
         "adamw": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
         "sgd": lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1),
         "adafactor": lambda p: torch.optim.Adafactor(p, weight_decay=0.1),
+        "paged_adamw": lambda p: torch.optim.AdamW(p, weight_decay=0.1),
+        "adamw_8bit": lambda p: torch.optim.AdamW(p, weight_decay=0.1),  # the moments of small weights are fp32
     }
     for name, build in built.items():
         strategy, plain = make(optimizer=name, weight_decay=0.1, max_grad_norm=0), two_layers()
@@ -124,13 +133,14 @@ def save(strategy, folder, optimizer, taken=2):
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(make, said, tmp_path):  # noqa: F811
-    strategy = make(optimizer=said)
+    strategy = make(optimizer=said, model=wide())
     step(strategy), step(strategy)
     checkpoint = save(strategy, tmp_path, said)
     assert store.damage(checkpoint, thorough=True) is None
+    assert {t.dtype for t in state.tensors(checkpoint).values()} == {torch.float32}
     tensors, now = state.tensors(checkpoint), held(strategy)
     assert same(tensors, {name.replace("None/", "weight/"): tensor for name, tensor in now.items()})
-    resumed = make(optimizer=said)
+    resumed = make(optimizer=said, model=wide())
     state.load(resumed, checkpoint)
     assert resumed.optimizer_steps() == 2
     step(strategy), step(resumed)
@@ -146,6 +156,88 @@ def test_a_checkpoint_without_the_state_of_a_changed_optimizer_is_refused(make, 
         file.write_text(OWN.replace('{"last": shape}', new))
         with pytest.raises(CheckpointError, match=f"the optimizer state {'other' if name == 'other' else 'last'}/0.weight is"):
             state.load(make(optimizer=f"{file}:Own"), checkpoint)
+
+
+def bits(strategy):
+    states = strategy.optimizer.optimizer.state.values()
+    return [state[key] for state in states for key in ("state1", "state2") if state[key].dtype == torch.uint8]
+
+
+def test_a_checkpoint_brings_back_the_very_bits(make, tmp_path):  # noqa: F811
+    """Also those of blocks whose largest number is negative, which bitsandbytes itself would round another time."""
+    strategy = make(optimizer="adamw_8bit", model=wide())
+    for scale in (1.0, -2.0, 0.5):
+        step(strategy, scale=scale)
+    checkpoint = save(strategy, tmp_path, "adamw_8bit")
+    resumed = make(optimizer="adamw_8bit", model=wide())
+    state.load(resumed, checkpoint)
+    before, after = bits(strategy), bits(resumed)
+    assert len(before) == len(after) == 2 and len(before[0].unique()) > 100
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    weight = resumed.model[0].weight
+    moment, largest = resumed.get_tensor(weight, "exp_avg").flatten(), resumed.get_tensor(weight, "exp_avg_scale")
+    blocks = list(moment.split(256))
+    assert len(blocks) == len(largest) == 40 and len(blocks[-1]) == 16
+    shrunk = [block.abs().max() / scale for block, scale in zip(blocks, largest, strict=True)]
+    assert min(shrunk) < 0.999 < max(shrunk), "both kinds of blocks"
+
+
+def test_moments_in_8_bits_are_near_those_in_fp32(make):  # noqa: F811
+    strategy, exact = (make(optimizer=said, model=wide()) for said in ("adamw_8bit", "adamw"))
+    for scale in (1.0, -2.0, 0.5, 1.0):
+        step(strategy, scale=scale)
+        step(exact, scale=scale)
+    for (name, mine), (_, theirs) in zip(strategy.trainable(), exact.trainable(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            ours, reference = strategy.get_tensor(mine, key), exact.get_tensor(theirs, key)
+            assert (ours - reference).norm() < 0.03 * reference.norm(), (name, key)
+
+
+@pytest.mark.parametrize(
+    "written, now",
+    [("adamw_8bit", "adamw"), ("adamw_8bit", "paged_adamw_8bit"), ("paged_adamw", "adamw"), ("adamw", "paged_adamw")],
+)
+def test_a_checkpoint_goes_on_under_an_optimizer_whose_state_it_holds(make, tmp_path, written, now):  # noqa: F811
+    strategy = make(optimizer=written, model=wide())
+    step(strategy), step(strategy, scale=-2.0)
+    checkpoint = save(strategy, tmp_path, written)
+    resumed = make(optimizer=now, model=wide())
+    state.load(resumed, checkpoint)
+    assert resumed.optimizer_steps() == 2
+    before, after = held(strategy), held(resumed)
+    assert any("exp_avg_sq/" in name for name in after) and all(torch.equal(after[name], before[name]) for name in after)
+    step(strategy, scale=0.5), step(resumed, scale=0.5)
+    for mine, theirs in zip(strategy.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")])
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("said", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_state_is_read_and_written_where_it_lies(said, device):
+    """Of a weight that is large enough to be paged, which only a GPU does."""
+    spec, config = optimizer_spec(said), CausalLMConfig(model_name_or_path="x", dataset_name="x", learning_rate=1e-2)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.zeros(400, 300, device=device)) for _ in range(2)]
+    one, other = (spec.build([{"params": [weight], "weight_decay": 0.0}], config) for weight in weights)
+    gradients = [torch.randn(400, 300).to(device) for _ in range(3)]
+    for gradient in gradients[:2]:
+        weights[0].grad = gradient.clone()
+        one.step()
+    spec.init_state(other, weights[1])
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+        for key, shape in spec.state_shapes(weights[0].shape).items():
+            value = spec.get_state(one, weights[0], key)
+            assert value.dtype == torch.float32 and value.shape == shape
+            spec.set_state(other, weights[1], key, value.clone())
+    spec.set_step(other, 2)
+    for optimizer, weight in zip((one, other), weights, strict=True):
+        weight.grad = gradients[2].clone()
+        optimizer.step()
+    assert torch.equal(*weights) and weights[0].abs().max() > 0 and spec.get_step(other) == 3
 
 
 def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, tmp_path):  # noqa: F811
@@ -179,7 +271,7 @@ def test_other_optimizers_checkpoints_have_a_format_that_earlier_versions_refuse
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_with_both_names(make, own, tmp_path):  # noqa: F811
-    for written, now in (("sgd", "adamw"), ("adamw", "sgd"), (own, "sgd"), ("adafactor", own)):
+    for written, now in (("sgd", "adamw"), ("adamw", "sgd"), (own, "sgd"), ("adafactor", own), ("adamw", "adamw_8bit")):
         strategy = make(optimizer=written)
         checkpoint = save(strategy, tmp_path / written.replace("/", "_") / now.replace("/", "_"), written)
         with pytest.raises(CheckpointError) as refused:
@@ -200,7 +292,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_with_both_names(make, own,
 
 def test_what_a_strategy_cannot_step_is_refused_before_anything_starts(tmp_path, own):
     fsdp = WORKER | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    for said in ("adafactor", own):
+    for said in ("adafactor", "adamw_8bit", "paged_adamw", own):
         for environ, name in ((deepspeed(tmp_path), "ZeRO-"), (fsdp, "FSDP2")):
             (problem,) = plan_for(environ, optimizer=said)[0].problems
             assert said in problem and name in problem and "ddp.yaml" in problem and "whole weights" in problem
@@ -240,7 +332,7 @@ def test_an_optimizer_that_is_not_there_is_refused(tmp_path, own, said, words):
 
 
 def test_the_planner_counts_the_state_that_is_held(make, said):  # noqa: F811
-    strategy = make(optimizer=said)
+    strategy = make(optimizer=said, model=wide())
     step(strategy)
     weights = [Weight(name, tuple(p.shape), 4, trained=True) for name, p in strategy.model.named_parameters()]
     spread = ShardingSpec(kind="single", name="one process", ranks=1, node=1, optimizer=said)

@@ -126,7 +126,9 @@ class RecipeConfig(BaseModel):
         "linear", description="shape of the learning rate over the steps"
     )
     num_warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises from 0 to its peak")
-    optimizer: str = Field("adamw", description="adamw, sgd, adafactor, or your own as FILE.py:Class")
+    optimizer: str = Field(
+        "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
+    )
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
     weight_decay: float = Field(0.0, ge=0, description="weight decay, on every trained matrix")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
@@ -186,9 +188,9 @@ class RecipeConfig(BaseModel):
         return False
 
     @property
-    def in_4bit(self) -> bool:
-        """Return whether the frozen weights are quantised to 4 bits."""
-        return False
+    def base_format(self) -> str | None:
+        """The format that frozen weights are quantised to while loading: ``nf4`` or ``int8``; None where they are not."""
+        return None
 
     @property
     def result(self) -> str:

@@ -24,7 +24,7 @@ class OptimizerSpec(ABC):
     """An optimizer, and the state that it keeps for each weight.
 
     State tensors are fp32 and begin as zeros. They are stored by name in ``optimizer.state[weight]``, where a checkpoint
-    reads and writes them.
+    reads and writes them. An optimizer that stores them otherwise overrides `get_state`, `set_state` and `held_bytes`.
     """
 
     elementwise: ClassVar[bool] = False
@@ -59,6 +59,18 @@ class OptimizerSpec(ABC):
             same = tuple(shape) == tuple(parameter.shape)
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format) if same else parameter.new_zeros(shape)
             optimizer.state[parameter][key] = zeros.detach()
+
+    def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """Return the state tensor ``key`` of ``parameter`` in fp32, for a checkpoint."""
+        return optimizer.state[parameter][key]
+
+    def set_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        """Set what `get_state` returns to ``value``. Called in the order of `state_shapes`."""
+        optimizer.state[parameter][key].copy_(value)
+
+    def held_bytes(self, shapes: Iterable[tuple[int, ...]]) -> int:
+        """Return the bytes of state in memory for weights of ``shapes``, without step counts."""
+        return 4 * state_numbers(self, shapes)
 
     def get_step(self, optimizer: torch.optim.Optimizer) -> int | None:
         """Return the number of steps that the optimizer has counted, 0 before the first; None if it does not count."""
@@ -181,11 +193,124 @@ class Adafactor(_Counting):
         super().init_state(optimizer, parameter)
 
 
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}
+class PagedAdamW(_Counting):
+    """bitsandbytes' AdamW. On a GPU, state that does not fit is paged to host RAM (Dettmers et al., 2023, section 3); on a
+    CPU, bitsandbytes 0.50 does not page."""
+
+    bits: ClassVar[int] = 32
+    paged: ClassVar[bool] = True
+    step_bytes = 0  # an integer
+
+    def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
+        from bitsandbytes.optim import AdamW as BitsandbytesAdamW
+
+        return BitsandbytesAdamW(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            optim_bits=self.bits,
+            is_paged=self.paged,
+        )
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+
+    def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        for i, group in enumerate(optimizer.param_groups):
+            for j, each in enumerate(group["params"]):
+                if each is parameter:
+                    cast("Any", optimizer).init_state(group, parameter, i, j)
+
+    def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        return optimizer.state[parameter][_BITSANDBYTES[key]]
+
+    def set_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        self.get_state(optimizer, parameter, key).copy_(value)
+
+
+class AdamW8bit(PagedAdamW):
+    """bitsandbytes' AdamW with moments in 8 bits (Dettmers et al., 2022): each block of `BLOCK` numbers of a flattened weight
+    has an fp32 scale, its largest absolute value. Weights under `SMALLEST_8BIT` numbers have fp32 moments.
+
+    Checkpoints hold the moments in fp32, and the scales, with which the same bits are found again.
+    """
+
+    bits = 8
+    paged = False
+
+    def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        moments, size = super().state_shapes(shape), type(shape)
+        if prod(shape) < SMALLEST_8BIT:
+            return moments
+        blocks = size((-(-prod(shape) // BLOCK),))
+        return {"exp_avg_scale": blocks, "exp_avg_sq_scale": blocks, **moments}
+
+    def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        import torch
+
+        held = super().get_state(optimizer, parameter, key)
+        if held.dtype != torch.uint8:
+            return held
+        from bitsandbytes.functional import dequantize_blockwise
+
+        values, scale = self._values_and_scale(optimizer, parameter, key)
+        return dequantize_blockwise(held.to(scale.device), absmax=scale, code=values, blocksize=BLOCK)  # paged: from host RAM
+
+    def set_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        import torch
+
+        held = super().get_state(optimizer, parameter, key)
+        if held.dtype != torch.uint8:
+            held.copy_(value)
+            return
+        # bitsandbytes would compute a new scale: its codes do not hold -1, so a negative largest number shrinks
+        values, scale = self._values_and_scale(optimizer, parameter, key)
+        shares = value.to(scale.device).flatten() / scale.repeat_interleave(BLOCK)[: value.numel()]
+        between = (values[1:] + values[:-1]) / 2
+        held.copy_(torch.bucketize(shares.nan_to_num(0.0), between).view(held.shape))
+
+    def _values_and_scale(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the 256 values of the 8-bit type, ascending, and the scale of each block."""
+        state = optimizer.state[parameter]
+        return state[_BITSANDBYTES[key].replace("state", "qmap")], state[_BITSANDBYTES[f"{key}_scale"]]
+
+    def held_bytes(self, shapes: Iterable[tuple[int, ...]]) -> int:
+        numbers = [prod(shape) for shape in shapes]
+        quantised = [n for n in numbers if n >= SMALLEST_8BIT]
+        tables = 2 * 4 * 256 if quantised else 0  # the values of both types, which all weights share
+        return sum(8 * n for n in numbers if n < SMALLEST_8BIT) + sum(2 * n + 8 * -(-n // BLOCK) for n in quantised) + tables
+
+
+class PagedAdamW8bit(AdamW8bit):
+    """`AdamW8bit` whose state is paged as that of `PagedAdamW`."""
+
+    paged = True
+
+
+BLOCK, SMALLEST_8BIT = 256, 4096
+"""Numbers that share a scale in bitsandbytes' 8-bit state, and numbers of the smallest weight that has one."""
+_BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2", "exp_avg_scale": "absmax1", "exp_avg_sq_scale": "absmax2"}
+
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
+    "adamw": AdamW, "sgd": SGD, "adafactor": Adafactor,
+    "adamw_8bit": AdamW8bit, "paged_adamw": PagedAdamW, "paged_adamw_8bit": PagedAdamW8bit,
+}  # fmt: skip
 """The optimizers that ``--optimizer`` knows by name."""
 
-SETTINGS = {"adam_beta1": "adamw", "adam_beta2": "adamw", "adam_epsilon": "adamw", "momentum": "sgd"}
-"""Config key -> the one optimizer of `OPTIMIZERS` that reads it. A user's own class may read any."""
+RESUMES = {
+    "adamw": ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
+    "paged_adamw": ("adamw", "adamw_8bit", "paged_adamw_8bit"),
+    "adamw_8bit": ("paged_adamw_8bit",),
+    "paged_adamw_8bit": ("adamw_8bit",),
+}
+"""Optimizer -> others whose checkpoints hold its whole state."""
+
+SETTINGS = {**dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("adamw", *RESUMES["adamw"])), "momentum": ("sgd",)}
+"""Config key -> the optimizers of `OPTIMIZERS` that read it. A user's own class may read any."""
 
 
 def optimizer_spec(said: str) -> OptimizerSpec:
@@ -217,15 +342,15 @@ def optimizer_name(said: str) -> str:
 def unused_settings(said: str, given: Iterable[str]) -> list[str]:
     """Return a problem for each config key of ``given`` that the optimizer does not read."""
     return [
-        f"{key}: it is a setting of {SETTINGS[key]}, and the optimizer is {said}, which does not read it. Drop {key}, or pass "
-        f"--optimizer {SETTINGS[key]}."
+        f"{key}: it is a setting of {SETTINGS[key][0]}, and the optimizer is {said}, which does not read it. Drop {key}, or "
+        f"pass --optimizer {SETTINGS[key][0]}."
         for key in given
-        if said in OPTIMIZERS and SETTINGS.get(key, said) != said
+        if said in OPTIMIZERS and said not in SETTINGS.get(key, (said,))
     ]
 
 
 def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return how many numbers the optimizer keeps for weights of ``shapes``."""
+    """Return how many numbers a checkpoint holds of the optimizer's state for weights of ``shapes``."""
     # the planner gives plain tuples, so that it need not import torch
     return sum(prod(kept) for shape in shapes for kept in spec.state_shapes(cast("torch.Size", shape)).values())
 
@@ -249,8 +374,8 @@ def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:
             "" if said in OPTIMIZERS else " If each number is updated from its own gradient and state, set elementwise = True."
         )
         return (
-            f"optimizer: {said} needs whole weights, as for means over rows and columns, and {strategy} {how}. Launch with "
-            f"accelerate_configs/ddp.yaml, or pass --optimizer adamw or sgd.{own}"
+            f"optimizer: {said} needs whole weights, as for means over rows and columns or for blocks with one scale, and "
+            f"{strategy} {how}. Launch with accelerate_configs/ddp.yaml, or pass --optimizer adamw or sgd.{own}"
         )
     if offload == "nvme" and said != "adamw":
         return (

@@ -16,10 +16,13 @@ from zerobook.plan.state_bytes import hold
 
 TOLERANCE = 1e-6
 """Relative, on every step's loss and norm, in fp32."""
-RATES = {"sgd": 0.1, "adafactor": 3e-2}
+TOLERANCES = {"adamw_8bit": 1e-4}
+"""Where the order of a sum moves a moment over the border between two of 256 values, it changes by hundredths."""
+RATES = {"sgd": 0.1, "adafactor": 3e-2, "adamw_8bit": 3e-3}
 HELD_BY = {
     "sgd": ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_offload", "fsdp_hybrid"],
     "adafactor": ["ddp"],
+    "adamw_8bit": ["ddp"],
 }
 SAMPLE = [("sgd", "zero3"), ("sgd", "fsdp"), ("adafactor", "ddp")]
 
@@ -40,10 +43,11 @@ def test_same_training_as_one_process(launches, optimizer, strategy):
     record("parity", strategy=strategy, recipe=f"causal_lm, {optimizer}", processes=processes, loss=loss, norm=norm,
            held_out=None, weight=weight_differences(ours, reference)[0], fall=1 - run.losses[-1] / run.losses[0], model="llama",
            rate=RATES[optimizer], epsilon=None)  # fmt: skip
-    assert loss < TOLERANCE and norm < TOLERANCE and run.losses[-1] < 0.9 * run.losses[0]
+    tolerance = TOLERANCES.get(optimizer, TOLERANCE)
+    assert loss < tolerance and norm < tolerance and run.losses[-1] < 0.9 * run.losses[0]
     assert {name.partition("/")[0] for name in ours} == {name.partition("/")[0] for name in reference}
     for name, tensor in reference.items():
-        assert (ours[name] - tensor).abs().max() < 2e-5 * max(1, tensor.abs().max()), name
+        assert (ours[name] - tensor).abs().max() < 20 * tolerance * max(1, tensor.abs().max()), name
     assert_planned(run, strategy, processes)
 
 
@@ -59,13 +63,13 @@ def assert_planned(run, strategy, processes):
 
 
 RESUMED = [("sgd", "zero3", "fsdp"), ("sgd", "zero3", "ddp"), ("sgd", "fsdp", "zero2"), ("sgd", "zero1", "zero3"),
-           ("sgd", "ddp", "fsdp_hybrid"), ("adafactor", "ddp", "single")]  # fmt: skip
+           ("sgd", "ddp", "fsdp_hybrid"), ("adafactor", "ddp", "single"), ("adamw_8bit", "ddp", "single")]  # fmt: skip
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "optimizer, writer, reader",
-    [pytest.param(*case, marks=[] if case[1:] in (("zero3", "fsdp"), ("ddp", "single")) else [pytest.mark.full])
+    [pytest.param(*case, marks=[] if case in (RESUMED[0], RESUMED[5]) else [pytest.mark.full])
      for case in RESUMED],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_under_another_strategy(launches, tmp_path, optimizer, writer, reader):
@@ -79,8 +83,9 @@ def test_a_checkpoint_goes_on_under_another_strategy(launches, tmp_path, optimiz
     run = launch(reader, STRATEGIES[reader], "causal_lm", tmp_path / "run", resume_from_checkpoint=checkpoint,
                  **{key: start[key] for key in keys})  # fmt: skip
     assert [s["step"] for s in run.steps] == [6, 7, 8, 9, 10]
-    assert largest_difference(run.losses, whole.losses[5:]) < TOLERANCE
-    assert largest_difference(run.norms, whole.norms[5:]) < 10 * TOLERANCE
+    tolerance = TOLERANCES.get(optimizer, TOLERANCE)
+    assert largest_difference(run.losses, whole.losses[5:]) < tolerance
+    assert largest_difference(run.norms, whole.norms[5:]) < 10 * tolerance
 
 
 @pytest.mark.launch

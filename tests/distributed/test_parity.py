@@ -33,6 +33,7 @@ RECIPES = {
     "pissa": {"recipe": "lora_finetune", "adapter": "pissa", "learning_rate": 3e-3},
     "ia3": {"recipe": "lora_finetune", "adapter": "ia3", "learning_rate": 0.3, "lora_r": None, "lora_alpha": None},
     "qlora": {"recipe": "lora_finetune", "load_in_4bit": True},
+    "int8": {"recipe": "lora_finetune", "load_in_8bit": True},
     "vocabulary": {"recipe": "causal_lm", "model": "vocabulary", "adam_epsilon": 1e-6, "max_train_steps": 6, "between": False},
 }
 """Name of a case -> the recipe and its flags. ``vocabulary`` has an embedding of 28 million numbers, as real models do."""
@@ -43,12 +44,15 @@ SHARED = {"zero3_sequence": 2, "fsdp_context": 2}
 NO_QLORA = {"zero3_offload", "zero3_nvme", "fsdp_offload"}
 """They move parameters between devices, which loses the quantisation state; a ConfigError says so."""
 
+HOLDS_INT8 = {"ddp", "zero1", "zero2", "zero2_offload"}
+"""Those that shard weights do not shard int8 ones; a ConfigError says so."""
+
 SAMPLE = {
     ("ddp", "causal_lm"), ("zero1", "causal_lm"), ("zero2", "causal_lm"), ("zero2_offload", "causal_lm"),
     ("zero3", "causal_lm"), ("fsdp", "causal_lm"), ("zero3_offload", "lora_finetune"), ("zero3_nvme", "lora_finetune"),
     ("fsdp_offload", "lora_finetune"), ("fsdp_hybrid", "lora_finetune"), ("zero3_hpz", "causal_lm"),
     ("zero3", "dora"), ("fsdp", "dora"), ("zero3", "ia3"), ("fsdp", "ia3"),
-    ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "vocabulary"),
+    ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "int8"), ("zero2", "vocabulary"),
     ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
 }  # fmt: skip
 
@@ -98,6 +102,8 @@ def cases():
                 continue
             if strategy == "zero3_nvme" and RECIPES[recipe].get("adapter"):  # nothing of them is large enough to be swapped
                 continue
+            if recipe == "int8" and strategy not in HOLDS_INT8:
+                continue
             marks = [] if (strategy, recipe) in SAMPLE else [pytest.mark.full]
             yield pytest.param(strategy, recipe, marks=[pytest.mark.launch, *marks], id=f"{strategy}-{recipe}")
 
@@ -124,9 +130,10 @@ def test_same_training_as_one_process(launches, strategy, case):
     weight, far = weight_differences(ours, reference)
     asked = run.event("run_start")["config"]
     held_out = held_out_difference(run, one) if flags["between"] else None
+    held = [max(rank["parameters"] for rank in r.event("memory")["per_rank_bytes"]) for r in (run, one)]
     record("parity", strategy=strategy, recipe=case, processes=processes, loss=loss, norm=norm, held_out=held_out,
            weight=weight, fall=1 - run.losses[-1] / run.losses[0], model=flags["model"], rate=asked["learning_rate"],
-           epsilon=asked["adam_epsilon"])  # fmt: skip
+           epsilon=asked["adam_epsilon"], held=held)  # fmt: skip
     assert loss < TOLERANCE and norm < TOLERANCE
     # Adam divides by the root of the squared gradient: where that is near zero, rounding moves a weight by a
     # share of the learning rate. Such weights are few, and bounded by a hundredth of one step.

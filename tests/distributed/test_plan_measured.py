@@ -27,6 +27,8 @@ JOBS = {
     "selective": ("causal_lm", "gpt2", {**TEXT, "activation_checkpointing": "selective"}),
     "every second layer": ("causal_lm", "llama", {**TEXT, "activation_checkpointing": "every:2"}),
     "lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64}),
+    "qlora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "load_in_4bit": True}),
+    "int8": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "load_in_8bit": True}),
     "packed lora": ("lora_finetune", "llama", {**CHATS, "max_seq_length": 64, "packing": True}),
     # ZeRO-3 must not learn the order of modules from passes without a backward one: it would gather twice for ever
     "evaluated first": (
@@ -55,6 +57,8 @@ CASES = [
     *[(strategy, 2, name) for strategy in SHARDED for name in ("gpt2", "bf16", "checkpointing", "lora", "packed lora")],
     *[(strategy, 2, name) for strategy in SHARDED for name in ("selective", "every second layer")],
     *[(strategy, 2, "llama") for strategy in OFFLOADED],
+    *[(strategy, 2, "qlora") for strategy in ("ddp", *SHARDED)],
+    *[(strategy, 2, "int8") for strategy in ("ddp", "zero2")],
     *[(strategy, 4, name) for strategy in ("fsdp_hybrid", "zero3_hpz") for name in ("llama", "packed lora")],
     ("zero3_hpz", 4, "gpt2"),
     ("zero3_hpz", 4, "evaluated first"),

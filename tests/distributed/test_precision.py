@@ -78,7 +78,7 @@ def test_every_layer_of_the_base_is_nf4_with_double_quantisation(tiny):
     from bitsandbytes.nn import Linear4bit
     from transformers import AutoModelForCausalLM
 
-    from zerobook.models.adapters import nf4
+    from zerobook.models.quantise import nf4
 
     model = AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4("no"))
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
@@ -94,8 +94,7 @@ def test_an_evaluation_leaves_4_bit_weights_as_they_are(tiny, monkeypatch):
     import bitsandbytes.nn.modules
     from transformers import AutoModelForCausalLM
 
-    from zerobook.models.adapters import nf4
-    from zerobook.models.load import keep_4bit_layout
+    from zerobook.models.quantise import keep_4bit_layout, nf4
 
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
     model = AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4("no"))

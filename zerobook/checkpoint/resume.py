@@ -8,7 +8,7 @@ from typing import Any
 from zerobook.checkpoint import store
 from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.optimizer import optimizer_name
+from zerobook.optimizer import RESUMES, optimizer_name
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -65,7 +65,7 @@ def hold(config: RecipeConfig) -> None:
 
 
 def other_optimizer(config: RecipeConfig) -> str | None:
-    """Return the error message for a checkpoint of another optimizer, whose state differs; None if it is the same one.
+    """Return the error message for a checkpoint of an optimizer whose state differs; None where it can be resumed.
 
     Raises:
         CheckpointError: there is no checkpoint to resume.
@@ -77,9 +77,9 @@ def other_optimizer(config: RecipeConfig) -> str | None:
 
 
 def differing_optimizer(checkpoint: Path, name: str) -> str | None:
-    """Return the error message for ``checkpoint`` if its optimizer is not ``name``; else None."""
+    """Return the error message for ``checkpoint`` if it lacks state of the optimizer ``name``; else None."""
     said = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
-    if optimizer_name(said) == name:
+    if optimizer_name(said) == name or said in RESUMES.get(name, ()):
         return None
     return (
         f"{checkpoint}: it was written with the optimizer {said}, and this run's is {name}, which has another state. Pass "

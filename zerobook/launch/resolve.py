@@ -15,6 +15,7 @@ from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, ops, token_split
+from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
@@ -361,11 +362,9 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
             f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "
             f"{plan.world_size} processes. Remove it (ZeRO-3 or FSDP shard the model), or launch one process."
         )
-    quantised = getattr(config, "load_in_4bit", False)
-    if quantised and (plan.offload_param != "none" or "nvme" in (plan.offload_optimizer, plan.offload_param)):
-        plan.problems.append(
-            f"load_in_4bit: {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
-            "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or drop load_in_4bit."
-        )
+    if config.base_format is not None:
+        flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
+        refused = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)
+        plan.problems += [refused] if refused else []
     if plan.precision == "bf16" and not on_cpu and not hardware.bf16:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")

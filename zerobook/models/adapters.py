@@ -1,4 +1,4 @@
-"""Adapters: the flags, new and continued adapters, and the folder that they are saved in; the quantised base of QLoRA."""
+"""Adapters: the flags, new and continued adapters, and the folder that they are saved in."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftConfig, PeftModel
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 Method = Literal["lora", "rslora", "dora", "pissa", "ia3"]
 ADAPTER, INITIAL = "default", "initial"
@@ -83,24 +82,6 @@ class AdapterConfig(RecipeConfig):
                 f"{packed[0]}."
             )
         return found
-
-
-def nf4(precision: str) -> BitsAndBytesConfig:
-    """Return the config of QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
-
-    The storage dtype equals the compute dtype, so that FSDP2 can flatten and shard the packed weights beside
-    the others.
-    """
-    from transformers import BitsAndBytesConfig
-
-    dtype = compute_dtype(precision)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype,
-    )
 
 
 def trains_adapters(values: Mapping[str, Any]) -> bool:

@@ -66,8 +66,11 @@ def export_checkpoint(
         recorded = (kept.get("base") or {}).get("adapter")
         model = adapted(found, config, revision=revision, recorded=recorded)
     _fill(model, checkpoint, adapts)
-    if adapts and config.get("load_in_4bit"):
-        notes.append("the adapter was trained beside 4-bit weights, and stands here beside the full ones: answers can differ")
+    bits = 4 if config.get("load_in_4bit") else 8 if config.get("load_in_8bit") else None
+    if adapts and bits:
+        notes.append(
+            f"the adapter was trained beside {bits}-bit weights, and stands here beside the full ones: answers can differ"
+        )
     if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()

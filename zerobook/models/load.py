@@ -19,6 +19,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
+from zerobook.models.quantise import check_base, keep_4bit_layout
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
@@ -248,6 +249,7 @@ def load_model(
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
     model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
+    check_base(model_config, config, strategy.plan)
     adapts, revision = config.trains_adapters, options.get("revision", "main")
     facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
     model_class = auto_class._model_mapping.get(type(model_config), None)
@@ -272,17 +274,6 @@ def load_model(
         print(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
     return model
-
-
-def keep_4bit_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes' 4-bit weights in the layout in which they were loaded.
-
-    On CPUs with AVX512-BF16, bitsandbytes repacks them in place at the first forward pass in evaluation mode, and rounds
-    their scales to bf16. FSDP2 and ZeRO-3 then gather the repacked bytes as plain ones, and every loss after that is wrong.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # an attribute of bitsandbytes' layers
 
 
 def keep_all_layers(model: nn.Module) -> float:

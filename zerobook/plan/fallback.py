@@ -24,7 +24,7 @@ from zerobook.plan.memory import Memory, at_load
 from zerobook.plan.roofline import time
 from zerobook.plan.rows import Row, Subject, checkpoints, judge, launch_plan, rank, unplanned
 from zerobook.plan.sharding import spread
-from zerobook.plan.state_bytes import Weight, state_ratio
+from zerobook.plan.state_bytes import Weight, saved_numbers, state_ratio
 from zerobook.training.recipe import BatchShape, Recipe
 
 KEYS = {
@@ -212,7 +212,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
         paper=literature,
         sent=literature.sent,
         between=literature.between,
-        **checkpoints(round(decoder.parameters * (1 + states_each)), config),
+        **checkpoints(round(decoder.parameters / matrix.numel * saved_numbers([[matrix]], spreads)), config),
         time=time(
             flops, flows(decoder.parameters, decoder.parameters, spreads), everything, spreads, cluster,
             accumulation=config.gradient_accumulation_steps, states=states_each,

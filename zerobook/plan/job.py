@@ -18,6 +18,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.models import recompute
 from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers
+from zerobook.models.quantise import base_of
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
@@ -91,7 +92,7 @@ class Job:
             shape: shape of the micro-batch; None means the largest.
             cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained weights
                 are fp32 and others as loaded.
-            precision: the run's precision, in which a frozen base is loaded and 4-bit weights compute; None means the
+            precision: the run's precision, in which a frozen base is loaded and quantised weights compute; None means the
                 config's.
         """
         import transformers
@@ -111,8 +112,9 @@ class Job:
             keep_all_layers(model)
             dropout = attention_dropout(self.model_config.to_dict())
             recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
-            if self.config.in_4bit:
-                _quantise(model, compute_dtype(precision))
+            base = self.config.base_format or base_of(self.model_config)
+            if base is not None:
+                _quantise(model, base, compute_dtype(precision))
             model = self.recipe.adapt(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -137,9 +139,10 @@ class Job:
         with self.made() as (model, _):
             check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
             units = _units(model)
-            packed = {m.weight: m.in_features * m.out_features for m in model.modules() if isinstance(m, _Linear4bit)}
+            quantised = [m for m in model.modules() if isinstance(m, _Quantised)]
+            packed = {m.weight: (m.in_features * m.out_features, m.scales) for m in quantised}
             made = {
-                p: Weight(name, tuple(p.shape), p.element_size(), p.requires_grad, units.get(name, ""), packed.get(p, 0))
+                p: Weight(name, tuple(p.shape), p.element_size(), p.requires_grad, units.get(name, ""), *packed.get(p, ()))
                 for name, p in model.named_parameters()
             }
             groups = parameter_groups(model, self.config.weight_decay)
@@ -237,25 +240,58 @@ class _Dequantised(torch.autograd.Function):
         return grad @ grad.new_empty(grad.shape[-1], ctx.width), None
 
 
-class _Linear4bit(nn.Linear):
-    """Model of the memory of bitsandbytes' layer of NF4 weights with double quantisation (Dettmers et al., 2023, section
-    3): half a byte an element, a byte of scale for every 64 elements, and 4 bytes for every 256 scales."""
+class _Int8(torch.autograd.Function):
+    """Product in int8, whose sums are int32. The input is kept, and weights are unpacked for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: int) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.out = out
+        x.new_empty(x.shape, dtype=torch.int8)
+        sums = x.new_empty(*x.shape[:-1], out, dtype=torch.int32)
+        return sums.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad @ grad.new_empty(ctx.out, x.shape[-1]), None
+
+
+class _Quantised(nn.Linear):
+    """Model of the memory of bitsandbytes' linear layers.
+
+    NF4 with double quantisation (Dettmers et al., 2023, section 3): half a byte an element; beside it a byte of scale for
+    every 64 elements, 4 bytes for every 256 scales, and two tables. int8: a byte an element, and 4 bytes a row.
+    """
+
+    scales: int
+    product: type[torch.autograd.Function]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = _Dequantised.apply(x.to(self.weight.dtype), self.out_features)
+        made = self.product.apply(x.to(self.weight.dtype), self.out_features)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
-def _quantise(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Replace all linear layers but the output head with 4-bit layers, as transformers does, packed in ``dtype``."""
+_TABLES = 4 * (16 + 256 + 1)
+"""Bytes of the values of NF4, those of the 8-bit type of its scales, and their mean, which every layer has."""
+
+
+def _quantise(model: PreTrainedModel, base: str, dtype: torch.dtype) -> None:
+    """Replace all linear layers but the output head with layers in the format ``base``, as transformers does. Weights are
+    packed in ``dtype``, in which they compute."""
     head = model.get_output_embeddings()
     for module in model.modules():
         for name, layer in module.named_children():
             if type(layer) is nn.Linear and layer is not head:
-                made = _Linear4bit(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+                made = _Quantised(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
                 elements = layer.in_features * layer.out_features
-                packed = -(-elements // 2) + -(-elements // 64) + 4 * -(-elements // (64 * 256))
+                packed = elements if base == "int8" else -(-elements // 2)
                 made.weight = nn.Parameter(torch.empty(-(-packed // dtype.itemsize), 1, dtype=dtype), requires_grad=False)
+                if base == "int8":
+                    made.scales, made.product = 4 * layer.out_features, _Int8
+                else:
+                    blocks = -(-elements // 64)
+                    made.scales, made.product = blocks + 4 * -(-blocks // 256) + _TABLES, _Dequantised
                 setattr(module, name, made)
 
 

@@ -170,7 +170,7 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
         else:
             adapters |= {"recipe": LORA, "max_seq_length": config.row_length}  # the other recipe's name for this flag
         yield "LoRA on all linear layers", adapters
-    if not config.in_4bit and not traced.job.recipe.encoder_decoder:
+    if config.base_format is None and not traced.job.recipe.encoder_decoder:
         # files without support for a quantised base, such as those with parameter offload, give rows that cannot run
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 

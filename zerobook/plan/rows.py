@@ -14,6 +14,7 @@ from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
+from zerobook.models.quantise import check_base
 from zerobook.plan.gather_schedule import gathered
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job, NoClass
@@ -21,7 +22,7 @@ from zerobook.plan.literature import Paper, paper
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.roofline import Time, time
 from zerobook.plan.sharding import ShardingSpec, spread
-from zerobook.plan.state_bytes import Groups, Weight, hold, state_ratio, unswappable
+from zerobook.plan.state_bytes import Groups, Weight, hold, saved_numbers, state_ratio, unswappable
 from zerobook.plan.trace import Trace, evaluated, trace
 from zerobook.plan.traffic import between_nodes, flows, sent
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -197,6 +198,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
     job, config = traced.job, traced.job.config
     try:
         plan = launch_plan(file, cluster, config, sources)
+        check_base(job.model_config, config, plan)
     except ConfigError as error:
         return Row(file=file.stem, name=file.stem, problems=error.problems)
     if plan.problems:
@@ -230,7 +232,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density, states=states_each),
         sent=sent(found),
         between=between_nodes(found, cluster.nodes),
-        **checkpoints(round(traced.trained * (1 + states_each)), config),
+        **checkpoints(saved_numbers(traced.groups, spreads), config),
         time=None if bare else time(
             micro.flops, found, traced.groups, spreads, cluster,
             accumulation=accumulation, weights=traced.weights, passes=passes,

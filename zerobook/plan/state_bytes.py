@@ -27,7 +27,8 @@ class Weight:
     """A parameter of the model, listed once even where several modules share it.
 
     ``element`` is the bytes of an element before any cast. ``unit`` is the layer that is gathered as one, "" for a weight
-    outside layers. ``packed`` is the number of parameters in the weight, where several share an element.
+    outside layers. ``packed`` is the number of parameters in the weight, where several share an element. ``scales`` is the
+    bytes that a quantised layer keeps beside its weight, whole on every rank.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Weight:
     trained: bool
     unit: str = ""
     packed: int = 0
+    scales: int = 0
 
     @property
     def numel(self) -> int:
@@ -78,21 +80,30 @@ def hold(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: 
         groups: the trained weights, by the optimizer's parameter groups.
     """
     if spread.kind == "fsdp":
-        return _fsdp(weights, spread, rank)
-    if spread.kind != "deepspeed":
-        return _replicated(weights, spread)
-    return (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
+        held = _fsdp(weights, spread, rank)
+    elif spread.kind != "deepspeed":
+        held = _replicated(weights, spread)
+    else:
+        held = (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
+    held.parameters += sum(w.scales for w in weights)
+    return held
 
 
 def state_ratio(groups: Groups, spread: ShardingSpec) -> float:
-    """Return the numbers of optimizer state for each number of the trained weights: 2 for AdamW."""
+    """Return the fp32 numbers of optimizer state in memory for each number of the trained weights: 2 for AdamW."""
     trained = [w for group in groups for w in group]
-    return state_numbers(spread.optimizer_spec, (w.shape for w in trained)) / max(sum(w.numel for w in trained), 1)
+    return spread.optimizer_spec.held_bytes(w.shape for w in trained) / 4 / max(sum(w.numel for w in trained), 1)
+
+
+def saved_numbers(groups: Groups, spread: ShardingSpec) -> int:
+    """Return the fp32 numbers of a checkpoint: trained weights and optimizer state."""
+    trained = [w for group in groups for w in group]
+    return sum(w.numel for w in trained) + state_numbers(spread.optimizer_spec, (w.shape for w in trained))
 
 
 def _state(elements: int, spread: ShardingSpec) -> int:
     """Return the bytes of optimizer state for ``elements`` elements of weights, which are updated flat or in part."""
-    return 4 * state_numbers(spread.optimizer_spec, [(elements,)])
+    return spread.optimizer_spec.held_bytes([(elements,)])
 
 
 def _counts(tensors: int, spread: ShardingSpec) -> int:
@@ -108,7 +119,7 @@ def _replicated(weights: Sequence[Weight], spread: ShardingSpec) -> StateBytes:
     return StateBytes(
         parameters=sum(w.numel * w.element for w in weights),
         gradients=4 * elements,
-        optimizer=4 * state_numbers(spread.optimizer_spec, (w.shape for w in trained)) + _counts(len(trained), spread),
+        optimizer=spread.optimizer_spec.held_bytes(w.shape for w in trained) + _counts(len(trained), spread),
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
-from zerobook.strategy.weights import persistent_buffers, storage_bytes, unwrapped_name, whole
+from zerobook.strategy.weights import persistent_buffers, quantisation_state, storage_bytes, unwrapped_name, whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,9 +71,6 @@ class TrainingState:
             inner = inner.optimizer
         return inner
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._torch_optimizer().state[parameter]
-
     def initialising_whole(self) -> AbstractContextManager[None]:
         """Return a context in which new models hold whole weights on this process, under any sharding."""
         return nullcontext()
@@ -130,9 +127,12 @@ class TrainingState:
                 and broadcast.
         """
         with torch.no_grad():
-            tensor = self._tensor(parameter, key)
             shape = self.shape(parameter) if key is None else self.state_shapes(parameter)[key]
-            tensor.copy_(self._read_by_main(torch.Size(shape), read))
+            value = self._read_by_main(torch.Size(shape), read)
+            if key is None:
+                parameter.copy_(value)
+            else:
+                self.optimizer_spec.set_state(self._torch_optimizer(), parameter, key, value)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
@@ -158,7 +158,7 @@ class TrainingState:
                 self._loaded_buffers[name] = values[name]
 
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
-        return parameter if key is None else self._state_of(parameter)[key]
+        return parameter if key is None else self.optimizer_spec.get_state(self._torch_optimizer(), parameter, key)
 
     def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
         """Return the whole tensor of ``shape`` on every rank's device; rank 0 reads it."""
@@ -202,8 +202,8 @@ class TrainingState:
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, counted from live tensors, each storage once.
 
-        ``parameters``, ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32 masters
-        and state). On every device together.
+        ``parameters`` (with the scales of quantised ones), ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32
+        masters and state). On every device together.
         """
         return {name: storage_bytes(tensors) for name, tensors in self.held().items()}
 
@@ -211,7 +211,7 @@ class TrainingState:
         """Return the live tensors that `memory` counts, by the same names. Some may share storages."""
         parameters = list(self.model.parameters())
         return {
-            "parameters": [p.data for p in parameters],
+            "parameters": [*(p.data for p in parameters), *quantisation_state(self.model)],
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": [t for state in self._states() for t in state.values() if isinstance(t, torch.Tensor)],
         }

@@ -49,6 +49,23 @@ def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield f"{path}.{leaf}" if path else leaf, module, leaf
 
 
+def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that bitsandbytes' layers keep beside their weights, whole on every rank: scales, tables, and in an
+    int8 layer the weight itself, which is the parameter's own memory where nothing is sharded."""
+    for module in model.modules():
+        for attribute in ("quant_state", "state"):
+            yield from _tensors_of(getattr(module, attribute, None))
+
+
+def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
+    if type(holder).__module__.startswith("bitsandbytes."):
+        for value in vars(holder).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from _tensors_of(value)
+
+
 def unwrapped_name(name: str) -> str:
     """Return a weight's name without the prefixes of the model's wrappers."""
     for wrapper in _WRAPPERS:

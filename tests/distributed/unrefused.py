@@ -1,0 +1,21 @@
+"""Runs a recipe with a quantised base that its strategy cannot hold, as if it could: what is refused must still fail.
+
+accelerate launch ... tests/distributed/unrefused.py recipes/NAME.py [flags]
+"""
+
+import runpy
+import sys
+
+import zerobook.launch.resolve
+import zerobook.models.quantise
+
+
+def main():
+    for module in (zerobook.launch.resolve, zerobook.models.quantise):
+        module.refused_base = lambda *arguments: None
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Frozen base weights in 4 and 8 bits, made by bitsandbytes while loading or before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zerobook.errors import ConfigError
+from zerobook.launch.quantised import refused_base
+from zerobook.utils.dtypes import compute_dtype
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import BitsAndBytesConfig, PreTrainedConfig
+
+    from zerobook.config import RecipeConfig
+    from zerobook.strategy.launch_plan import LaunchPlan
+
+
+def nf4(precision: str) -> BitsAndBytesConfig:
+    """Return the config of QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
+
+    The storage dtype equals the compute dtype, so that FSDP2 and ZeRO-3 shard the packed weights like the others.
+    """
+    from transformers import BitsAndBytesConfig
+
+    dtype = compute_dtype(precision)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def int8() -> BitsAndBytesConfig:
+    """Return the config of base weights in int8 with a scale for each row (LLM.int8, Dettmers et al., 2022)."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def base_of(model_config: PreTrainedConfig) -> str | None:
+    """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None where it is not
+    quantised by bitsandbytes."""
+    facts = _facts(model_config) or {}
+    return "nf4" if facts.get("load_in_4bit") else "int8" if facts.get("load_in_8bit") else None
+
+
+def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
+    facts = getattr(model_config, "quantization_config", None)
+    return facts if facts is None or isinstance(facts, dict) else facts.to_dict()
+
+
+def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: LaunchPlan) -> None:
+    """Check that this run can train beside the weights of a model that is quantised already.
+
+    Raises:
+        ConfigError: it trains the weights themselves, they have a format that is not supported, or the strategy cannot hold it.
+    """
+    facts, base = _facts(model_config), base_of(model_config)
+    if facts is None:
+        return
+    name = f"model_name_or_path: {config.model_name_or_path}"
+    if base is None:
+        raise ConfigError(
+            f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes train beside weights that "
+            "are quantised by bitsandbytes alone. Take the model's version that is not quantised; --load_in_4bit and "
+            "--load_in_8bit of recipes/lora_finetune.py quantise it while loading."
+        )
+    bits = {"nf4": 4, "int8": 8}[base]
+    if not config.trains_adapters:
+        raise ConfigError(
+            f"{name} is quantised to {bits} bits, and quantised weights cannot be trained. Take the model's version that is "
+            "not quantised, or train adapters with recipes/lora_finetune.py."
+        )
+    if config.base_format not in (None, base):
+        raise ConfigError(
+            f"{name} is quantised to {bits} bits already, and load_in_{12 - bits}bit is set. Drop the flag, or take the "
+            "model's version that is not quantised."
+        )
+    storage = str(facts.get("bnb_4bit_quant_storage", "uint8")).removeprefix("torch.")
+    problem = refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes' 4-bit weights in the layout in which they were loaded.
+
+    On CPUs with AVX512-BF16, bitsandbytes repacks them in place at the first forward pass in evaluation mode, and rounds
+    their scales to bf16. FSDP2 and ZeRO-3 then gather the repacked bytes as plain ones, and every loss after that is wrong.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # an attribute of bitsandbytes' layers
