@@ -113,5 +113,5 @@ def test_a_run_goes_on_beside_the_same_adapter_only(launches, tmp_path):
 
     model = torch.nn.Module()
     model.base_facts = kept["base"] | {"adapter": kept["base"]["adapter"] | {"lora_alpha": 64}}
-    with pytest.raises(CheckpointError, match=r"lora_alpha was 32, and .* has 64"):
+    with pytest.raises(CheckpointError, match=r"lora_alpha was 32.0, and .* has 64"):
         check_base(checkpoint, LoraConfig(**kept["config"]), model)
