@@ -22,6 +22,7 @@ REAL = {
     "test_checkpoint_runs.py::test_a_launcher_that_ignores_a_warning_leaves_its_ranks_the_time_to_save": "inherited signals",
     "test_checkpoint_runs.py::test_one_process_alone_leaves_too": "a signal to a process without ranks",
     "test_collectives.py::test_an_optimizer_in_host_memory_shares_the_cores": "OMP_NUM_THREADS",
+    "test_host_memory.py::test_ranks_together_hold_while_loading_what_is_planned": "forked ranks share memory",
     "test_hub.py": "variables that libraries read at their import",
     "test_models.py::test_a_file_that_accelerate_config_writes_works": "accelerate's own file",
     "test_parity.py::test_same_training_as_one_process[ddp-causal_lm]": "a strategy of each kind",

@@ -19,6 +19,8 @@ from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import RUNS, recipe_class
+from zerobook.utils import hub
+from zerobook.utils.host_memory import too_many_copies
 from zerobook.utils.terminal import console
 
 if TYPE_CHECKING:
@@ -88,6 +90,11 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     plan, config, sources = resolve(environ, hardware, config, sources, precision)
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
+    if plan.loads_copies and config.model_name_or_path and config.base_format is None:
+        folder = hub.folder(config.model_name_or_path, config.model_revision)
+        ranks = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        if warning := too_many_copies(folder, config.dtype, ranks):
+            plan.notes.append(warning)
     return plan, problems, config, sources
 
 

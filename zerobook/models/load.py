@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,7 @@ from zerobook.models.quantise import check_base, keep_4bit_layout
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
+from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -220,7 +222,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
 def load_model(
     config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
-    """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 and FSDP2 shard while loading. Collective.
+    """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 shards while loading. Collective.
 
     ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
     about the model.
@@ -259,7 +261,12 @@ def load_model(
         options["quantization_config"] = quantization
     if config.device_map:
         options["device_map"] = config.device_map
-    model = _from_pretrained(auto_class, name, "model_name_or_path", options)
+    if strategy.is_main and quantization is None and strategy.plan.loads_copies:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if warning := too_many_copies(hub.folder(name, revision), config.dtype, ranks):
+            print(warning)
+    with freed_blocks_returned():
+        model = _from_pretrained(auto_class, name, "model_name_or_path", options)
     model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
     model.config.use_cache = False

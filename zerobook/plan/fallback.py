@@ -108,6 +108,11 @@ class Decoder:
         return self.vocabulary * self.width
 
     @property
+    def largest(self) -> int:
+        """Parameters of the largest matrix."""
+        return max(self.embedding, self.width * self.inner)
+
+    @property
     def parameters(self) -> int:
         return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
 
@@ -204,7 +209,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
         memory=Memory(
             device={part: int(amount) for part, amount in device.items()},
             when="all at once",
-            host_at_load=at_load(loaded, spreads, spreads.node),
+            host_at_load=at_load(loaded, 4 * decoder.largest, spreads, spreads.node),
             host=int(literature.held("cpu") * spreads.node),
             disk=int(literature.held("nvme") * spreads.node),
         ),

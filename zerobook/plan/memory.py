@@ -88,7 +88,7 @@ def memory(
     return Memory(
         device=moments[when],
         when=when,
-        host_at_load=at_load(whole, spread, gpus_per_node),
+        host_at_load=at_load(whole, max(w.numel * w.element for w in weights), spread, gpus_per_node),
         host=(on_host + trace.host) * gpus_per_node,
         disk=held.disk * gpus_per_node,
         moments={name: sum(parts.values()) for name, parts in moments.items()},
@@ -170,11 +170,15 @@ def _pinned(groups: Groups, spread: ShardingSpec) -> int:
     return nvme_buffers(groups, spread)
 
 
-def at_load(whole: int, spread: ShardingSpec, gpus_per_node: int) -> int:
-    """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded: one copy for each rank. Where the
-    model is sharded while it is loaded, rank 0 alone holds a copy (FSDP2), or each rank a file at a time (ZeRO-3)."""
-    if spread.kind == "fsdp":
-        return whole
+def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int) -> int:
+    """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded and sharded.
+
+    Each rank loads a copy, except under ZeRO-3: there the ranks of a node hold one as shards, and each of them the weight that
+    is being sharded. FSDP2 shards after loading, and transformers reads the weights on every rank.
+
+    Args:
+        largest: bytes of the largest weight.
+    """
     if spread.kind == "deepspeed" and spread.stage == 3:
-        return min(whole, 5 * 10**9) * gpus_per_node  # transformers writes files of 5 GB at most by default
+        return whole + (largest * gpus_per_node if gpus_per_node > 1 else 0)
     return whole * gpus_per_node

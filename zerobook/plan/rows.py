@@ -273,8 +273,8 @@ def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:
     if "GPU memory" in over:
         made.remedies += _for_the_gpu(made, recipe, made.memory.total - cluster.device.memory)
     elif "host RAM while loading" in over:  # sharding helps here too
-        loads_once = made.spread.kind == "fsdp" or made.spread.stage == 3
-        made.remedies.append("more host RAM" if loads_once else "fsdp or zero3, whose ranks do not load a copy each")
+        loads_once = made.spread.kind == "deepspeed" and made.spread.stage == 3
+        made.remedies.append("more host RAM" if loads_once else "zero3, whose ranks do not load a copy each")
     if "host RAM" in over:
         made.remedies.append("zero3_nvme" if made.spread.offload_optimizer == "cpu" else "more host RAM")
     if "disk" in over:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerobook.strategy.base import Strategy
+from zerobook.strategy.fsdp_loading import weights_freed_as_sharded
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.token_split import Ring
 from zerobook.strategy.weights import local, owners_of_buffers
@@ -58,7 +59,8 @@ class FullyShardedStrategy(Strategy):
             # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation
             self.accelerator._prepare_cp = lambda *objects: objects
         special = getattr(model.config, "is_encoder_decoder", False)
-        with _hidden_buffers(model, self.mesh.device), _encoder_decoder(model) if special else nullcontext():
+        encoders = _encoder_decoder(model) if special else nullcontext()
+        with _hidden_buffers(model, self.mesh.device), encoders, weights_freed_as_sharded():
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.

@@ -57,6 +57,11 @@ class LaunchPlan:
         return self.world_size // (self.sequence * self.context * self.computing_the_same)
 
     @property
+    def loads_copies(self) -> bool:
+        """Each process loads a copy of the weights; ZeRO-3 shards them while they are loaded."""
+        return self.zero_stage != 3
+
+    @property
     def computing_the_same(self) -> int:
         """Processes that compute the same losses of the same samples, each with its part of the weights."""
         return max(self.tensor, self.experts)

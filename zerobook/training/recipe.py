@@ -69,7 +69,7 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return the encoder, which turns samples into token ids and labels."""
 
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
-        """Load the model, without adapters. ZeRO-3 and FSDP2 shard it while it is loaded."""
+        """Load the model, without adapters. ZeRO-3 shards it while it is loaded."""
         from zerobook.models.load import load_model
 
         quantization = self.quantization(strategy.plan.precision)

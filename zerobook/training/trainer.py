@@ -41,6 +41,7 @@ from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
 from zerobook.training.state import step_seed
 from zerobook.training.trackers import Trackers
+from zerobook.utils.host_memory import freed_blocks_returned
 
 
 class Trainer:
@@ -91,7 +92,8 @@ class Trainer:
         self.state, tried = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
         progress = self.progress
         self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=tried)
-        strategy.prepare(model, config, self.state.total_steps)
+        with freed_blocks_returned():
+            strategy.prepare(model, config, self.state.total_steps)
         parts = [data.train, *data.held_out.values()]
         note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
         if note:

@@ -1,0 +1,75 @@
+"""Weights that rank 0 has loaded, sharded over the ranks of FSDP2 one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def weights_freed_as_sharded() -> Iterator[None]:
+    """Let accelerate shard a model with `shard_weights`.
+
+    accelerate's own function keeps rank 0's whole model until every weight has been sharded, so that the host holds the model
+    twice, and it sends every weight twice.
+    """
+    from accelerate.utils import fsdp_utils
+
+    original = fsdp_utils.fsdp2_load_full_state_dict
+    fsdp_utils.fsdp2_load_full_state_dict = shard_weights
+    try:
+        yield
+    finally:
+        fsdp_utils.fsdp2_load_full_state_dict = original
+
+
+def shard_weights(
+    accelerator: Accelerator, model: nn.Module, full_sd: dict[str, torch.Tensor], cpu_offload: bool = False
+) -> nn.Module:
+    """Broadcast rank 0's weights, and keep each rank's shard of them. Collective.
+
+    Args:
+        model: sharded, on the meta device.
+        full_sd: the weights, of which rank 0's are read. It is emptied: a weight is freed when it has been sharded.
+        cpu_offload: keep shards in host memory.
+    """
+    shards: dict[str, torch.Tensor] = {}
+    of_parameter: dict[int, torch.Tensor] = {}
+    targets = model.state_dict(keep_vars=True)
+    for name, target in targets.items():
+        full = full_sd.pop(name) if accelerator.is_main_process else full_sd.pop(name, None)
+        if id(target) not in of_parameter:  # tied weights are one parameter under several names
+            of_parameter[id(target)] = _shard(full, cast("DTensor", target), cpu_offload)
+        shards[name] = of_parameter[id(target)]
+        del full
+    model.load_state_dict(shards, assign=True)
+    return model
+
+
+def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTensor:
+    """Return this rank's shard of a weight that rank 0 has. Collective."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    mesh = target.device_mesh
+    if dist.get_rank() == 0:
+        assert full is not None
+        whole = full.detach().to(mesh.device_type, target.dtype).contiguous()
+    else:
+        whole = torch.empty(target.shape, dtype=target.dtype, device=mesh.device_type)
+    dist.broadcast(whole, src=0)
+    # without a source rank, nothing is sent: each rank takes its part of what it has
+    part = distribute_tensor(whole, mesh, target.placements, src_data_rank=None).to_local()
+    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole weight
+    return DTensor.from_local(
+        part.to("cpu") if cpu_offload else part, mesh, target.placements, run_check=False, shape=target.shape,
+        stride=target.stride(),
+    )  # fmt: skip

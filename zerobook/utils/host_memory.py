@@ -1,0 +1,78 @@
+"""Host memory while weights are read and sharded: what the allocator keeps, and what copies of a model need."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``."""
+LARGE = 256 * 1024
+"""Bytes from which a block is mapped on its own while weights are loaded."""
+USUAL = 32 * 1024 * 1024
+"""Bytes that glibc's own threshold grows to when large blocks are freed, and its maximum."""
+WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+"""Bytes of an element of safetensors' dtypes; 1 for the others."""
+LOADED = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of the dtypes that floats are loaded in; ``auto`` keeps the file's."""
+
+
+@contextmanager
+def freed_blocks_returned() -> Iterator[None]:
+    """Let freed blocks of memory go back to the system, on Linux with glibc.
+
+    While a model is loaded and sharded, every rank allocates and frees whole weights. glibc would keep them: after the first
+    free of a large block it serves blocks of up to 32 MiB from its heap, where one live block keeps all below it.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+        yield
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+    libc.malloc_trim(ctypes.c_size_t(0))
+    try:
+        yield
+    finally:
+        libc.malloc_trim(ctypes.c_size_t(0))
+        # the values that glibc would have reached, as training on a CPU allocates large blocks in every step
+        libc.mallopt(M_MMAP_THRESHOLD, USUAL)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+
+
+def weight_bytes(folder: Path, dtype: str) -> int:
+    """Return the bytes of the weights in a folder's safetensors files once loaded, 0 where there are none.
+
+    Args:
+        dtype: that floats are loaded in: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the files' own.
+    """
+    total, width = 0, LOADED.get(dtype)
+    for file in folder.glob("model*.safetensors"):
+        with file.open("rb") as handle:
+            header: dict[str, Any] = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            start, end = entry["data_offsets"]
+            stored = WIDTHS.get(entry["dtype"], 1)
+            floats = stored > 1 and "F" in entry["dtype"]  # 8-bit floats are quantised, and stay so
+            total += (end - start) // stored * (width if width and floats else stored)
+    return total
+
+
+def too_many_copies(folder: Path | None, dtype: str, ranks: int) -> str | None:
+    """Return a warning where ``ranks`` copies of a model exceed this host's free memory; None where they fit."""
+    import psutil
+
+    one = 0 if folder is None else weight_bytes(folder, dtype)
+    free = psutil.virtual_memory().available
+    if one * ranks <= free:
+        return None
+    return (
+        f"host RAM: {ranks} rank(s) on this host load a copy of the weights each, {one / 1e9:.1f} GB x {ranks} = "
+        f"{one * ranks / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, which shards the "
+        "model while it is loaded, or start fewer ranks."
+    )
