@@ -32,9 +32,9 @@ def refused_base(plan: LaunchPlan, said: str, base: str, storage: str = "float")
             f"{said}, and {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
             "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or weights that are not quantised."
         )
-    if base == "nf4" and sharded and storage in ("uint8", "int8"):
+    if base == "nf4" and plan.kind == "fsdp" and storage in ("uint8", "int8"):
         return (
             f"{said}, packed in {storage} (bnb_4bit_quant_storage), and {plan.name} shards weights that are packed in a float "
-            "dtype alone. Use ZeRO-2 or DDP, or take the model's version that is not quantised, with load_in_4bit."
+            "dtype alone. Use ZeRO-3, ZeRO-2 or DDP, or take the model's version that is not quantised, with load_in_4bit."
         )
     return None

@@ -59,9 +59,10 @@ def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
     if type(holder).__module__.startswith("bitsandbytes."):
-        for value in vars(holder).values():
+        for key, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
-                yield value
+                if key != "idx":  # the columns with large activations of the last micro-batch
+                    yield value
             else:
                 yield from _tensors_of(value)
 
