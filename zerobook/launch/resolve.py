@@ -206,9 +206,6 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     plan.shard = plan.world_size
     if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
-    tensor = int(environ.get("PARALLELISM_CONFIG_TP_SIZE", 1))
-    if tensor > 1:
-        plan.problems.append(f"parallelism_config.parallelism_config_tp_size: {tensor} is not supported. Set it to 1.")
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
     if plan.replicate < 1 or plan.world_size % plan.replicate:

@@ -36,6 +36,12 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _read_sizes(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    tensor = environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
+    if tensor != "1":
+        plan.problems.append(
+            f"parallelism_config.parallelism_config_tp_size: {tensor}, and tensor parallelism is not supported. Set it to 1; "
+            "accelerate_configs/zero3.yaml and fsdp.yaml shard every weight."
+        )
     for key, (kind, way, under, file) in _WAYS.items():
         size = int(environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", 1))
         where = f"parallelism_config.parallelism_config_{key}_size: {size}"
