@@ -83,7 +83,10 @@ def test_formulas_are_what_was_computed(tomorrow, capsys, flags):
     """Each is printed in a form that can be computed again."""
     found = planned(capsys, [*TWO_NODES, str(tomorrow), *flags])
     names = {"L": 32, "H": 4096, "V": 32000, "A": 4096, "K": 4096, "F": 11008}
+    assert {row["file"] for row in found["rows"] if row["memory"] is None} == {"zero3_sequence", "fsdp_context"}
     for row in found["rows"]:
+        if row["memory"] is None:
+            continue
         words, device, paper = row["formula"], row["memory"]["device"], row["paper"]
         assert worth(words["parameters"], **names) == PARAMETERS
         assert worth(words["activations"]) + worth(words["logits"]) == device["activations"]

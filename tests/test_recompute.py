@@ -144,6 +144,7 @@ def test_offload_moves_the_layers_inputs(tiny, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_offload_frees_the_gpus_memory(tiny, tmp_path):
     peaks = {}
     for mode in ("full", "offload"):
