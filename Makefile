@@ -39,6 +39,7 @@ demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out
 docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/reference.py
 	@$(BIN)/python scripts/performance.py
+	@$(BIN)/python scripts/recipes_table.py
 	@$(BIN)/python scripts/architecture.py
 	@$(BIN)/python scripts/parallelism.py
 

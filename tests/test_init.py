@@ -28,9 +28,16 @@ def first(tmp_path, capsys, monkeypatch):
 
 
 def test_files_are_those_of_the_clone(first):
-    for name, pattern in (("recipes", "*.py"), ("recipes/configs", "*"), ("accelerate_configs", "*"), ("ds_configs", "*.json")):
-        ours = {file.name: file.read_bytes() for file in (ROOT / name).glob(pattern)}
-        assert len(ours) >= 3 and {file.name: file.read_bytes() for file in (first / name).glob(pattern)} == ours
+    for name, pattern in (
+        ("recipes", "*.py"),
+        ("recipes/configs", "**/*.*"),
+        ("accelerate_configs", "*"),
+        ("ds_configs", "*.json"),
+    ):
+        ours, theirs = (
+            {file.relative_to(root / name): file.read_bytes() for file in (root / name).glob(pattern)} for root in (ROOT, first)
+        )
+        assert len(ours) >= 3 and theirs == ours
     assert (first / "README.md").exists()
 
 

@@ -70,7 +70,7 @@ def wheel(source, tmp_path_factory) -> Path:
 
 def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
     code = {file.relative_to(ROOT).as_posix() for name in ("zerobook", "recipes") for file in (ROOT / name).rglob("*.py")}
-    configs = {file.relative_to(ROOT).as_posix() for file in (ROOT / "recipes" / "configs").glob("*.yaml")}
+    configs = {file.relative_to(ROOT).as_posix() for file in (ROOT / "recipes" / "configs").rglob("*") if file.is_file()}
     strategies = {f"{name}/{file.name}" for name, pattern in SHIPPED.items() for file in (ROOT / name).glob(pattern)}
     assert len(configs) >= 4 and len(strategies) >= 21
     everything = code | configs | {"zerobook/runlog/report.html.j2"}

@@ -16,7 +16,7 @@ from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
 
-_COPIED = {"recipes": "*.py", "recipes/configs": "*.yaml", "accelerate_configs": "*.yaml", "ds_configs": "*.json"}
+_COPIED = {"recipes": "*.py", "recipes/configs": "**/*.*", "accelerate_configs": "*.yaml", "ds_configs": "*.json"}
 """Shipped folder -> pattern of the files in it"""
 _CONFIG = """\
 # LoRA on a small chat model. Every key is a flag, too; recipes/lora_finetune.py --help prints all of them.
@@ -68,7 +68,9 @@ def init(arguments: list[str]) -> int:
     for name, pattern in _COPIED.items():
         (folder / name).mkdir(parents=True)
         for file in sorted(shipped(name).glob(pattern)):
-            shutil.copyfile(file, folder / name / file.name)
+            target = folder / name / file.relative_to(shipped(name))
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
     (folder / "config.yaml").write_text(_CONFIG)
     (folder / "README.md").write_text(_README)
     say(f"wrote {folder}: recipes, strategy files, config.yaml and README.md. Name your data in config.yaml, and go on there:")

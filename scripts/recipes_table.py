@@ -1,0 +1,176 @@
+"""Plan the configs of recipes/configs/*/ on their hardware, and write docs/reference/recipes.md from their headers.
+
+usage: recipes_table.py                  write the page alone
+       recipes_table.py --plan           first plan all configs and write the line Plan of their headers; about 15 minutes
+       recipes_table.py --plan FILE...   first plan these
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zerobook.config import ConfigSources, RecipeConfig, parse
+from zerobook.plan.hardware import Cluster, cluster
+from zerobook.training.recipe_file import recipe_class
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # scripts/ is no part of the installed package
+PAGE = ROOT / "docs" / "reference" / "recipes.md"
+PRICES = {"a100-80gb": 1.50, "a10g": 1.39, "a6000": 1.99}
+"""GPU -> assumed US dollars an hour. `TEXT` names the sources."""
+SOURCE = "https://medium.com/@sourabmangrulkar/falcon-180b-finetuning-using-peft-and-deepspeed-b92643091d99"
+DATA = {
+    "databricks/databricks-dolly-15k": (15_011, 3_250_000),
+    "HuggingFaceH4/ultrachat_200k": (207_865, 286_000_000),
+    "abisee/cnn_dailymail": (287_113, 0),
+    "knkarthick/samsum": (14_732, 0),
+}
+"""Data -> training samples, and tokens where samples are packed. The tokens are assumptions: those of Llama's tokenizer."""
+METHODS = {"causal_lm": "full", "seq2seq_chatbot": "full", "lora_finetune": "LoRA"}
+TEXT = """\
+# Configs for well-known models
+
+<!-- written by scripts/recipes_table.py -->
+
+Each row is a file in [recipes/configs/](../../recipes/configs). The header has the launch line, the batch arithmetic, and the
+source of the learning rate. Models and data come from the hub.
+
+All figures of these rows are planned with [`zerobook plan`](../guides/plan.md); none was measured. Memory is the peak on one
+GPU. Time is of the optimizer steps, with every row as long as it may be: loading, evaluations and checkpoints come on top. The
+number of steps is computed with about 3.25 million tokens in dolly-15k and 286 million in UltraChat (Llama's tokenizer). The
+data of encoder-decoders is counted in samples.
+
+Prices are assumptions, in US dollars a GPU hour: {prices}. The first is of the
+[finetuning of Falcon 180B on 16 A100s]({source})
+(October 2023: 24 dollars an hour). The others are of [a price list](https://docs.runcomfy.com/about-billing), read in
+November 2026.
+
+| config | model | method | strategy | hardware | global batch | GPU memory | time | price | status |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A config in a folder of recipes/configs/, and what its header says."""
+
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return self.file.relative_to(ROOT / "recipes" / "configs").as_posix()
+
+    @cached_property
+    def header(self) -> dict[str, str]:
+        from scripts.reference import header
+
+        return header(self.file)
+
+    @property
+    def launch(self) -> list[str]:
+        """The words after ``accelerate launch``."""
+        return shlex.split(self.header["Launch"])[2:]
+
+    @property
+    def recipe(self) -> str:
+        return next(Path(word).stem for word in self.launch if word.endswith(".py"))
+
+    @property
+    def strategy(self) -> Path:
+        return ROOT / self.launch[self.launch.index("--config_file") + 1]
+
+    @property
+    def model(self) -> Path:
+        return ROOT / self.header["Model"].partition(",")[0]
+
+    @cached_property
+    def hardware(self) -> Cluster:
+        said = re.fullmatch(
+            r"(\d+) nodes? of (\d+) x ([\w-]+), (\w+) of host RAM a node(?:, (\w+) between nodes)?", self.header["Hardware"]
+        )
+        assert said, f"{self.name}: {self.header['Hardware']}"
+        nodes, gpus, gpu, host, network = said.groups()
+        return cluster(nodes=nodes, gpus=gpus, gpu=gpu, host_memory=host, interconnect=network)
+
+    def read(self, **changes: Any) -> tuple[RecipeConfig, ConfigSources]:
+        """Return the config and the sources of its values; ``changes`` are flags."""
+        flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+        kind = recipe_class(str(ROOT / "recipes" / f"{self.recipe}.py"))
+        config, sources, _ = parse(kind.config_class, ["--config", str(self.file), *flags], data=False)
+        return config, sources
+
+    def global_batch(self, config: RecipeConfig) -> int:
+        return config.per_device_train_batch_size * config.gradient_accumulation_steps * self.hardware.ranks
+
+    def steps(self, config: RecipeConfig) -> int:
+        """Return the number of optimizer steps, with the sizes of `DATA`."""
+        (data,) = config.dataset_specs()
+        samples, tokens = DATA[data.path]
+        rows = tokens / config.row_length if config.packing else samples
+        held_out = 0 if data.path in ("abisee/cnn_dailymail", "knkarthick/samsum") else config.validation_split_percentage
+        return math.ceil(rows * (1 - held_out / 100) / self.global_batch(config)) * int(config.num_train_epochs)
+
+    def plan(self) -> Any:
+        """Return the planned row of the config's own strategy file on its hardware."""
+        from zerobook.plan.job import job
+        from zerobook.plan.rows import Traced, row
+
+        config, sources = self.read(model_name_or_path=self.model)
+        kind = recipe_class(str(ROOT / "recipes" / f"{self.recipe}.py"))
+        return row(self.strategy, Traced.of(job(kind(config)), "cuda"), self.hardware, sources)
+
+    def figures(self, row: Any) -> str:
+        """Return the header's line ``Plan`` for a planned row."""
+        assert row.fits and not row.tight, f"{self.name}: {row.problems or row.over or 'it is tight'}"
+        steps, where = self.steps(self.read()[0]), self.hardware
+        hours = steps * row.time.step / 3600
+        price = hours * where.ranks * PRICES[where.device.name]
+        memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
+        return f"{memory}; {steps:,} steps of {row.time.step:.1f} s: {hours:.1f} hours, ${price:,.2f}"
+
+    def write(self, figures: str) -> None:
+        text = re.sub(r"^# Plan: .*$", lambda _: f"# Plan:      {figures}", self.file.read_text(), count=1, flags=re.M)
+        self.file.write_text(text)
+
+    def table_row(self) -> list[str]:
+        said = self.header
+        memory, _, rest = said["Plan"].partition(" a GPU; ")
+        time, _, price = rest.partition(": ")[2].partition(", ")
+        config, _ = self.read()
+        method = "QLoRA" if getattr(config, "load_in_4bit", False) else METHODS[self.recipe]
+        status = said["Status"] + (f"; published: {said['Published']}" if "Published" in said else "")
+        link = f"[{self.name}](../../recipes/configs/{self.name})"
+        return [link, str(config.model_name_or_path), method, f"`{self.strategy.stem}`", self.hardware.name,
+                str(self.global_batch(config)), memory, time, price, status]  # fmt: skip
+
+
+def files() -> list[RecipeFile]:
+    """Return the configs for well-known models, which stand in folders, one for each family."""
+    return [RecipeFile(file) for file in sorted((ROOT / "recipes" / "configs").glob("*/*.yaml"))]
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    prices = ", ".join(f"{gpu} {price:.2f}" for gpu, price in PRICES.items())
+    return TEXT.format(prices=prices, source=SOURCE) + "".join(f"| {' | '.join(file.table_row())} |\n" for file in files())
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--plan"]:
+        named = [RecipeFile(Path(name).resolve()) for name in arguments[1:]]
+        for file in named or files():
+            file.write(figures := file.figures(file.plan()))
+            print(f"{file.name}: {figures}", flush=True)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
