@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import ConfigSources, RecipeConfig, parse
+from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import ops
 from zerobook.launch.accelerate_cli import loopback_note
@@ -91,7 +92,8 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
     if plan.loads_copies and config.model_name_or_path and config.base_format is None:
-        folder = hub.folder(config.model_name_or_path, config.model_revision)
+        name = config.model_name_or_path
+        folder = embedded.converted(name) or hub.folder(name, config.model_revision)
         ranks = int(environ.get("LOCAL_WORLD_SIZE", 1))
         if warning := too_many_copies(folder, config.dtype, ranks):
             plan.notes.append(warning)

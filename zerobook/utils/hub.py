@@ -41,8 +41,12 @@ def folder(name: str, revision: str) -> Path | None:
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    file = try_to_load_from_cache(name, "config.json", revision=revision)
+    try:
+        file = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # no name of the hub, such as an embedded model's
+        return None
     return Path(file).parent if isinstance(file, str) else None
 
 
