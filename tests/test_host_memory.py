@@ -42,7 +42,10 @@ def kept() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_blocks_go_back_while_a_model_is_loaded():
     """In a process of its own, whose heap has no room left by other tests."""
-    program = "from tests.test_host_memory import *\nwith freed_blocks_returned():\n    print(kept())\nprint(kept())"
+    program = (
+        "from tests.test_host_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
+        "with freed_blocks_returned():\n    print(kept())\nprint(kept())"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     returned, usual = map(int, done.stdout.split()[-2:])
     assert returned < 20 * 2**20
