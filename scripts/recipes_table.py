@@ -133,7 +133,7 @@ class RecipeFile:
         hours = steps * row.time.step / 3600
         price = hours * where.ranks * PRICES[where.device.name]
         memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
-        return f"{memory}; {steps:,} steps of {row.time.step:.1f} s: {hours:.1f} hours, ${price:,.2f}"
+        return f"{memory}; {steps:,} steps of {row.time.step:.1f} s: {duration(hours)}, ${price:,.2f}"
 
     def write(self, figures: str) -> None:
         text = re.sub(r"^# Plan: .*$", lambda _: f"# Plan:      {figures}", self.file.read_text(), count=1, flags=re.M)
@@ -149,6 +149,10 @@ class RecipeFile:
         link = f"[{self.name}](../../recipes/configs/{self.name})"
         return [link, str(config.model_name_or_path), method, f"`{self.strategy.stem}`", self.hardware.name,
                 str(self.global_batch(config)), memory, time, price, status]  # fmt: skip
+
+
+def duration(hours: float) -> str:
+    return f"{60 * hours:.0f} minutes" if hours < 3 else f"{hours:.1f} hours"
 
 
 def files() -> list[RecipeFile]:

@@ -72,13 +72,20 @@ def test_parameters_of_flan_t5(name):
 
 
 CONFIGS = {
-    "falcon": ["7b_full_8xa100", "7b_lora_a10g", "40b_lora_8xa100", "180b_lora_8xa100", "180b_lora_2x8xa100"],
+    "falcon": ["7b_full_8xa100", "7b_lora_8xa100", "7b_lora_a10g", "40b_lora_8xa100", "180b_lora_8xa100", "180b_lora_2x8xa100"],
+    "flan_t5": ["base_a10g", "xl_8xa100", "xxl_8xa100"],
     "llama2": [
         "7b_full_8xa100", "7b_lora_8xa100", "7b_qlora_a10g", "13b_full_8xa100", "13b_lora_8xa100", "13b_qlora_a10g",
         "70b_full_2x8xa100", "70b_lora_8xa100", "70b_lora_2x8xa100", "70b_qlora_a6000",
     ],
-    "llama3": ["8b_full_8xa100", "8b_qlora_a10g", "70b_lora_8xa100"],
-    "mistral": ["7b_full_8xa100", "7b_qlora_a10g"],
+    "llama3": ["8b_full_8xa100", "8b_lora_8xa100", "8b_qlora_a10g", "70b_lora_8xa100", "70b_qlora_a100"],
+    "mistral": ["7b_full_8xa100", "7b_lora_8xa100", "7b_qlora_a10g"],
+    "mixtral": ["8x7b_lora_8xa100"],
+    "qwen2": ["0.5b_full_a10g", "7b_full_8xa100", "7b_qlora_a10g", "14b_lora_8xa100", "32b_lora_8xa100", "32b_qlora_a6000"],
+    "qwen3": [
+        "0.6b_full_a10g", "4b_lora_a10g", "8b_full_8xa100", "8b_qlora_a10g", "14b_qlora_a10g", "32b_lora_8xa100",
+    ],
+    "smollm2": ["1.7b_full_8xa100", "1.7b_lora_a10g"],
 }  # fmt: skip
 
 
