@@ -144,7 +144,8 @@ def test_same_training_as_one_process(launches, strategy, case):
     for live, name in ((one.event("run_start")["live"], "single"), (run.event("run_start")["live"], strategy)):
         assert LIVE[name].items() <= live.items(), f"{name} runs as {live}"
     assert run.event("run_start")["live"]["strategy"] == run.event("run_start")["plan"]["name"], "what was announced"
-    assert_sharded(strategy, recipe, run, processes)
+    if not (case == "ia3" and strategy.startswith("fsdp")):  # FSDP2 shards rows, and some of IA3's tensors have one row
+        assert_sharded(strategy, recipe, run, processes)
     if flags["between"]:
         assert_same_between_the_steps(run, one)
 
