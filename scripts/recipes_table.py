@@ -23,9 +23,8 @@ from zerobook.training.recipe_file import recipe_class
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # scripts/ is no part of the installed package
 PAGE = ROOT / "docs" / "reference" / "recipes.md"
-PRICES = {"a100-80gb": 1.50, "a10g": 1.39, "a6000": 1.99}
+PRICES = {"a100-80gb": 1.79, "a10g": 1.39, "a6000": 1.99}
 """GPU -> assumed US dollars an hour. `TEXT` names the sources."""
-SOURCE = "https://medium.com/@sourabmangrulkar/falcon-180b-finetuning-using-peft-and-deepspeed-b92643091d99"
 DATA = {
     "databricks/databricks-dolly-15k": (15_011, 3_250_000),
     "HuggingFaceH4/ultrachat_200k": (207_865, 286_000_000),
@@ -47,10 +46,9 @@ GPU. Time is of the optimizer steps, with every row as long as it may be: loadin
 number of steps is computed with about 3.25 million tokens in dolly-15k and 286 million in UltraChat (Llama's tokenizer). The
 data of encoder-decoders is counted in samples.
 
-Prices are assumptions, in US dollars a GPU hour: {prices}. The first is of the
-[finetuning of Falcon 180B on 16 A100s]({source})
-(October 2023: 24 dollars an hour). The others are of [a price list](https://docs.runcomfy.com/about-billing), read in
-November 2026.
+Prices are assumptions, in US dollars a GPU hour: {prices}. The first is the price on demand of RunPod's
+Secure Cloud, in [a list of November 2026](https://github.com/datareceipts/data-receipts/tree/main/109-gpu-pricing). The others
+are of [RunComfy's list](https://docs.runcomfy.com/about-billing), read in November 2026.
 
 | config | model | method | strategy | hardware | global batch | GPU memory | time | price | status |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -115,7 +113,7 @@ class RecipeFile:
         samples, tokens = DATA[data.path]
         rows = tokens / config.row_length if config.packing else samples
         held_out = 0 if data.path in ("abisee/cnn_dailymail", "knkarthick/samsum") else config.validation_split_percentage
-        return math.ceil(rows * (1 - held_out / 100) / self.global_batch(config)) * int(config.num_train_epochs)
+        return math.ceil(rows * (1 - held_out / 100) * config.num_train_epochs / self.global_batch(config))
 
     def plan(self) -> Any:
         """Return the planned row of the config's own strategy file on its hardware."""
@@ -152,7 +150,8 @@ class RecipeFile:
 
 
 def duration(hours: float) -> str:
-    return f"{60 * hours:.0f} minutes" if hours < 3 else f"{hours:.1f} hours"
+    minutes = round(60 * hours)
+    return f"{minutes} minute{'s' * (minutes != 1)}" if hours < 3 else f"{hours:.1f} hours"
 
 
 def files() -> list[RecipeFile]:
@@ -163,7 +162,7 @@ def files() -> list[RecipeFile]:
 def page() -> str:
     """Return the page as Markdown."""
     prices = ", ".join(f"{gpu} {price:.2f}" for gpu, price in PRICES.items())
-    return TEXT.format(prices=prices, source=SOURCE) + "".join(f"| {' | '.join(file.table_row())} |\n" for file in files())
+    return TEXT.format(prices=prices) + "".join(f"| {' | '.join(file.table_row())} |\n" for file in files())
 
 
 def main(arguments: list[str]) -> None:

@@ -43,7 +43,7 @@ def kept() -> int:
 def test_freed_blocks_go_back_while_a_model_is_loaded():
     """In a process of its own, whose heap has no room left by other tests."""
     program = (
-        "from tests.test_host_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
+        "from tests.test_loading_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
         "with freed_blocks_returned():\n    print(kept())\nprint(kept())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
