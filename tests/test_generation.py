@@ -34,7 +34,7 @@ ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
     barrier=lambda: None, gather=lambda value: [value], plan=SimpleNamespace(precision="no", loads_copies=False),
     inference=lambda: Strategy.inference(None),
-    once_per_node=lambda work: work(), on_main=lambda work: work(),
+    once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Tiny models of the real classes, a tokenizer and data, made once and kept under .cache/.
 
-The Llamas are trained for a moment, so that adapters on their frozen weights have something to adapt.
+The Llamas and the Mixtral are trained for a moment, so that adapters on their frozen weights have something to adapt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder() -> Path:
 
 def _make(target: Path) -> None:
     import torch
-    from transformers import BartConfig, BlenderbotConfig, FalconConfig, GPT2Config, LlamaConfig, PegasusConfig, T5Config
+    from transformers import BartConfig, BlenderbotConfig, FalconConfig, GPT2Config, LlamaConfig, MixtralConfig, PegasusConfig, T5Config
 
     tokenizer = _tokenizer()
     vocabulary = len(tokenizer)
@@ -66,6 +66,10 @@ def _make(target: Path) -> None:
             hidden_size=576, intermediate_size=64, num_hidden_layers=1, **(llama | {"vocab_size": 49152})
         ),
         "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **no_dropout, **special),
+        "mixtral": MixtralConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            num_local_experts=4, num_experts_per_tok=2, **special,
+        ),
         "falcon": FalconConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, new_decoder_architecture=False, multi_query=True,
             hidden_dropout=0.0, attention_dropout=0.0, **special,
@@ -77,7 +81,7 @@ def _make(target: Path) -> None:
         for name, config in configs.items():
             torch.manual_seed(0)
             model = kind.from_config(config)
-            if name == "llama":
+            if name in ("llama", "mixtral"):
                 _train(model, tokenizer, _chats(), epochs=2)
             if name == "wide":  # forty times slower: fewer chats
                 _train(model, tokenizer, [chat for chats in _files().values() for chat in chats], epochs=3)

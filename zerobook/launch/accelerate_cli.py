@@ -1,6 +1,6 @@
 """Settings of ``accelerate launch`` that it does not pass to its workers.
 
-It passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
+It drops the expert-parallel size, passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
 of an inline DeepSpeed section, and drops ``use_cpu`` under DeepSpeed and FSDP. They are found through its command
 line, which is that of a worker's parent process.
 """
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
+EXPERTS = "PARALLELISM_CONFIG_EP_SIZE"
+"""Variable for the expert-parallel size of the Accelerate YAML. accelerate has sizes of other kinds only, and ignores it."""
 STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
 """Variable for the Accelerate YAML that names the DeepSpeed JSON: paths in it may start beside its folder."""
 
@@ -105,6 +107,9 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     if args.config_file or Path(default_config_file).is_file():
         file = vars(load_config_from_file(args.config_file))
     environ = {}
+    experts = (file.get("parallelism_config") or {}).get("parallelism_config_ep_size")
+    if experts is not None:
+        environ[EXPERTS] = str(experts)
     for what in ("optimizer", "param"):
         key = f"offload_{what}_nvme_path"
         path = getattr(args, key) or (file.get("deepspeed_config") or {}).get(key)

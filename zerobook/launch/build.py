@@ -80,6 +80,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
 
     from zerobook.strategy import ReplicatedStrategy
     from zerobook.strategy.fsdp import FullyShardedStrategy
+    from zerobook.strategy.model_parallel import ModelParallelStrategy
     from zerobook.strategy.zero import ZeroStrategy
 
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
@@ -114,7 +115,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
 
             # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-        return FullyShardedStrategy(accelerator, plan)
+        return (ModelParallelStrategy if plan.loaded_in_parts else FullyShardedStrategy)(accelerator, plan)
     return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
 
 
@@ -137,6 +138,9 @@ def set_environment(plan: LaunchPlan) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # accelerate silently drops DeepSpeed and FSDP where this is set
         os.environ.pop("ACCELERATE_USE_CPU", None)
+    if plan.loaded_in_parts:  # transformers makes the groups, and each process reads weights from the files
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if plan.kind == "fsdp":  # these are read with a parallelism config only
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
     elif plan.kind == "deepspeed":  # accelerate computes the batch from these
@@ -185,7 +189,11 @@ def _hush(plan: LaunchPlan) -> None:
 
     transformers_logging.disable_progress_bar()
     keep_logs_plain("transformers")
+    # the order in which sharded weights are gathered for a checkpoint, under tensor parallelism
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would load from the hub for a CPU
+    # nothing changes logits in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, ops, token_split
+from zerobook.launch import deepspeed_json, model_parallel, ops, token_split
+from zerobook.launch.model_facts import model_facts
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -134,6 +135,7 @@ def resolve(
         plan.kind = "fsdp"
         _read_fsdp(plan, environ)
     token_split.read(plan, environ)
+    model_parallel.read(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
         plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
@@ -165,7 +167,9 @@ def resolve(
     if plan.deepspeed_config is not None:
         deepspeed_json.fill(plan, draft)
         deepspeed_json.check_ops(plan, hardware.missing_ops)
-    token_split.check(plan, draft)
+    facts = model_facts(draft.config)
+    token_split.check(plan, draft, facts)
+    model_parallel.check(plan, draft, facts)
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources

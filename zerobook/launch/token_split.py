@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from zerobook.config import ConfigDraft, RecipeConfig
-from zerobook.data import embedded
+from zerobook.config import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.utils import hub
 from zerobook.utils.environment import true
 
 _WAYS = {
@@ -36,12 +34,6 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _read_sizes(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    tensor = environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")
-    if tensor != "1":
-        plan.problems.append(
-            f"parallelism_config.parallelism_config_tp_size: {tensor}, and tensor parallelism is not supported. Set it to 1; "
-            "accelerate_configs/zero3.yaml and fsdp.yaml shard every weight."
-        )
     for key, (kind, way, under, file) in _WAYS.items():
         size = int(environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", 1))
         where = f"parallelism_config.parallelism_config_{key}_size: {size}"
@@ -82,8 +74,12 @@ def _check_combination(plan: LaunchPlan) -> None:
         )
 
 
-def check(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
-    """Add problems if the recipe, or the model of a local folder, cannot train on a part of each row's tokens."""
+def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | None) -> None:
+    """Add problems if the recipe, or a model whose config.json is on this machine, cannot train on a part of each row's tokens.
+
+    Args:
+        facts: the model's config.json; None if it is not on this machine.
+    """
     size, config = plan.sequence * plan.context, draft.config
     if size == 1:
         return
@@ -99,23 +95,9 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         )
     else:
         draft.set(f"{plan.name}: auto", **({"attn_implementation": "sdpa"} if config.attn_implementation == "auto" else {}))
-    facts = _facts_here(config)
     plan.problems += unfit_for_split(plan, facts) if facts else []
     multiple = 2 * size if plan.context > 1 else size
     plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
-
-
-def _facts_here(config: RecipeConfig) -> dict[str, Any] | None:
-    """Return the config.json of the model, if it is on this machine."""
-    name = config.model_name_or_path or config.initialised_from
-    try:
-        folder = (embedded.converted(name) or hub.folder(name, config.model_revision)) if name else None
-        if folder is None:
-            return None
-        found = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # no such model, or no such file: `load_config` says so
-    return found if isinstance(found, dict) else None
 
 
 def unfit_for_split(plan: LaunchPlan, facts: Mapping[str, Any], *, complete: bool = False) -> list[str]:

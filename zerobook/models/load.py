@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, keep_4bit_layout
@@ -214,7 +216,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
             "balance, or no such loss in transformers. Leave the flag out."
         )
-    if problems := unfit_for_split(strategy.plan, found.to_dict(), complete=True):
+    if problems := unfit_for_split(strategy.plan, found.to_dict(), complete=True) + unfit_for_parts(strategy.plan, found):
         raise ConfigError(problems)
     return found
 
@@ -266,7 +268,7 @@ def load_model(
         if warning := too_many_copies(hub.folder(name, revision), config.dtype, ranks):
             print(warning)
     with freed_blocks_returned():
-        model = _from_pretrained(auto_class, name, "model_name_or_path", options)
+        model = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)
     model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
     model.config.use_cache = False

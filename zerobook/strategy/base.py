@@ -45,7 +45,7 @@ class Strategy(Engine):
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         self.accelerator = accelerator
-        self.mesh = Mesh(accelerator, plan.data_parallel_size, plan.computing_the_same)
+        self.mesh = Mesh(accelerator, plan.data_parallel_size, plan.tensor)
         self.plan = plan
         # both are set by `prepare`
         self.model: nn.Module = None  # type: ignore[assignment]

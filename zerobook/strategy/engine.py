@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,8 @@ from zerobook.strategy.token_split import TokenSplit
 from zerobook.strategy.weights import parameter_groups
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from zerobook.config import RecipeConfig
 
     class FlaggedOptimizer(torch.optim.Optimizer):
@@ -45,9 +47,18 @@ class Engine(TrainingState):
         self.max_grad_norm = config.max_grad_norm
         # Trained weights are fp32, and their own masters: in half precision, small updates would round to 0.
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
         self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
+
+    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+        """Load a model as this strategy needs it before `prepare`. Collective.
+
+        Args:
+            load: calls ``from_pretrained`` with its options.
+            options: those of the recipe, with ``dtype`` and ``config``.
+        """
+        return load(options)
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the prepared model and optimizer."""
@@ -154,7 +165,8 @@ class Engine(TrainingState):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self.gradient_norm()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm or float("inf"), norm)
+        for group in self.optimizer.param_groups:
+            torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_grad_norm or float("inf"), norm)
         finite = torch.isfinite(norm)
         if self._skips_on_device:
             # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.

@@ -95,7 +95,7 @@ class FullyShardedStrategy(Strategy):
         if offset is None:
             return super()._piece(index, parameter, key)
         sharded = cast("DTensor", tensor)
-        if _is_copy(sharded):
+        if self._is_copy(sharded):
             return None
         mine = sharded.to_local()
         return offset, mine.reshape(-1) if len(offset) == 1 else mine
@@ -115,7 +115,15 @@ class FullyShardedStrategy(Strategy):
         if not hasattr(parameter.grad, "device_mesh"):
             return super()._gradient(index, parameter)
         gradient = cast("DTensor", parameter.grad)
-        return None if _is_copy(gradient) else gradient.to_local()
+        return None if self._is_copy(gradient) else gradient.to_local()
+
+    def _is_copy(self, tensor: DTensor) -> bool:
+        """Return whether another rank writes this shard: the groups of hybrid sharding hold copies of each other."""
+        mesh = tensor.device_mesh
+        return any(
+            placement.is_replicate() and mesh.get_local_rank(dimension) > 0
+            for dimension, placement in enumerate(tensor.placements)
+        )
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
@@ -123,15 +131,14 @@ class FullyShardedStrategy(Strategy):
     def describe(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-        mesh = list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)
+        mesh = self._live_mesh()
         # the root keeps weights outside of the layers gathered, whatever the file says, so it is left out
         _, *inner = self.model.modules()
         all_groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
         groups = [group for group in all_groups if group is not None]
         offload = "cpu" if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else "none"
-        name = "FSDP2" if len(mesh) == 1 else f"FSDP2 hybrid {'x'.join(map(str, mesh))}"
         context = self.token_split.size if self.token_split else 1
-        name += f" context {context}" if context > 1 else ""
+        name = f"FSDP2{self._live_groups()}" + (f" context {context}" if context > 1 else "")
         return super().describe() | {
             "strategy": name + (" (cpu offload)" if offload == "cpu" else ""),
             "wrapper": FSDPModule.__name__,
@@ -142,17 +149,21 @@ class FullyShardedStrategy(Strategy):
         }
 
 
+    def _live_mesh(self) -> list[int]:
+        """Return the sizes of the mesh of the first trained weight."""
+        return list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)
+
+    def _live_groups(self) -> str:
+        mesh = self._live_mesh()
+        return "" if len(mesh) == 1 else f" hybrid {'x'.join(map(str, mesh))}"
+
+
 def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
     """Keep fp16's loss scale in host memory, as offloaded gradients are.
 
     From the GPU, torch would copy it without waiting, and could multiply gradients before it has arrived.
     """
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-
-
-def _is_copy(tensor: DTensor) -> bool:
-    """Return whether other ranks write this shard: under hybrid sharding, all groups of ranks hold the same."""
-    return tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_local_rank(0) > 0
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:

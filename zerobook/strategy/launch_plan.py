@@ -25,7 +25,7 @@ class LaunchPlan:
     sequence: int = 1  # processes that share the tokens of a sample, by DeepSpeed-Ulysses
     context: int = 1  # processes that share the tokens of a sample, by FSDP2's context parallelism
     tensor: int = 1  # processes that share every weight matrix, and compute the same samples
-    experts: int = 1  # processes that share the experts of each layer, and compute the same samples
+    experts: int = 1  # processes that share the experts of each layer, and compute different samples
     optimizer: str = "adamw"  # as --optimizer says
     host_threads: int | None = None  # per process, for an optimizer in host memory; None keeps the environment's setting
     config_file: str | None = None
@@ -48,23 +48,25 @@ class LaunchPlan:
             offload = " (cpu offload)" if self.offload_param != "none" else ""
             groups = f" hybrid {self.replicate}x{self.shard}" if self.replicate > 1 else ""
             groups += f" context {self.context}" if self.context > 1 else ""
+            groups += f" tensor {self.tensor}" if self.tensor > 1 else ""
+            groups += f" experts {self.experts}" if self.experts > 1 else ""
             return f"FSDP2{groups}{offload}"
         return {"single": "one process", "ddp": "DDP"}[self.kind]
 
     @property
     def data_parallel_size(self) -> int:
         """Groups of processes that read different samples."""
-        return self.world_size // (self.sequence * self.context * self.computing_the_same)
+        return self.world_size // (self.sequence * self.context * self.tensor)
 
     @property
     def loads_copies(self) -> bool:
         """Each process loads a copy of the weights; ZeRO-3 shards them while they are loaded."""
-        return self.zero_stage != 3
+        return self.zero_stage != 3 and not self.loaded_in_parts
 
     @property
-    def computing_the_same(self) -> int:
-        """Processes that compute the same losses of the same samples, each with its part of the weights."""
-        return max(self.tensor, self.experts)
+    def loaded_in_parts(self) -> bool:
+        """Each process reads its part of the weights from the files: tensor and expert parallelism."""
+        return self.tensor > 1 or self.experts > 1
 
     @property
     def line(self) -> str:

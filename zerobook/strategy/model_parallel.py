@@ -1,0 +1,92 @@
+"""Tensor and expert parallelism, with FSDP2 over the other processes, as transformers distributes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from zerobook.strategy.fsdp import FullyShardedStrategy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from transformers import PreTrainedModel
+
+_TENSOR = "tp"
+"""The dimension of transformers' mesh that tensor parallelism divides weights over."""
+
+
+class ModelParallelStrategy(FullyShardedStrategy):
+    """Weights whose parts stay with their processes while they compute.
+
+    Under tensor parallelism, the processes of a group hold parts of every weight matrix, and exchange activations. They compute
+    the same samples. Under expert parallelism, they hold whole experts, and exchange tokens. They compute different samples.
+    transformers reads each process's parts from the files, and shards them with FSDP2 over the processes that compute
+    different samples. accelerate takes no part in it: its own way does not work with transformers 5.23.
+    """
+
+    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+        from transformers.distributed import DistributedConfig
+
+        plan = self.plan
+        sizes = {"tp_size": plan.tensor, "ep_size": plan.experts, "fsdp_size": plan.shard}
+        half = plan.precision == "bf16"
+        # Weights are trained in fp32. They are loaded so, since they cannot be cast once they are sharded.
+        distributed = {"dtype": torch.float32, "distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=half)}
+        model = load(options | distributed)
+        model.config.dtype = options["config"].dtype if options["dtype"] == "auto" else options["dtype"]
+        del model.config.distributed_config  # save_pretrained would gather weights that it is given whole
+        if plan.device == "cpu":
+            model._apply(torch.clone)  # parts are views of tensors in the mapped file, if they have its dtype
+        if plan.shard == 1:
+            self._shard_alone(model, half=half)
+        return model
+
+    def _shard_alone(self, model: PreTrainedModel, *, half: bool) -> None:
+        """Put the model under FSDP2 on this process alone, which casts weights to bf16 and collects gradients in fp32."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        mesh = model._mesh_manager.get_mesh("fsdp")
+        for module in model.modules():
+            if type(module).__name__ in (model._no_split_modules or ()):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    def _remember(self, model: nn.Module) -> None:
+        super()._remember(model)
+        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, cast("PreTrainedModel", model).config.dtype)
+
+    def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+        """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
+        groups: list[dict[str, Any]] = []
+        for group in super()._groups(model, weight_decay):
+            by_mesh: dict[Any, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                by_mesh.setdefault(cast("DTensor", parameter).device_mesh, []).append(parameter)
+            groups += [{**group, "params": parameters} for parameters in by_mesh.values()]
+        return groups
+
+    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        register_fsdp_forward_method(model, "generate")
+        return model, self.accelerator.prepare_optimizer(optimizer)
+
+    def _is_copy(self, tensor: DTensor) -> bool:
+        # The processes of a tensor-parallel group hold copies of weights that are not divided, such as norm gains.
+        divided = _TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+        return super()._is_copy(tensor) or (not divided and self.mesh.rank % self.plan.tensor > 0)
+
+    def _live_groups(self) -> str:
+        meshes = [cast("DTensor", parameter).device_mesh for _, parameter in self.trainable()]
+        sizes = {
+            name: mesh.size(dimension)
+            for mesh in meshes
+            for dimension, name in enumerate(mesh.mesh_dim_names or ())
+            if mesh.ndim > 1
+        }
+        named = {"tensor": sizes.get(_TENSOR, 1), "experts": sizes.get("ep", 1)}
+        return "".join(f" {name} {size}" for name, size in named.items() if size > 1)
