@@ -34,4 +34,7 @@ def planned_rows(recipe: str, model: str, where, files=None, **flags) -> tuple[T
     return traced, {made.file: made for made in rank([row(file, traced, where, sources) for file in chosen])}
 
 
+UNPLANNED = {"zero3_sequence", "fsdp_context", "fsdp_tensor", "fsdp_experts"}
+"""Strategy files that the planner has no figures for."""
+
 HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation_checkpointing": True}

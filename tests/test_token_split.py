@@ -187,12 +187,3 @@ def test_the_planner_gives_no_figures_for_split_rows():
     rows = rows_of("causal_lm", "llama2_70b", cluster(gpus="8", gpu="a100-80gb"), ("zero3_sequence", "fsdp_context"))
     for made in rows.values():
         assert made.untraced and made.memory is None and not made.fits and "are not computed" in made.problems[0]
-
-
-@pytest.mark.parametrize("size", ["2", "0"])
-def test_tensor_parallelism_is_refused_under_every_strategy(tmp_path, size):
-    fsdp = {key: value for key, value in CONTEXT.items() if key != "PARALLELISM_CONFIG_CP_SIZE"}
-    for environ in (WORKER | SIZES, SIZES, fsdp, deepspeed(tmp_path) | SIZES):
-        (problem,) = plan_for(environ | {"PARALLELISM_CONFIG_TP_SIZE": size})[0].problems
-        assert f"tp_size: {size}" in problem
-        assert not plan_for(environ | {"PARALLELISM_CONFIG_TP_SIZE": "1"})[0].problems

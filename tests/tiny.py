@@ -40,7 +40,16 @@ def folder() -> Path:
 
 def _make(target: Path) -> None:
     import torch
-    from transformers import BartConfig, BlenderbotConfig, FalconConfig, GPT2Config, LlamaConfig, MixtralConfig, PegasusConfig, T5Config
+    from transformers import (
+        BartConfig,
+        BlenderbotConfig,
+        FalconConfig,
+        GPT2Config,
+        LlamaConfig,
+        MixtralConfig,
+        PegasusConfig,
+        T5Config,
+    )
 
     tokenizer = _tokenizer()
     vocabulary = len(tokenizer)

@@ -120,7 +120,7 @@ def test_half_precision_keeps_fp32_masters_and_saves_the_loaded_dtype(tiny, tmp_
     AutoTokenizer.from_pretrained(tiny / model).save_pretrained(tmp_path / "half")
     flags = dict(
         model_name_or_path=tmp_path / "half", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
-        max_train_steps=6, learning_rate=3e-3, mixed_precision="bf16", save_steps=6,
+        max_train_steps=6, learning_rate=3e-3, mixed_precision="bf16", save_steps=6, dtype="auto",
     )  # fmt: skip
     run = launch(strategy, 2, "causal_lm", tmp_path / "run",
                  per_device_train_batch_size=4 if strategy == "fsdp_tensor" else 2, **flags)  # fmt: skip

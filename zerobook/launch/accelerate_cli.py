@@ -1,8 +1,8 @@
 """Settings of ``accelerate launch`` that it does not pass to its workers.
 
-It drops the expert-parallel size, passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, drops the NVMe paths
-of an inline DeepSpeed section, and drops ``use_cpu`` under DeepSpeed and FSDP. They are found through its command
-line, which is that of a worker's parent process.
+It passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, and drops the NVMe paths of an inline
+DeepSpeed section, ``use_cpu`` under DeepSpeed and FSDP, and the expert-parallel size. They are found through its command line,
+which is that of a worker's parent process.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
         )
     if plan.precision == "fp16":
         plan.problems.append(
-            f"mixed_precision: fp16 (from {plan.precision_source}) is not supported under {plan.name}: torch scales gradients of "
-            "one kind of sharding only. Use bf16 or no."
+            f"mixed_precision: fp16 (from {plan.precision_source}) is not supported under {plan.name}: torch unscales "
+            "gradients of one kind of sharding only. Use bf16 or no."
         )
     if facts:
         plan.problems += _indivisible(plan, facts)
@@ -112,8 +112,9 @@ def unfit_for_parts(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
     from transformers import __version__
 
     text = config.get_text_config(decoder=True)
-    key, styles = ("tp", text.base_model_tp_plan) if plan.tensor > 1 else ("ep", text.base_model_ep_plan)
-    packed = sorted(name for name, style in (styles or {}).items() if key == "tp" and style.startswith("packed"))
+    key = "tp" if plan.tensor > 1 else "ep"
+    styles: dict[str, str] = getattr(text, f"base_model_{key}_plan") or {}
+    packed = sorted(name for name, style in styles.items() if key == "tp" and style.startswith("packed"))
     if not styles:
         problems.append(
             f"model: transformers {__version__} has no base_model_{key}_plan for {config.model_type} models, by which "

@@ -18,8 +18,8 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.model_parallel import unfit_for_parts
+from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, keep_4bit_layout
@@ -268,7 +268,7 @@ def load_model(
         if warning := too_many_copies(hub.folder(name, revision), config.dtype, ranks):
             print(warning)
     with freed_blocks_returned():
-        model = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)
+        model: Any = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)
     model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
     model.config.use_cache = False

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
+from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.models.quantise import check_base
@@ -184,6 +185,8 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
 
 def unplanned(plan: LaunchPlan) -> str | None:
     """Return why no figures are computed for a strategy that could run; None where they are."""
+    if plan.loaded_in_parts:
+        return "the memory and the traffic of layers whose parts stay with their processes are not computed"
     if plan.sequence * plan.context == 1:
         return None
     like = "zero3" if plan.zero_stage == 3 else "fsdp" if plan.kind == "fsdp" else f"zero{plan.zero_stage}"
@@ -203,6 +206,8 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         return Row(file=file.stem, name=file.stem, problems=error.problems)
     if plan.problems:
         return Row(file=file.stem, name=plan.name, problems=plan.problems)
+    if unfit := unfit_for_parts(plan, job.model_config):
+        return Row(file=file.stem, name=plan.name, problems=unfit)
     if why := unplanned(plan):
         return Row(file=file.stem, name=plan.name, untraced=True, problems=[why])
     accumulation = config.gradient_accumulation_steps

@@ -148,7 +148,6 @@ class FullyShardedStrategy(Strategy):
             "reshard_after_forward": any(group._reshard_after_forward for group in groups),
         }
 
-
     def _live_mesh(self) -> list[int]:
         """Return the sizes of the mesh of the first trained weight."""
         return list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)

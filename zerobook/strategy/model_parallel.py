@@ -13,6 +13,7 @@ from zerobook.strategy.fsdp import FullyShardedStrategy
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
+    from transformers.distributed.utils import TransformersDeviceMesh
 
 _TENSOR = "tp"
 """The dimension of transformers' mesh that tensor parallelism divides weights over."""
@@ -31,11 +32,10 @@ class ModelParallelStrategy(FullyShardedStrategy):
         from transformers.distributed import DistributedConfig
 
         plan = self.plan
-        sizes = {"tp_size": plan.tensor, "ep_size": plan.experts, "fsdp_size": plan.shard}
         half = plan.precision == "bf16"
+        parts = DistributedConfig(tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=half)
         # Weights are trained in fp32. They are loaded so, since they cannot be cast once they are sharded.
-        distributed = {"dtype": torch.float32, "distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=half)}
-        model = load(options | distributed)
+        model = load(options | {"dtype": torch.float32, "distributed_config": parts})
         model.config.dtype = options["config"].dtype if options["dtype"] == "auto" else options["dtype"]
         del model.config.distributed_config  # save_pretrained would gather weights that it is given whole
         if plan.device == "cpu":
@@ -49,7 +49,7 @@ class ModelParallelStrategy(FullyShardedStrategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-        mesh = model._mesh_manager.get_mesh("fsdp")
+        mesh = cast("TransformersDeviceMesh", model._mesh_manager).get_mesh("fsdp")
         for module in model.modules():
             if type(module).__name__ in (model._no_split_modules or ()):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -57,7 +57,8 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _remember(self, model: nn.Module) -> None:
         super()._remember(model)
-        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, cast("PreTrainedModel", model).config.dtype)
+        asked = cast("torch.dtype", cast("PreTrainedModel", model).config.dtype)
+        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, asked)
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
