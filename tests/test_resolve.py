@@ -166,7 +166,8 @@ def test_every_shipped_file_resolves_on_a_laptop_and_on_eight_gpus(file, hardwar
     assert plan.kind == {"single": "single", "ddp": "ddp"}.get(stem, "deepspeed" if stem.startswith("zero") else "fsdp")
     assert plan.zero_stage == (int(stem[4]) if stem.startswith("zero") else None)
     if plan.kind == "fsdp":
-        assert (plan.replicate, plan.shard) == ((2, processes // 2) if stem == "fsdp_hybrid" else (1, processes))
+        groups = {"fsdp_hybrid": (2, processes // 2), "fsdp_tensor": (1, processes // 2)}
+        assert (plan.replicate, plan.shard) == groups.get(stem, (1, processes))
     assert ("offload" in stem or "nvme" in stem) == (plan.offload_optimizer != "none")
     text = json.dumps(plan.deepspeed_config or {})
     assert '"enabled": "auto"' not in text and '"nvme_path": "auto"' not in text
