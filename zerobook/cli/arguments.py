@@ -1,8 +1,12 @@
-"""Types of flags that several commands take."""
+"""Flags, and types of flags, that several commands take."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerobook.plan.hardware import Cluster
 
 
 def positive(text: str) -> int:
@@ -11,3 +15,27 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe a cluster. `described` reads them."""
+    from zerobook.plan.hardware import DEVICES
+
+    parser.add_argument("--gpus", help="GPUs of a node (default 1)")
+    parser.add_argument("--nodes", help="nodes (default 1)")
+    parser.add_argument("--gpu", help=f"GPU model: {', '.join(DEVICES)} (default a100-80gb)")
+    parser.add_argument("--gpu_memory", help="memory of one GPU, such as 80GB")
+    parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
+    parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
+    parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
+    parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
+
+
+def described(asked: argparse.Namespace) -> Cluster:
+    """Return the cluster that the flags of `add_hardware` describe. Raises `ConfigError` for values that make no sense."""
+    from zerobook.plan.hardware import cluster
+
+    return cluster(
+        gpus=asked.gpus or "1", nodes=asked.nodes or "1", gpu=asked.gpu, gpu_memory=asked.gpu_memory,
+        host_memory=asked.host_memory, disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ commands:
   init        a folder to work in: recipes, strategy files and a config to start from
   doctor      how a strategy file is resolved on this machine, and every conflict in it
   plan        memory, traffic and time of a run under every strategy file, before it is started
+  recipe      a config and a launch line for a model on your GPUs, chosen by the planner
   data        prepare a recipe's data ahead, and look at it
   checkpoint  what a run has saved, whether it is whole, and what is kept
   runlog      what happened to a run, why, and what it cost; the logbook
@@ -28,6 +29,7 @@ COMMANDS = {
     "init": ("zerobook.cli.init", "init"),
     "doctor": ("zerobook.cli.doctor", "doctor"),
     "plan": ("zerobook.cli.plan", "plan"),
+    "recipe": ("zerobook.cli.recipe", "recipe"),
     "data": ("zerobook.cli.data", "data"),
     "checkpoint": ("zerobook.cli.checkpoint", "checkpoint"),
     "runlog": ("zerobook.cli.runlog", "runlog"),

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobook.cli.arguments import add_hardware, described
 from zerobook.errors import ConfigError
 from zerobook.plan import table
-from zerobook.plan.hardware import DEVICES, Cluster, cluster, known, nearest
+from zerobook.plan.hardware import Cluster, known, nearest
 from zerobook.training.recipe_file import RUNS
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import console, say
@@ -43,14 +44,7 @@ def plan(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--gpus", default=None, help="GPUs of a node (default 1)")
-    parser.add_argument("--nodes", help="nodes (default 1)")
-    parser.add_argument("--gpu", help=f"GPU model: {', '.join(DEVICES)} (default a100-80gb)")
-    parser.add_argument("--gpu_memory", help="memory of one GPU, such as 80GB")
-    parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
-    parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
-    parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
-    parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
+    add_hardware(parser)
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
     parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
@@ -65,10 +59,7 @@ def plan(argv: list[str]) -> int:
     place = next((i for i, token in enumerate(argv) if not token.startswith("-") and _stands_alone(argv, i)), len(argv))
     asked = parser.parse_args(argv[:place])
     _check(asked, parser, argv[place:])
-    where = here(asked.gpus) if asked.here else cluster(
-        gpus=asked.gpus or "1", nodes=asked.nodes or "1", gpu=asked.gpu, gpu_memory=asked.gpu_memory,
-        host_memory=asked.host_memory, disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
-    )  # fmt: skip
+    where = here(asked.gpus) if asked.here else described(asked)
     if asked.formulas:
         if asked.parameters is None:
             raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
@@ -233,21 +224,11 @@ def _files(chosen: str | None) -> list[Path]:
 
 
 def _rows(recipe: Recipe[Any], sources: ConfigSources, where: Cluster, chosen: str | None) -> tuple[Traced, list[Row]]:
-    from zerobook.plan.job import job
-    from zerobook.plan.rows import Traced, rank, row
+    from zerobook.plan.rows import planned
     from zerobook.utils.bars import tqdm
 
-    made = job(recipe)
-    encoder_decoder = bool(made.model_config.is_encoder_decoder)
-    if encoder_decoder != recipe.encoder_decoder:
-        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if encoder_decoder else ("no encoder-decoder", "causal_lm")
-        raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
-    traced = Traced.of(made, "cpu" if where.cpu else "cuda")
     bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
-    rows = rank([row(file, traced, where, sources) for file in bar])
-    if traced.untraced is not None:
-        raise traced.untraced
-    return traced, rows
+    return planned(recipe, sources, where, bar)
 
 
 def _plan(

@@ -84,9 +84,9 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
     for step, change in _ladder(traced, where):
         if step is not None and not tried(step, change):
             continue
-        fitting = [row for row in rows if row.fits and not _offloads(row)]
+        fitting = [row for row in rows if row.fits and not offloads(row)]
         if fitting:
-            best = _choose(traced, fitting, where, reasons)
+            best = preferred(traced, fitting, where, reasons)
             if step is not None:
                 reasons.append((step, f"without it, or offload, nothing fits {where.name}"))
             if recipe is not None or "adapter" in flags:
@@ -101,7 +101,7 @@ def recommend(traced: Traced, rows: list[Row], where: Cluster, replan: Replan) -
     if offloading:
         reasons.append(("offload last", "nothing fits without it; accumulation was tried before it, since it costs less"))
         return Advice(offloading[0], flags, recipe, reasons + list(_about(offloading[0], traced.job.config, where)))
-    reasons.append(("nothing fits", _nearest(rows)))
+    reasons.append(("nothing fits", nearest_to_fitting(rows)))
     return Advice(None, flags, recipe, reasons)
 
 
@@ -112,10 +112,10 @@ def _evaluation_is_too_large(rows: list[Row]) -> bool:
 
 def _lacks_another_thing(row: Row) -> bool:
     """Return whether the row fits the GPU without offload, but exceeds the host RAM or the disk."""
-    return bool(row.over) and not any(words.startswith("GPU memory") for words in row.over) and not _offloads(row)
+    return bool(row.over) and not any(words.startswith("GPU memory") for words in row.over) and not offloads(row)
 
 
-def _nearest(rows: list[Row]) -> str:
+def nearest_to_fitting(rows: list[Row]) -> str:
     """Return what the row that is nearest to fitting lacks."""
     able = [row for row in rows if row.memory is not None]
     if not able:
@@ -175,7 +175,7 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
         yield "QLoRA, where the strategy supports a quantised base", adapters | {"load_in_4bit": True}
 
 
-def _choose(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
+def preferred(traced: Traced, fitting: list[Row], where: Cluster, reasons: list[tuple[str, str]]) -> Row:
     """Return the fastest row, unless a rule knows an effect that the roofline does not include."""
     slow = where.network is not None and where.network < SLOW_NETWORK
     best = fitting[0]
@@ -225,5 +225,6 @@ def _about(best: Row, config: RecipeConfig, where: Cluster) -> Iterator[tuple[st
     )
 
 
-def _offloads(row: Row) -> bool:
+def offloads(row: Row) -> bool:
+    """Return whether the strategy keeps weights or optimizer state outside of the GPU."""
     return row.spread is not None and (row.spread.offload_optimizer != "none" or row.spread.offload_param != "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from zerobook.models.quantise import check_base
 from zerobook.plan.gather_schedule import gathered
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job, NoClass
+from zerobook.plan.job import job as job_of
 from zerobook.plan.literature import Paper, paper
 from zerobook.plan.memory import Memory, memory
 from zerobook.plan.roofline import Time, time
@@ -313,6 +314,25 @@ def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
 """Strategy files, the simplest first. Where rates differ by less than about a twentieth, the simpler file comes first,
 unless it is tight."""
+
+
+def planned(recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, files: Iterable[Path]) -> tuple[Traced, list[Row]]:
+    """Return the traced job of a recipe, and the rows of the strategy files, the best first.
+
+    Raises:
+        ConfigError: the recipe does not train such a model.
+        NoClass: its class cannot be built, or its step cannot be traced.
+    """
+    made = job_of(recipe)
+    encoder_decoder = bool(made.model_config.is_encoder_decoder)
+    if encoder_decoder != recipe.encoder_decoder:
+        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if encoder_decoder else ("no encoder-decoder", "causal_lm")
+        raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
+    traced = Traced.of(made, "cpu" if cluster.cpu else "cuda")
+    rows = rank([row(file, traced, cluster, sources) for file in files])
+    if traced.untraced is not None:
+        raise traced.untraced
+    return traced, rows
 
 
 def rank(rows: Sequence[Row]) -> list[Row]:
