@@ -15,7 +15,7 @@ from tests.distributed.test_parity import largest_difference
 from tests.harness import ROOT, launch
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
-from zerobook.models.quantise import check_base, int8, nf4
+from zerobook.models.quantise import check_base, check_layers, int8, nf4
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import job
 from zerobook.plan.rows import Traced, row
@@ -98,6 +98,23 @@ def test_the_planner_knows_a_model_that_is_quantised_already(quantised, tiny):
 def test_a_base_has_one_format():
     config = LoraConfig(model_name_or_path="x", dataset_name="x", load_in_4bit=True, load_in_8bit=True)
     assert any(p.startswith("load_in_8bit: ") and "load_in_4bit" in p for p in config.problems())
+
+
+@pytest.mark.parametrize("flag", ["load_in_4bit", "load_in_8bit"])
+def test_a_model_none_of_whose_layers_is_quantised_is_refused(tiny, flag):
+    """transformers leaves Falcon's own linear layers as they are; if it no longer does, the refusal can go."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(**{flag: True})
+    model = AutoModelForCausalLM.from_pretrained(tiny / "falcon", quantization_config=config)
+    assert not [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
+    base = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}[flag]
+    with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
+        check_layers(model, base)
+    with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
+        job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "falcon"), dataset_name="x", **{flag: True}))).weights()
+    for name in ("llama", "gpt2"):
+        check_layers(AutoModelForCausalLM.from_pretrained(tiny / name, quantization_config=config), base)
 
 
 WHOLE = 0.57

@@ -22,7 +22,7 @@ from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
-from zerobook.models.quantise import check_base, keep_4bit_layout
+from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
@@ -269,6 +269,8 @@ def load_model(
             print(warning)
     with freed_blocks_returned():
         model: Any = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)
+    if quantization is not None and config.base_format is not None:
+        check_layers(model, config.base_format)
     model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
     model.config.use_cache = False

@@ -10,7 +10,7 @@ from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import BitsAndBytesConfig, PreTrainedConfig
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
     from zerobook.config import RecipeConfig
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -83,6 +83,30 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
     problem = refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
     if problem is not None:
         raise ConfigError(problem)
+
+
+def check_layers(model: PreTrainedModel, base: str) -> None:
+    """Check that a model has layers that transformers quantises, before or after it has done so.
+
+    Raises:
+        ConfigError: all its layers are of classes of their own, as Falcon's are; the base would silently stay whole.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        quantised = type(module).__module__.startswith("bitsandbytes.")
+        if module is not head and (quantised or type(module) is nn.Linear or isinstance(module, Conv1D)):
+            return
+    layers = sorted(
+        {type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
+    )
+    flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[base]
+    raise ConfigError(
+        f"{flag}: transformers quantises torch.nn.Linear alone, and the layers of {type(model).__name__} are {', '.join(layers)}: "
+        "nothing would be quantised. Remove the flag, and shard the base with accelerate_configs/zero3.yaml or fsdp.yaml."
+    )
 
 
 def keep_4bit_layout(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.models import recompute
 from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers
-from zerobook.models.quantise import base_of
+from zerobook.models.quantise import base_of, check_layers
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
@@ -114,6 +114,7 @@ class Job:
             recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
             base = self.config.base_format or base_of(self.model_config)
             if base is not None:
+                check_layers(model, base)
                 _quantise(model, base, compute_dtype(precision))
             model = self.recipe.adapt(model)
             for parameter in model.parameters():
