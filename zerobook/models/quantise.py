@@ -99,13 +99,11 @@ def check_layers(model: PreTrainedModel, base: str) -> None:
         quantised = type(module).__module__.startswith("bitsandbytes.")
         if module is not head and (quantised or type(module) is nn.Linear or isinstance(module, Conv1D)):
             return
-    layers = sorted(
-        {type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
-    )
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
     flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[base]
     raise ConfigError(
-        f"{flag}: transformers quantises torch.nn.Linear alone, and the layers of {type(model).__name__} are {', '.join(layers)}: "
-        "nothing would be quantised. Remove the flag, and shard the base with accelerate_configs/zero3.yaml or fsdp.yaml."
+        f"{flag}: transformers quantises torch.nn.Linear alone, and the layers of {type(model).__name__} are "
+        f"{', '.join(sorted(layers))}: nothing would be quantised. Remove the flag, and shard the base with accelerate_configs/zero3.yaml or fsdp.yaml."
     )
 
 

@@ -87,7 +87,12 @@ def choose(
     tried: list[str] = []
     for name in methods:
         search = _Search(model, model_config, where, name, per_rank, length, data, progress)
-        found = search.best(offload=name == methods[-1])
+        try:
+            found = search.best(offload=name == methods[-1])
+        except ConfigError as error:  # such as a model whose layers are not quantised
+            if name == methods[0]:
+                raise
+            found, search.lacking = None, error.problems[0]
         if found is not None:
             others = [(WORDS[name], "; ".join(tried))] if tried else []
             return Choice(name, search.recipe, *found, search.source, others + search.reasons)
