@@ -103,7 +103,8 @@ def check_layers(model: PreTrainedModel, base: str) -> None:
     flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[base]
     raise ConfigError(
         f"{flag}: transformers quantises torch.nn.Linear alone, and the layers of {type(model).__name__} are "
-        f"{', '.join(sorted(layers))}: nothing would be quantised. Remove the flag, and shard the base with accelerate_configs/zero3.yaml or fsdp.yaml."
+        f"{', '.join(sorted(layers))}: nothing would be quantised. Remove the flag, and shard the base with "
+        "accelerate_configs/zero3.yaml or fsdp.yaml."
     )
 
 
