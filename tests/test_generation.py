@@ -30,9 +30,10 @@ from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
 
 MODELS = ["blenderbot", "bart", "pegasus", "t5"]
+PLAN = SimpleNamespace(precision="no", copies_at_load=lambda processes: 0)
 ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
-    barrier=lambda: None, gather=lambda value: [value], plan=SimpleNamespace(precision="no", loads_copies=False),
+    barrier=lambda: None, gather=lambda value: [value], plan=PLAN,
     inference=lambda: Strategy.inference(None),
     once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options),
 )  # fmt: skip

@@ -28,10 +28,10 @@ LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2}
 def test_sizes_are_read():
     plan, _ = plan_for(TENSOR | {"WORLD_SIZE": "8"}, A100)
     assert not plan.problems and (plan.tensor, plan.shard, plan.data_parallel_size) == (2, 4, 4)
-    assert plan.name == "FSDP2 tensor 2" and not plan.loads_copies
+    assert plan.name == "FSDP2 tensor 2" and not plan.copies_at_load(8)
     plan, _ = plan_for(EXPERTS | {"WORLD_SIZE": "8"}, A100)
     assert not plan.problems and (plan.experts, plan.shard, plan.data_parallel_size) == (2, 8, 8)
-    assert plan.name == "FSDP2 experts 2" and not plan.loads_copies
+    assert plan.name == "FSDP2 experts 2" and not plan.copies_at_load(8)
 
 
 def test_the_shipped_files_say_the_sizes_to_a_launch_and_to_doctor():

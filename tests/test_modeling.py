@@ -37,10 +37,13 @@ SMALL = {
 """Architectures without SDPA, and with tables of positions of their own, as small as they go."""
 
 
+PLAN = SimpleNamespace(precision="no", copies_at_load=lambda processes: 0)
+
+
 def alone(**more):
     return SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
-        plan=SimpleNamespace(precision="no", loads_copies=False), initialising_whole=lambda: Strategy.initialising_whole(None),
+        plan=PLAN, initialising_whole=lambda: Strategy.initialising_whole(None),
         once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options), **more,
     )  # fmt: skip
 

@@ -41,9 +41,9 @@ def large(tiny, tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_ranks_together_hold_while_loading_what_is_planned(strategy, large, tiny, tmp_path):
-    """W is the weights in fp32, which they are trained in. ZeRO-3 shards while loading, FSDP2 afterwards.
+    """W is the weights in fp32, which they are trained in. ZeRO-3 shards while loading. Under FSDP2, rank 0 alone loads.
 
     On a CPU, ZeRO-3's prepare also makes its masters and gradients, which are there afterwards too.
     """
@@ -57,12 +57,10 @@ def test_ranks_together_hold_while_loading_what_is_planned(strategy, large, tiny
     found, whole = json.loads(report.read_text()), sum(sizes)
     load, prepare, after = found["load"]["peak"], found["prepare"]["peak"], found["prepare"]["after"]
     kind = "fsdp" if strategy == "fsdp" else "deepspeed"
-    spread = ShardingSpec(kind=kind, name=strategy, ranks=RANKS, node=RANKS, stage=3)
+    spread = ShardingSpec(kind=kind, name=strategy, ranks=RANKS, node=RANKS, stage=3, rank_0_loads=kind == "fsdp")
     planned = at_load(whole, max(sizes), spread, RANKS)
     record("host", strategy=strategy, weights=whole, load=load, prepare=prepare, after=after, planned=planned)
     assert planned == pytest.approx(load, rel=0.15)
-    if strategy == "zero3":
-        assert load < 1.3 * whole
-        assert prepare < after + 0.2 * whole
-    else:
-        assert after < 1.5 * whole
+    assert load < 1.3 * whole
+    assert prepare < after + 0.2 * whole
+    assert strategy == "zero3" or after < 1.5 * whole

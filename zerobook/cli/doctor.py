@@ -91,11 +91,11 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     plan, config, sources = resolve(environ, hardware, config, sources, precision)
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
-    if plan.loads_copies and config.model_name_or_path and config.base_format is None:
+    if config.model_name_or_path and config.base_format is None:
         name = config.model_name_or_path
         folder = embedded.converted(name) or hub.folder(name, config.model_revision)
-        ranks = int(environ.get("LOCAL_WORLD_SIZE", 1))
-        if warning := too_many_copies(folder, config.dtype, ranks):
+        copies = plan.copies_at_load(int(environ.get("LOCAL_WORLD_SIZE", 1)))
+        if warning := too_many_copies(folder, config.dtype, copies):
             plan.notes.append(warning)
     return plan, problems, config, sources
 

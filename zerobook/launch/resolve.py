@@ -207,6 +207,7 @@ def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
     plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
+    plan.rank_0_loads = true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
     plan.shard = plan.world_size
     if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return

@@ -263,9 +263,9 @@ def load_model(
         options["quantization_config"] = quantization
     if config.device_map:
         options["device_map"] = config.device_map
-    if strategy.is_main and quantization is None and strategy.plan.loads_copies:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if warning := too_many_copies(hub.folder(name, revision), config.dtype, ranks):
+    if strategy.is_main and quantization is None:
+        copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if warning := too_many_copies(hub.folder(name, revision), config.dtype, copies):
             print(warning)
     with freed_blocks_returned():
         model: Any = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)

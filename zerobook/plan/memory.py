@@ -88,7 +88,9 @@ def memory(
     return Memory(
         device=moments[when],
         when=when,
-        host_at_load=at_load(whole, max(w.numel * w.element for w in weights), spread, gpus_per_node),
+        host_at_load=at_load(
+            whole, max(w.numel * w.element for w in weights), spread, gpus_per_node, quantised=any(w.scales for w in weights)
+        ),
         host=(on_host + trace.host) * gpus_per_node,
         disk=held.disk * gpus_per_node,
         moments={name: sum(parts.values()) for name, parts in moments.items()},
@@ -170,15 +172,17 @@ def _pinned(groups: Groups, spread: ShardingSpec) -> int:
     return nvme_buffers(groups, spread)
 
 
-def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int) -> int:
+def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int, *, quantised: bool = False) -> int:
     """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded and sharded.
 
-    Each rank loads a copy, except under ZeRO-3: there the ranks of a node hold one as shards, and each of them the weight that
-    is being sharded. FSDP2 shards after loading, and transformers reads the weights on every rank.
+    Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one as shards, and each of
+    them the weight that is being sharded. Under FSDP2, rank 0 holds the copy, and the other ranks get their shards from it.
+    But every rank loads and quantises a base that is quantised while it is loaded.
 
     Args:
         largest: bytes of the largest weight.
+        quantised: weights are packed.
     """
     if spread.kind == "deepspeed" and spread.stage == 3:
         return whole + (largest * gpus_per_node if gpus_per_node > 1 else 0)
-    return whole * gpus_per_node
+    return whole if spread.rank_0_loads and not quantised else whole * gpus_per_node

@@ -44,6 +44,7 @@ class ShardingSpec:
     quantized_weights: bool = False
     quantized_gradients: bool = False
     reshards: bool = True  # FSDP: weights are freed after a layer's forward pass
+    rank_0_loads: bool = False  # FSDP: the other ranks read no weights
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
@@ -80,7 +81,7 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
         "offload_optimizer": plan.offload_optimizer, "offload_param": plan.offload_param,
     }  # fmt: skip
     if plan.kind == "fsdp":
-        return ShardingSpec(**common, stage=3, shard=plan.shard)
+        return ShardingSpec(**common, stage=3, shard=plan.shard, rank_0_loads=plan.rank_0_loads)
     if plan.kind != "deepspeed":
         return ShardingSpec(**common)
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})

@@ -48,8 +48,11 @@ class Engine(TrainingState):
         # Trained weights are fp32, and their own masters: in half precision, small updates would round to 0.
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
+                parameter.data = self._in_fp32(parameter.data)
         self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
+
+    def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float()
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         """Load a model as this strategy needs it before `prepare`. Collective.

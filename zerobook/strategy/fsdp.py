@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerobook.strategy.base import Strategy
-from zerobook.strategy.fsdp_loading import weights_freed_as_sharded
+from zerobook.strategy.fsdp_loading import weights_freed_as_sharded, zeros
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.token_split import Ring
 from zerobook.strategy.weights import local, owners_of_buffers
@@ -35,6 +35,8 @@ class FullyShardedStrategy(Strategy):
 
     shards_parameters = True
     generation_in_step = True
+    _zeros = False
+    """This rank's weights have no values yet: they come from rank 0."""
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         super().__init__(accelerator, plan)
@@ -42,6 +44,24 @@ class FullyShardedStrategy(Strategy):
             raise RuntimeError(
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
+
+    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+        """Load the weights on rank 0, which `shard_weights` reads. On other ranks, they are zeros until `prepare`."""
+        quantised = "quantization_config" in options or getattr(options["config"], "quantization_config", None)
+        if not self.plan.rank_0_loads or quantised:
+            return super().load(load, options)
+        self._zeros = not self.is_main
+        # in the file's dtype, the weights stay in the mapped file, and nothing is read
+        model = load(options | {"dtype": "auto"} if self._zeros else options)
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
+        if self._zeros:
+            for name, parameter in model.named_parameters():
+                parameter.data = zeros(parameter.shape, dtypes[name])
+        return model
+
+    def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
+        return zeros(weight.shape, torch.float32) if self._zeros else super()._in_fp32(weight)
 
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer(model, config)

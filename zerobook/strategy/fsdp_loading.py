@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +31,12 @@ def weights_freed_as_sharded() -> Iterator[None]:
         yield
     finally:
         fsdp_utils.fsdp2_load_full_state_dict = original
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in host memory of which the system provides no page before it is written."""
+    size = shape.numel() * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
 def shard_weights(

@@ -26,6 +26,7 @@ class LaunchPlan:
     context: int = 1  # processes that share the tokens of a sample, by FSDP2's context parallelism
     tensor: int = 1  # processes that share every weight matrix, and compute the same samples
     experts: int = 1  # processes that share the experts of each layer, and compute different samples
+    rank_0_loads: bool = False  # FSDP: the other processes get the weights from it, and read none
     optimizer: str = "adamw"  # as --optimizer says
     host_threads: int | None = None  # per process, for an optimizer in host memory; None keeps the environment's setting
     config_file: str | None = None
@@ -58,10 +59,11 @@ class LaunchPlan:
         """Groups of processes that read different samples."""
         return self.world_size // (self.sequence * self.context * self.tensor)
 
-    @property
-    def loads_copies(self) -> bool:
-        """Each process loads a copy of the weights; ZeRO-3 shards them while they are loaded."""
-        return self.zero_stage != 3 and not self.loaded_in_parts
+    def copies_at_load(self, processes: int) -> int:
+        """Return the number of copies of the weights that the processes of a host load. ZeRO-3 shards while loading."""
+        if self.zero_stage == 3 or self.loaded_in_parts:
+            return 0
+        return 1 if self.rank_0_loads else processes
 
     @property
     def loaded_in_parts(self) -> bool:

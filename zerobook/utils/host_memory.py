@@ -63,16 +63,16 @@ def weight_bytes(folder: Path, dtype: str) -> int:
     return total
 
 
-def too_many_copies(folder: Path | None, dtype: str, ranks: int) -> str | None:
-    """Return a warning where ``ranks`` copies of a model exceed this host's free memory; None where they fit."""
+def too_many_copies(folder: Path | None, dtype: str, copies: int) -> str | None:
+    """Return a warning if ``copies`` copies of a model, each of another rank, exceed this host's free memory; else None."""
     import psutil
 
     one = 0 if folder is None else weight_bytes(folder, dtype)
     free = psutil.virtual_memory().available
-    if one * ranks <= free:
+    if one * copies <= free:
         return None
     return (
-        f"host RAM: {ranks} rank(s) on this host load a copy of the weights each, {one / 1e9:.1f} GB x {ranks} = "
-        f"{one * ranks / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, which shards the "
+        f"host RAM: {copies} rank(s) on this host load a copy of the weights each, {one / 1e9:.1f} GB x {copies} = "
+        f"{one * copies / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, which shards the "
         "model while it is loaded, or start fewer ranks."
     )
