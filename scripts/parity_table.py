@@ -1,4 +1,4 @@
-"""Write parity.md, quantised.md, resume.md and plan_errors.md from the measurements of the tests of whole matrices.
+"""Write parity.md, quantised.md, resume.md, host_memory.md and plan_errors.md from the measurements of the tests of whole matrices.
 
 usage: parity_table.py MEASURED.jsonl FOLDER
 """
@@ -31,6 +31,7 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
   step, where a small epsilon would turn rounding errors into whole steps.
 - `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
+- `moe` trains all weights of a tiny Mixtral with 4 experts in each layer, of which a token takes 2.
 - `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
   weights at each evaluation.
 - `int8` is `lora_finetune` with an int8 base.
@@ -57,10 +58,18 @@ RESUME = """# Any checkpoint, any strategy: measured
 Twenty AdamW steps of 4 chats, fp32, through `accelerate launch` with the shipped files. The tenth step's checkpoint goes on
 under another strategy or number of processes; the ten steps that follow are compared with those of a run never stopped.
 Losses and norms: the largest relative difference over the ten steps. Moments: the largest difference of any of Adam's moments
-after them, as a share of its tensor's largest. The tokens that reached the model were the same in every row. With zeroed
+after them, as a share of its tensor's largest. The tokens that reached the model were the same in every row. Rows of
+zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, of which the fourth's checkpoint goes on. With zeroed
 moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
 """
 
+HOST = """# Host RAM while a model is loaded: measured
+
+Anonymous and shared memory of all 4 ranks of a host together, above what they held before, while `causal_lm` loads and prepares a
+Llama whose bf16 file has 0.43 GB. It is trained in fp32, and a copy of its weights in fp32 is 1. Pages of the mapped file are page
+cache, and not counted. *Planned* is the planner's figure for loading. On a CPU, ZeRO-3's prepare also makes its masters and
+gradients, which stay. Written by `make test-full`.
+"""
 PLAN = """# Planned against measured
 
 The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of
@@ -142,6 +151,10 @@ def main(source: str, target: str) -> None:
          f"{r['activations saved'][1]:,}", error(*r["activations saved"]), f"{r['sent'][1]:,.0f}", error(*r["sent"])]
         for r in measured if r["table"] == "plan"
     ]  # fmt: skip
+    host = [
+        [r["strategy"], *(f"{r[key] / r['weights']:.2f}" for key in ("planned", "load", "prepare", "after"))]
+        for r in measured if r["table"] == "host"
+    ]  # fmt: skip
     bases, reasons = quantised(measured)
     plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "error"]
     plan_columns += ["activations", "error", "sent", "error"]
@@ -162,6 +175,7 @@ def main(source: str, target: str) -> None:
         ("parity.md", PARITY, columns, parity),
         ("quantised.md", QUANTISED, ["strategy file", "fp32 base", "NF4 base", "int8 base"], bases),
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
+        ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
         ("plan_errors.md", PLAN, plan_columns, plan),
     ):
         if not rows:

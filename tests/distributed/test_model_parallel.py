@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.test_parity import TOLERANCE, assert_same_between_the_steps, largest_difference, weight_differences
+from tests.distributed.test_checkpoint_matrix import moments_differ
+from tests.distributed.test_parity import (
+    TOLERANCE, assert_same_between_the_steps, largest_difference, record, weight_differences,
+)  # fmt: skip
 from tests.distributed.test_token_split import strategy_file
 from tests.harness import launch
 
@@ -103,6 +106,9 @@ def test_checkpoints_go_to_and_from_parts(tiny, tmp_path, writer, processes, rea
     ours, theirs = run.state(), whole.state()
     for name in theirs:
         assert (ours[name] - theirs[name]).abs().max() <= 1e-4 * theirs[name].abs().max(), name
+    record("resume", recipe="moe" if model == "mixtral" else "causal_lm", writer=f"{writer} on {processes}",
+           reader=f"{reader} on {later}", loss=largest_difference(run.losses, whole.losses[4:]),
+           norm=largest_difference(run.norms, whole.norms[4:]), moments=moments_differ(ours, theirs))  # fmt: skip
     results = [load_file(next((output / "model").glob("*.safetensors"))) for output in (run.output, whole.output)]
     assert results[0].keys() == results[1].keys()
     for name, tensor in results[1].items():

@@ -7,8 +7,11 @@ import json
 import pytest
 import torch
 
+from tests.distributed.test_checkpoint_matrix import moments_differ
 from tests.distributed.test_how_to import file_of, flags_of
-from tests.distributed.test_parity import TOLERANCE, assert_same_between_the_steps, largest_difference, weight_differences
+from tests.distributed.test_parity import (
+    TOLERANCE, assert_same_between_the_steps, largest_difference, record, weight_differences,
+)  # fmt: skip
 from tests.harness import ROOT, launch
 
 full = pytest.mark.full
@@ -94,6 +97,9 @@ def test_checkpoints_go_to_and_from_split_rows(tiny, tmp_path, writer, processes
     ours, theirs = run.state(), whole.state()
     for name in theirs:
         assert (ours[name] - theirs[name]).abs().max() <= 1e-4 * theirs[name].abs().max(), name
+    record("resume", recipe="causal_lm", writer=f"{writer} on {processes}", reader=f"{reader} on {later}",
+           loss=largest_difference(run.losses, whole.losses[4:]), norm=largest_difference(run.norms, whole.norms[4:]),
+           moments=moments_differ(ours, theirs))  # fmt: skip
 
 
 SAVED = '''
