@@ -1,4 +1,4 @@
-"""Write parity.md, quantised.md, resume.md, host_memory.md and plan_errors.md from the measurements of the tests of whole matrices.
+"""Write pages of docs/measured/ from the measurements of the tests of whole matrices.
 
 usage: parity_table.py MEASURED.jsonl FOLDER
 """
@@ -59,17 +59,18 @@ Twenty AdamW steps of 4 chats, fp32, through `accelerate launch` with the shippe
 under another strategy or number of processes; the ten steps that follow are compared with those of a run never stopped.
 Losses and norms: the largest relative difference over the ten steps. Moments: the largest difference of any of Adam's moments
 after them, as a share of its tensor's largest. The tokens that reached the model were the same in every row. Rows of
-zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, of which the fourth's checkpoint goes on. With zeroed
+zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, and continue from the fourth. With zeroed
 moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured
 
-Anonymous and shared memory of all 4 ranks of a host together, above what they held before, while `causal_lm` loads and prepares a
-Llama whose bf16 file has 0.43 GB. It is trained in fp32, and a copy of its weights in fp32 is 1. Pages of the mapped file are page
-cache, and not counted. *Planned* is the planner's figure for loading. On a CPU, ZeRO-3's prepare also makes its masters and
-gradients, which stay. Written by `make test-full`.
+Anonymous and shared memory of all 4 ranks of a host together, above what they held before, while `causal_lm` loads and
+prepares a Llama whose bf16 file has 0.43 GB. It is trained in fp32, and a copy of its weights in fp32 is 1. Pages of the
+mapped file are page cache, and not counted. *Planned* is the planner's figure for loading. On a CPU, ZeRO-3's prepare also
+makes its masters and gradients, which stay. Written by `make test-full`.
 """
+
 PLAN = """# Planned against measured
 
 The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of

@@ -10,7 +10,11 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_checkpoint_matrix import moments_differ
 from tests.distributed.test_parity import (
-    TOLERANCE, assert_same_between_the_steps, largest_difference, record, weight_differences,
+    TOLERANCE,
+    assert_same_between_the_steps,
+    largest_difference,
+    record,
+    weight_differences,
 )  # fmt: skip
 from tests.distributed.test_token_split import strategy_file
 from tests.harness import launch

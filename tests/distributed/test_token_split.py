@@ -10,7 +10,11 @@ import torch
 from tests.distributed.test_checkpoint_matrix import moments_differ
 from tests.distributed.test_how_to import file_of, flags_of
 from tests.distributed.test_parity import (
-    TOLERANCE, assert_same_between_the_steps, largest_difference, record, weight_differences,
+    TOLERANCE,
+    assert_same_between_the_steps,
+    largest_difference,
+    record,
+    weight_differences,
 )  # fmt: skip
 from tests.harness import ROOT, launch
 
