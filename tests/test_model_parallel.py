@@ -118,6 +118,17 @@ def test_models_that_transformers_does_not_divide_are_refused(model, tensor, exp
         assert len(problems) == (said is not None) and (said is None or said in problems[0])
 
 
+def test_noise_of_a_router_is_refused_under_zero3(tmp_path):
+    """tests/distributed/test_model_parallel.py sees it fail."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"router_jitter_noise": 0.1}))
+    zero3 = deepspeed(tmp_path, zero_optimization={"stage": 3})
+    (problem,) = plan_for(zero3, model_name_or_path=str(tmp_path))[0].problems
+    assert "router_jitter_noise 0.1" in problem and "accelerate_configs/fsdp.yaml" in problem
+    assert not plan_for(deepspeed(tmp_path), model_name_or_path=str(tmp_path))[0].problems, "ZeRO-2"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"router_jitter_noise": 0.0}))
+    assert not plan_for(zero3, model_name_or_path=str(tmp_path))[0].problems
+
+
 def test_the_planner_gives_no_figures_for_parts():
     rows = rows_of("causal_lm", "llama2_7b", cluster(gpus="8", gpu="a100-80gb"), ("fsdp_tensor", "fsdp_experts"))
     made = rows["fsdp_tensor"]

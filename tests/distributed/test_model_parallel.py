@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +143,19 @@ def test_half_precision_keeps_fp32_masters_and_saves_the_loaded_dtype(tiny, tmp_
     weights = load_file(next((run.output / "model").glob("*.safetensors")))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert "distributed_config" not in json.loads((run.output / "model" / "config.json").read_text())
+
+
+@pytest.mark.launch
+@full
+def test_zero3_still_fails_with_noise_of_a_router(tiny, tmp_path):
+    """If this fails, `zerobook.launch.model_facts.unfit_for_zero3` can go."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny / "mixtral", folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"router_jitter_noise": 0.1}))
+    run = launch(
+        "zero3", 2, "causal_lm", tmp_path / "run", through=Path(__file__).with_name("unrefused.py"), expect=None,
+        model_name_or_path=folder, train_file=tiny / "epoch24.jsonl", block_size=64, max_train_steps=2,
+        per_device_train_batch_size=2, validation_split_percentage=0,
+    )  # fmt: skip
+    assert run.returncode and "is a view and is being modified inplace" in run.text and not run.steps

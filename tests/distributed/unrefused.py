@@ -1,4 +1,4 @@
-"""Runs a recipe with a quantised base that its strategy cannot hold, as if it could: what is refused must still fail.
+"""Runs a recipe with a base or a model that its strategy cannot train, as if it could: what is refused must still fail.
 
 accelerate launch ... tests/distributed/unrefused.py recipes/NAME.py [flags]
 """
@@ -7,12 +7,15 @@ import runpy
 import sys
 
 import zerobook.launch.resolve
+import zerobook.models.load
 import zerobook.models.quantise
 
 
 def main():
     for module in (zerobook.launch.resolve, zerobook.models.quantise):
         module.refused_base = lambda *arguments: None
+    for module in (zerobook.launch.resolve, zerobook.models.load):
+        module.unfit_for_zero3 = lambda *arguments: []
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -15,7 +15,7 @@ from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, model_parallel, ops, token_split
-from zerobook.launch.model_facts import model_facts
+from zerobook.launch.model_facts import model_facts, unfit_for_zero3
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -170,6 +170,7 @@ def resolve(
     facts = model_facts(draft.config)
     token_split.check(plan, draft, facts)
     model_parallel.check(plan, draft, facts)
+    plan.problems += unfit_for_zero3(plan, facts or {})
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources

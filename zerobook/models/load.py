@@ -18,6 +18,7 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.launch.model_facts import unfit_for_zero3
 from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.token_split import unfit_for_split
@@ -216,8 +217,10 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
             "balance, or no such loss in transformers. Leave the flag out."
         )
-    if problems := unfit_for_split(strategy.plan, found.to_dict(), complete=True) + unfit_for_parts(strategy.plan, found):
-        raise ConfigError(problems)
+    plan, facts = strategy.plan, found.to_dict()
+    unfit = unfit_for_split(plan, facts, complete=True) + unfit_for_parts(plan, found) + unfit_for_zero3(plan, facts)
+    if unfit:
+        raise ConfigError(unfit)
     return found
 
 
