@@ -35,7 +35,7 @@ def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     if plan.zero_stage != 3 or not noise:
         return []
     return [
-        f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place; torch forbids "
-        f"that on the outputs of the layers that DeepSpeed 0.19.8 wraps under {plan.name}. Set it to 0 in the model's "
+        f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place. torch "
+        f"forbids that on the outputs of layers that DeepSpeed 0.19.8 wraps, under {plan.name}. Set it to 0 in the model's "
         "config.json, or launch with accelerate_configs/fsdp.yaml."
     ]
