@@ -366,7 +366,7 @@ def test_no_optimizer_of_a_json_needs_an_op_that_cannot_be_compiled(tmp_path):
         assert "FusedAdam" in problem and "it needs nvcc" in problem and f"remove {key} from the params" in problem
         assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
     plan, _ = plan_for(deepspeed(tmp_path, optimizer="AdamW"), gpus)
-    assert "optimizer.type is null" in plan.problems[0], "a section that is none is one problem"
+    assert len(plan.problems) == 1 and 'optimizer is "AdamW"' in plan.problems[0], "a section that is none is one problem"
 
 
 def test_nvme_without_its_op_is_one_problem(tmp_path):
@@ -389,7 +389,7 @@ def test_a_deepspeed_that_is_told_of_a_cpu_is_refused_on_gpus(tmp_path):
         assert not plan_for(environ, hardware)[0].problems
 
 
-@pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}, "AdamW"])
+@pytest.mark.parametrize("section", [{"type": "Lamb"}, {"type": "OneBitAdam", "params": {}}, {}])
 def test_an_optimizer_without_two_moments_is_refused(tmp_path, section):
     (problem,) = plan_for(deepspeed(tmp_path, optimizer=section))[0].problems
     assert "ds.json: optimizer.type is" in problem and "Write AdamW, or remove the section" in problem

@@ -92,6 +92,14 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     )
 
 
+def file_and_processes(flags: list[str]) -> tuple[str | None, int | None]:
+    """Return ``--config_file`` and ``--num_processes`` of the launcher's arguments (script included); None if not given."""
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(flags)
+    return args.config_file, args.num_processes
+
+
 def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags
+from zerobook.launch import accelerate_file
+from zerobook.launch.accelerate_cli import chose_threads, file_and_processes, left_unsaid, loopback_note, parent_flags
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
@@ -32,6 +33,8 @@ def resolve_this_process(config: ConfigT, sources: ConfigSources) -> tuple[Launc
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
+    if flags:
+        accelerate_file.check(*file_and_processes(flags))
     precision, unsaid = left_unsaid(flags) if flags else (None, {})
     environ = unsaid | os.environ
     if true(environ.get("ACCELERATE_USE_CPU")):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig, nearest
+from zerobook.launch import deepspeed_keys
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
@@ -39,8 +40,11 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         config = _inline(environ)
     else:
         path = plan.config_file = located(path, environ.get(STRATEGY_FILE))
-        config = _load_json(path, plan.problems)
+        config = deepspeed_keys.load(path, plan.problems)
+    plan.problems += deepspeed_keys.check_shapes(config, str(plan.config_file))
     plan.deepspeed_config = config
+    if path != "none":
+        _check_beside(plan, config, environ)
     section = config.get("zero_optimization")
     zero: dict[str, Any] = section if isinstance(section, dict) else {}
     stage = zero.get("stage")
@@ -67,6 +71,27 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     if HPZ in zero:
         _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+
+
+def _check_beside(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Add a problem for each setting of the YAML's ``deepspeed_config`` section that differs from the JSON it names.
+
+    accelerate refuses both together, and reads the JSON alone.
+    """
+    zero = config.get("zero_optimization") or {}
+    beside = environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    said = {
+        "zero_stage": ("ZERO_STAGE", zero.get("stage")),
+        "offload_optimizer_device": ("OFFLOAD_OPTIMIZER_DEVICE", (zero.get("offload_optimizer") or {}).get("device", "none")),
+        "offload_param_device": ("OFFLOAD_PARAM_DEVICE", (zero.get("offload_param") or {}).get("device", "none")),
+    }
+    for key, (variable, value) in said.items():
+        yaml = environ.get(f"ACCELERATE_DEEPSPEED_{variable}", "none")
+        if key in beside and yaml.lower() != str(value).lower():
+            plan.problems.append(
+                f"{plan.config_file}: it says {json.dumps(value)}, and deepspeed_config.{key} of the Accelerate YAML says "
+                f"{yaml}. Remove the key from the YAML: the JSON alone is read."
+            )
 
 
 def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], node: int) -> None:
@@ -166,29 +191,18 @@ def located(path: str, strategy_file: str | Path | None) -> str:
     return str(beside) if beside.is_file() else path
 
 
-def _load_json(path: str, problems: list[str]) -> dict[str, Any]:
-    try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(
-            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
-            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder above the YAML's."
-        )
-    except ValueError as error:
-        problems.append(f"{path}: not valid JSON: {error}.")
-    else:
-        if isinstance(loaded, dict):
-            return loaded
-        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
-    return {}
+def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+    """Copy the JSON's micro-batch into the draft, or add a problem if a person set another one.
 
-
-def check_micro_batch(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
-    """Add a problem if the JSON's micro-batch differs from the config's. Call it before a resumed run cuts its batch anew."""
-    key = "per_device_train_batch_size"
-    present = (plan.deepspeed_config or {}).get("train_micro_batch_size_per_gpu", "auto")
-    if present not in ("auto", config.per_device_train_batch_size):
-        plan.problems.append(_differ(plan, "train_micro_batch_size_per_gpu", present, key, config, sources))
+    Call it before a resumed run cuts its batch anew.
+    """
+    ds = plan.deepspeed_config or {}
+    _agree(plan, "train_micro_batch_size_per_gpu", ds.get("train_micro_batch_size_per_gpu", "auto"),
+           "per_device_train_batch_size", draft)  # fmt: skip
+    batch, each = ds.get("train_batch_size", "auto"), draft.config.per_device_train_batch_size * plan.data_parallel_size
+    free = draft.sources.get("gradient_accumulation_steps", "default") == "default"
+    if batch != "auto" and free and batch % each == 0 and ds.get("gradient_accumulation_steps", "auto") in ("auto", 1):
+        draft.set(f"{plan.config_file}: train_batch_size", gradient_accumulation_steps=batch // each)
 
 
 def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
@@ -238,6 +252,8 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             f"{plan.config_file}: scheduler.params.{lists[0]}; all weights train with one rate. Write one number, or auto."
         )
     elif scheduler:
+        params = scheduler.get("params") or {}
+        _agree(plan, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr", "auto"), "learning_rate", draft)
         plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, model_parallel, ops, token_split
+from zerobook.launch import deepspeed_json, deepspeed_keys, model_parallel, ops, token_split
 from zerobook.launch.model_facts import model_facts, unfit_for_zero3
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
@@ -147,7 +147,7 @@ def resolve(
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
     _set_accumulation(plan, environ, draft)
-    deepspeed_json.check_micro_batch(plan, draft.config, draft.sources)
+    deepspeed_json.check_micro_batch(plan, draft)
     _check_optimizer(plan, config, sources)
     plan.asked = draft.config.model_dump()
     try:
@@ -167,6 +167,8 @@ def resolve(
     if plan.deepspeed_config is not None:
         deepspeed_json.fill(plan, draft)
         deepspeed_json.check_ops(plan, hardware.missing_ops)
+        if not plan.problems:
+            deepspeed_keys.account(plan)
     facts = model_facts(draft.config)
     token_split.check(plan, draft, facts)
     model_parallel.check(plan, draft, facts)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-from pathlib import Path
-
-import yaml
 
 from zerobook.errors import ConfigError
+from zerobook.launch import accelerate_file
 from zerobook.launch.accelerate_cli import left_unsaid
-from zerobook.utils.shipped import shipped
-
-_SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
@@ -40,7 +34,7 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
             f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
             "recipes/causal_lm.py."
         )
-    _check_accelerate_config(args.config_file)
+    accelerate_file.check(args.config_file, args.num_processes)
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(args)
         args.main_process_port = 0  # any free one: nothing is started
@@ -63,22 +57,3 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
         environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes),
                     "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
     return unsaid | environ, typed
-
-
-def _check_accelerate_config(file: str | None) -> None:
-    """Raise `ConfigError` where accelerate would show a traceback: no such file, not valid YAML, not a mapping."""
-    if file is None:
-        return
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        loaded = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{file}: the Accelerate config cannot be read ({error.strerror}). {_SHIPPED}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{file}{where}: not a valid Accelerate config: {getattr(error, 'problem', error)}.") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(
-            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. {_SHIPPED}"
-        )

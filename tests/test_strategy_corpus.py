@@ -1,0 +1,133 @@
+"""Strategy files of many kinds through ``zerobook doctor``, and mutations of the shipped ones: one clear problem, or none."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import yaml
+
+from tests.harness import ROOT, launch
+from tests.strategy_corpus import CORPUS, Case
+from zerobook.cli.doctor import inspect_launch
+from zerobook.launch import deepspeed_keys
+from zerobook.launch.resolve import Hardware
+from zerobook.strategy.launch_plan import LaunchPlan
+
+REST = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "main_training_function": "main",
+        "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
+
+
+def written(folder, case: Case) -> str:
+    """Write a case's files, and return the path of the YAML."""
+    content = REST | {"num_processes": case.processes} | case.yaml
+    if case.json is not None:
+        (folder / "ds.json").write_text(json.dumps(case.json))
+        section = content.get("deepspeed_config", {}) | {"deepspeed_config_file": str(folder / "ds.json")}
+        content = content | {"deepspeed_config": section}
+    (folder / "strategy.yaml").write_text(yaml.safe_dump(content))
+    return str(folder / "strategy.yaml")
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_doctor_says_what_a_file_is(name, tmp_path, tiny, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    case = CORPUS[name]
+    problems = said_by_doctor(written(tmp_path, case), case.processes, tiny, tmp_path / "run", *case.flags)
+    assert len(problems) == (case.said is not None), problems
+    assert case.said is None or case.said in problems[0], problems[0]
+
+
+SAMPLE = {"stage 3 of the Trainer's docs", "a typo at the root", "another stage in the YAML"}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.full) for name in CORPUS])
+def test_a_launch_ends_as_doctor_says(name, tmp_path, tiny):
+    """Where doctor has a problem, the launch ends with it before anything starts; where it has none, a step is trained."""
+    case = CORPUS[name]
+    flags = dict(zip((flag.removeprefix("--") for flag in case.flags[::2]), case.flags[1::2], strict=True))
+    run = launch(
+        written(tmp_path, case), case.processes, "causal_lm", tmp_path / "run", expect=None, model_name_or_path=tiny / "llama",
+        train_file=tiny / "text.txt", format="text", max_train_steps=1, validation_split_percentage=0, block_size=32, **flags,
+    )  # fmt: skip
+    if case.said is None:
+        assert run.returncode == 0 and [step["step"] for step in run.steps] == [1], run.text[-2000:]
+    else:
+        assert run.returncode and not run.steps and "Traceback" not in run.text.partition("ConfigError")[0]
+        assert "ConfigError" in run.text and case.said in " ".join(run.text.split()), run.text[-2000:]
+
+
+def said_by_doctor(file, processes, tiny, output, *flags) -> list[str]:
+    """Return the problems of a launch of `causal_lm`."""
+    line = ["--config_file", str(file), "--num_processes", str(processes), str(ROOT / "recipes" / "causal_lm.py")]
+    line += ["--model_name_or_path", str(tiny / "llama"), "--train_file", str(tiny / "text.txt"), "--format", "text"]
+    plan, problems, _, _ = inspect_launch([*line, "--output_dir", str(output), *flags], Hardware())
+    return problems + (plan.problems if plan else [])
+
+
+def test_every_root_key_of_the_installed_deepspeed_has_been_looked_at():
+    """If this fails, a new version of DeepSpeed reads another key: see what it does, and enter it where it belongs."""
+    plan = LaunchPlan(kind="deepspeed", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
+    numbers = dict.fromkeys(deepspeed_keys.NUMBERS, 1)
+    plan.deepspeed_config = {**numbers, "zero_optimization": {"stage": 2}}
+    known = deepspeed_keys.build(plan)
+    assert known is not None and not plan.problems
+    listed = [deepspeed_keys.ACTING, set(deepspeed_keys.REFUSED), set(deepspeed_keys.WITHOUT_EFFECT), deepspeed_keys.OF_OTHERS]
+    assert known == set().union(*listed)
+
+
+ODD = [None, True, False, -1, 0, 2, 1e9, 0.5, "", "auto", "two", "true", [], [1], {}, {"device": "cpu"}, {"enabled": True}]
+"""Values that keys do not expect."""
+
+
+def places(content, path=()):
+    """Yield the path of every key of nested objects."""
+    for key, value in content.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+def mutated(content: dict, luck: random.Random) -> dict:
+    """Return a copy with one change: another value, a typo, a key removed, or a section inside of another."""
+    content = json.loads(json.dumps(content))
+    *above, leaf = luck.choice(list(places(content)))
+    inside = content
+    for key in above:
+        inside = inside[key]
+    how = luck.choice(["value", "value", "typo", "removed", "nested"])
+    value = inside[leaf]
+    if how == "value":
+        inside[leaf] = luck.choice(ODD)
+    else:
+        del inside[leaf]
+        at = luck.randrange(len(leaf))
+        if how == "typo":
+            inside[leaf[:at] + luck.choice("xyz") + leaf[at + 1 :]] = value
+        elif how == "nested":
+            inside[luck.choice(list(content) or ["more"])] = {leaf: value}
+    return content
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_changed_file_ends_in_problems_or_in_none(seed, tmp_path, tiny, monkeypatch):
+    """Never in a traceback. A key that DeepSpeed or accelerate would drop is a problem."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    luck = random.Random(seed)
+    base = yaml.safe_load(luck.choice(sorted((ROOT / "accelerate_configs").glob("*.yaml"))).read_text())
+    named = (base.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if named:
+        settings = json.loads((ROOT / named).read_text())
+        settings = mutated(settings, luck) if luck.random() < 0.7 else settings
+        text = json.dumps(settings)
+        if luck.random() < 0.1:
+            text = text.replace("{", '{"zero_optimization": {}, ', 1)  # a key that stands twice
+        (tmp_path / "ds.json").write_bytes(text.encode(luck.choice(["utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16"])))
+        base["deepspeed_config"]["deepspeed_config_file"] = str(tmp_path / "ds.json")
+    if not named or luck.random() < 0.5:
+        base = mutated(base, luck)
+    (tmp_path / "strategy.yaml").write_text(yaml.safe_dump(base))
+    for problem in said_by_doctor(tmp_path / "strategy.yaml", luck.choice([1, 2, 4]), tiny, tmp_path / "run"):
+        assert problem.strip()

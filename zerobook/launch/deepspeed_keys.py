@@ -1,0 +1,228 @@
+"""The account of a DeepSpeed JSON's keys: every key acts, is named as one without effect, or is a problem.
+
+DeepSpeed drops root keys that it does not know. So its own config class is built here, from a dictionary that notes which keys
+it asks for: the others are unknown to the installed version. Inside of sections DeepSpeed checks keys and values itself; its
+errors become problems that name the file and the key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerobook.config import nearest
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from zerobook.strategy.launch_plan import LaunchPlan
+
+NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Root keys that hold a positive integer, or ``auto``."""
+OBJECTS = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "fp16", "bf16", "bfloat16",
+    "optimizer", "optimizer.params", "scheduler", "scheduler.params", "amp", "compile", "aio", "data_types", "tensor_parallel",
+)  # fmt: skip
+"""Keys that hold an object."""
+WITHOUT_EFFECT = {
+    "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --autotune finds the fastest settings",
+    "checkpoint": "checkpoints are written by Zerobook",
+    "datastates_ckpt": "checkpoints are written by Zerobook",
+    "nebula": "checkpoints are written by Zerobook",
+    "data_efficiency": "batches are made by Zerobook",
+    "curriculum_learning": "batches are made by Zerobook",
+    "dataloader_drop_last": "batches are made by Zerobook",
+    "vocabulary_size": "DeepSpeed only warns about it",
+    "pipeline": "there is no pipeline parallelism here",
+    "use_data_before_expert_parallelism": "it belongs to DeepSpeed's layers of experts, which the models do not use",
+    "expert_parallel": "it belongs to DeepSpeed's layers of experts, which the models do not use",
+    "sparse_attention": "it belongs to DeepSpeed's attention layers, which the models do not use",
+    "compile": "DeepSpeed compiles a model when it is told to, and it is not told to here",
+    "timers": "it belongs to wall_clock_breakdown of DeepSpeed's own engine loop",
+}
+"""Root keys that DeepSpeed knows and nothing here reads -> why. A run with one says so."""
+REFUSED = {
+    "amp": "NVIDIA's apex is not used. Remove the section; --mixed_precision bf16 or fp16 chooses the precision",
+    "torch_autocast": "the precision is that of --mixed_precision. Remove the section",
+    "elasticity": "it changes the batch size of a run by itself. Remove the section; a resumed run keeps its global batch",
+    "tensor_parallel": "DeepSpeed's tensor parallelism is not supported. Remove the section, or launch with "
+    "accelerate_configs/fsdp_tensor.yaml",
+    "compression_training": "it replaces layers of the model, which checkpoints do not know. Remove the section",
+    "quantize_training": "it replaces weights while training, which checkpoints do not know. Remove the section",
+    "progressive_layer_drop": "the models do not take its arguments. Remove the section",
+    "eigenvalue": "it serves quantize_training, which is not supported. Remove the section",
+    "hybrid_engine": "it is for reinforcement learning. Remove the section",
+    "weight_quantization": "it is for inference. Remove the section",
+    "graph_harvesting": "it captures steps in CUDA graphs, which the loop does not replay. Remove it",
+    "gradient_allreduce_op": "the loss is a mean over all processes, for which gradients are averaged. Remove it",
+    "managed_gradient_accumulation": "Zerobook says itself which micro-batch is the last of a step. Remove it",
+}
+"""Root keys that would change the training -> what to do. A section that says ``"enabled": false`` is none."""
+ACTING = {
+    *NUMBERS, "gradient_clipping", "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "data_types",
+    "activation_checkpointing", "aio", "communication_data_type", "seq_parallel_communication_data_type", "disable_allgather",
+    "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "comms_logger", "flops_profiler", "tensorboard",
+    "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
+    "disable_python_gc", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+"""Root keys that DeepSpeed's engine reads and acts on, or that Zerobook fills in or reads."""
+OF_OTHERS = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
+"""Root keys that DeepSpeed reads in other places than its config class."""
+_SECTIONS = {
+    "DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param", "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16", "CommsConfig": "comms_logger",
+    "TensorBoardConfig": "tensorboard", "WandbConfig": "wandb", "CSVConfig": "csv_monitor", "CometConfig": "comet",
+    "DeepSpeedFlopsProfilerConfig": "flops_profiler",
+}  # fmt: skip
+"""DeepSpeed's class of a section's values -> its key."""
+
+
+def load(path: str, problems: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where it cannot be read. Add problems, also for keys that stand twice."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key in sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}):
+            problems.append(f"{path}: {key} stands twice in one object. Keep one of them.")
+        return dict(pairs)
+
+    try:
+        loaded = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=distinct)
+    except OSError as error:
+        problems.append(
+            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
+            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder above the YAML's."
+        )
+    except UnicodeDecodeError:
+        problems.append(f"{path}: the DeepSpeed config is not UTF-8 text. Save it in that encoding.")
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path}: not valid JSON: {error}.")
+    else:
+        if isinstance(loaded, dict):
+            return loaded
+        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
+    return {}
+
+
+def check_shapes(config: dict[str, Any], file: str) -> list[str]:
+    """Return a problem for each section that is no object and each size that is no number, and take it out of ``config``."""
+    problems = []
+    for dotted in OBJECTS:
+        *above, leaf = dotted.split(".")
+        inside: Any = config
+        for key in above:
+            inside = inside.get(key, {}) if isinstance(inside, dict) else {}
+        if not isinstance(inside, dict) or leaf not in inside or isinstance(inside[leaf], dict):
+            continue
+        if inside[leaf] is None:  # as if it were not there
+            del inside[leaf]
+        else:
+            problems.append(f"{file}: {dotted} is {json.dumps(inside.pop(leaf))}, expected an object of settings.")
+    for key in NUMBERS:
+        value = config.get(key, "auto")
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            problems.append(f'{file}: {key} is {json.dumps(config.pop(key))}, expected a positive integer or "auto".')
+    return problems
+
+
+def account(plan: LaunchPlan) -> None:
+    """Add a problem for each key that DeepSpeed does not know or that is refused, and a note for each without effect.
+
+    Keys without effect, and refused ones that are switched off, are taken out of the config. Call it when the run's values are
+    filled in.
+    """
+    ds = plan.deepspeed_config
+    assert ds is not None
+    for key in [key for key in ds if key in REFUSED or key in WITHOUT_EFFECT]:
+        value = ds.pop(key)
+        if not value or (isinstance(value, dict) and value.get("enabled") in (False, "auto")):
+            continue
+        if key in REFUSED:
+            plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
+        else:
+            plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
+    known = build(plan)
+    for key in ds:
+        if known and key not in known:
+            plan.problems.append(
+                f"{plan.config_file}: {key}: DeepSpeed {_version()} has no such key.{nearest(key, known)} It would be ignored. "
+                "Correct it or remove it."
+            )
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("deepspeed")
+
+
+class _Watched(dict[str, Any]):
+    """A dictionary that notes in ``asked`` which keys were looked for."""
+
+    asked: set[str]
+
+    def __init__(self, items: dict[str, Any]):
+        super().__init__(items)
+        self.asked = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self
+
+
+def build(plan: LaunchPlan) -> set[str] | None:
+    """Build DeepSpeed's own config, as the engine will. Return its root keys; None where it refuses the values."""
+    import logging
+
+    from pydantic import ValidationError
+
+    filled = _without_auto(deepcopy(plan.deepspeed_config))
+    micro, accumulation = filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]
+    watched = _Watched(filled | {"train_batch_size": micro * accumulation})  # there is no process group yet: one process
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(watched)
+    except ValidationError as error:
+        plan.problems += list(_explained(plan, error))
+    except Exception as error:  # assertions and errors of many kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {first.rstrip('.')}.")
+    else:
+        return {*watched.asked, *OF_OTHERS}
+    return None
+
+
+def _without_auto(value: Any) -> Any:
+    """Return the settings without those that are ``auto``: accelerate fills them in when it knows the model."""
+    if isinstance(value, dict):
+        return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
+    return value
+
+
+def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
+    """Yield a problem for each of pydantic's errors, with the key's place in the file."""
+    section = _SECTIONS.get(error.title, error.title)
+    for found in error.errors():
+        path = ".".join([section, *map(str, found["loc"])])
+        if found["type"] == "extra_forbidden":
+            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key. Correct it or remove it."
+        else:
+            said = re.sub(r"^(Value error|Assertion failed), ", "", found["msg"]).rstrip(".")
+            yield f"{plan.config_file}: {path} is {json.dumps(found['input'], default=str)}; DeepSpeed {_version()}: {said}."
