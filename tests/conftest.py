@@ -102,7 +102,7 @@ class Launches:
                     through=ROOT / "tests" / "distributed" / "between.py", environment={"ZEROBOOK_BETWEEN_BACK_AT": 6},
                 )  # fmt: skip
             output = self.folder / f"run{next(self._number)}"
-            given = {name: value for name, value in (defaults | flags).items() if value is not None}
+            given = {name: value for name, value in (defaults | flags).items() if value is not None or name == "expect"}
             self._done[key] = launch(strategy, processes, recipe, output, **given)
         return self._done[key]
 
