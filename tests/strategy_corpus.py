@@ -49,6 +49,9 @@ CORPUS: dict[str, Case] = {
     "fsdp 2": Case(FSDP),
     "fsdp 2, size based wrapping": Case(fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000)),
     "fsdp 2, offload": Case(fsdp(fsdp_offload_params=True)),
+    "fsdp 2, the layer's class": Case(fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")),
+    "a layer of another architecture": Case(
+        fsdp(fsdp_transformer_layer_cls_to_wrap="BertLayer"), said="BertLayer: LlamaForCausalLM has no such layer"),
     "fsdp 2, keys without prefix": Case({"distributed_type": "FSDP", "fsdp_config": {"version": 2}}),
     "inline stage 2": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}}),
     "inline stage 3": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True}}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from zerobook.config import RecipeConfig
@@ -38,4 +39,30 @@ def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
         f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place. torch "
         f"forbids that on the outputs of layers that DeepSpeed 0.19.8 wraps, under {plan.name}. Set it to 0 in the model's "
         "config.json, or launch with accelerate_configs/fsdp.yaml."
+    ]
+
+
+def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each layer class that an FSDP file names and the model's own module does not have.
+
+    Args:
+        facts: the model's config.json.
+    """
+    named = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    kind = facts.get("model_type")
+    if not named or kind is None or "auto_map" in facts:
+        return []
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if facts.get("is_encoder_decoder") else AutoModelForCausalLM
+    model: Any = auto._model_mapping.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
+    if model is None:
+        return []
+    layers = sorted(model._no_split_modules or ())
+    known = vars(import_module(model.__module__))
+    return [
+        f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {name}: {model.__name__} has no such layer. Remove the key"
+        + (f", which then is {','.join(layers)}." if layers else ".")
+        for name in map(str.strip, named.split(","))
+        if name and name not in known
     ]
