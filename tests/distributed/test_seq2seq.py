@@ -99,6 +99,31 @@ def test_the_saved_folder_answers_as_it_was_measured(published):
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() == sample["prediction"]
 
 
+@pytest.mark.launch
+@pytest.mark.full
+def test_a_half_precision_file_is_trained_in_fp32_under_fsdp2(tiny, tmp_path):
+    """Rank 0 alone reads it, in fp32; the others take over dtypes of weights and buffers."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    shutil.copytree(tiny / "bart", tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    AutoModelForSeq2SeqLM.from_pretrained(tiny / "bart", dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    runs = [
+        launch(
+            strategy, processes, "seq2seq_chatbot", tmp_path / strategy, dataset_name="embedded:chatterbot",
+            model_name_or_path=tmp_path / "half", max_source_length=32, max_target_length=16, n_train=16, n_val=4, num_beams=1,
+            per_device_train_batch_size=4 // processes, max_train_steps=4, learning_rate=1e-3, val_min_target_length=1,
+            val_max_target_length=4, n_val_batch_generations=1,
+        )
+        for strategy, processes in (("single", 1), ("fsdp", 2))
+    ]  # fmt: skip
+    assert largest_difference(runs[1].losses, runs[0].losses) < TOLERANCE
+    from safetensors.torch import load_file
+
+    one, two = (load_file(run.output / "model" / "model.safetensors") for run in runs)
+    assert {name: tensor.dtype for name, tensor in two.items()} == {name: tensor.dtype for name, tensor in one.items()}
+
+
 @pytest.fixture(scope="module")
 def answering(tiny, tmp_path_factory):
     """A tiny BlenderBot that has learnt five answers of unlike lengths by heart, and the file of them."""

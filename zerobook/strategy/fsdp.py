@@ -53,11 +53,14 @@ class FullyShardedStrategy(Strategy):
         self._zeros = not self.is_main
         # in the file's dtype, the weights stay in the mapped file, and nothing is read
         model = load(options | {"dtype": "auto"} if self._zeros else options)
-        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        named = dict(model.named_parameters())
+        dtypes = {name: tensor.dtype for name, tensor in (*named.items(), *model.named_buffers())}
         dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
         if self._zeros:
-            for name, parameter in model.named_parameters():
+            for name, parameter in named.items():
                 parameter.data = zeros(parameter.shape, dtypes[name])
+            for name, buffer in model.named_buffers():
+                buffer.data = buffer.data.to(dtypes[name])
         return model
 
     def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
