@@ -121,7 +121,7 @@ def quantised(measured: list[dict[str, Any]]) -> tuple[list[list[str]], list[str
             config = kind(model_name_or_path="NAME", dataset_name="NAME", **flags)
             sources = ConfigSources(dict.fromkeys(kind.model_fields, "default"))
             plan = launch_plan(file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
-            problems = [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems] if flags else []
+            problems = [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems]
             measure = found.get((file.stem, case))
             reference = next((r["held"][1] for (_, name), r in found.items() if name == case), None)
             if problems:
