@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 
 import pytest
 
-from tests.harness import ROOT
+from tests.harness import ROOT, launch
 from tests.planning import MODELS
 from zerobook.cli.doctor import inspect_launch
 from zerobook.cli.main import main
@@ -17,6 +18,7 @@ from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster
 from zerobook.plan.rows import planned
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.units import duration
 
 full = pytest.mark.full
 SLOW = ["--interconnect", "400Gbps"]
@@ -38,7 +40,8 @@ CASES = {
     "an encoder-decoder": ("flan_t5_base", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "adapters of an encoder-decoder": ("flan_t5_xl", ["--gpu", "a10g", "--method", "lora"], "lora", "seq2seq_chatbot", 64),
     "several nodes": ("falcon_7b", ["--gpus", "8", "--nodes", "2", *SLOW, "--method", "lora"], "lora", "lora_finetune", 64),
-    "a batch that is rounded up": ("qwen3_0.6b", ["--gpus", "3", "--global_batch", "64"], "full", "causal_lm", 66),
+    "a batch that does not divide": ("tiny", ["--gpus", "3", "--global_batch", "64"], "full", "causal_lm", 63),
+    "few positions": ("blenderbot_400m", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "a quantised base": ("llama2_13b", ["--gpu", "a10g", "--length", "1024"], "qlora", "lora_finetune", 64),
 }
 """Case -> (model, flags, method, recipe, samples of a step)."""
@@ -78,11 +81,67 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     _, (row,) = planned(kind(config), sources, where, [ROOT / "accelerate_configs" / strategy.rpartition("/")[2]])
     assert row.fits and not row.tight
     memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
-    assert header["Plan"].startswith(f"{memory}; {row.time.step:.1f} s")
+    assert header["Plan"].startswith(f"{memory}; {duration(row.time.step)} a step")
 
 
 def command_flags() -> set[str]:
     return {"gpus", "nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node"}
+
+
+def told(capsys) -> dict[str, str]:
+    """Return the rows of what was printed."""
+    return dict(re.findall(r"^  ([a-z]+(?: [a-z]+)?)  +(.*)$", capsys.readouterr().out, re.M))
+
+
+def make_model(folder) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+
+
+def test_a_config_in_a_folder_names_the_folder(tmp_path, monkeypatch, capsys):
+    """Its weights are beside it. A path that YAML would fold is written whole."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = "a long name with spaces " * 2 + "of a folder"
+    make_model(tmp_path / "small")
+    (tmp_path / folder / folder).mkdir(parents=True)
+    data = f"{folder}/{folder}/chats.jsonl"
+    (tmp_path / data).write_text("x" * 4 * 256 * 64 * 10)  # ten steps and what is held out
+    assert main(["recipe", "small/config.json", "--train_file", data]) == 0
+    out = capsys.readouterr().out
+    file = tmp_path / "small_full_1xa100-80gb.yaml"
+    config, *_ = parse(recipe_class(str(ROOT / "recipes" / "causal_lm.py")).config_class, ["--config", str(file)])
+    assert (config.model_name_or_path, config.train_file) == ("small", data)
+    assert "about 10 steps" in out and "without weights" not in out
+    table = out.partition("\nwrote ")[0]
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_all_gpus_are_used_on_a_slow_network(tmp_path, monkeypatch, capsys):
+    """One process would be faster, and is no answer: the launch line names all of them."""
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "small")
+    assert main(["recipe", "small", "--nodes", "2", "--interconnect", "1Mbps", "--dataset_name", "NAME"]) == 0
+    said = told(capsys)
+    assert "single" not in said["strategy"] and "epoch" not in said
+    (file,) = tmp_path.glob("*.yaml")
+    assert "--machine_rank 1 on the other nodes" in file.read_text()
+
+
+@full
+@pytest.mark.launch
+def test_what_is_written_trains(tiny, tmp_path, monkeypatch, capsys):
+    """As it was written, but for the precision, which a CPU does without."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text((tiny / "chats.jsonl").read_text())
+    asked = ["--gpus", "2", "--method", "lora", "--global_batch", "4", "--length", "64"]
+    assert main(["recipe", str(tiny / "llama"), *asked, "--train_file", str(tmp_path / "chats.jsonl")]) == 0
+    (file,) = tmp_path.glob("*.yaml")
+    strategy = re.search(r"accelerate_configs/(\w+)\.yaml", told(capsys)["strategy"])
+    run = launch(
+        strategy[1], 2, "lora_finetune", tmp_path / "run", config=file, mixed_precision="no", max_train_steps=2,
+    )  # fmt: skip
+    assert len(run.steps) == 2 and os.path.isdir(tmp_path / "run" / "adapter")
 
 
 def test_nothing_is_written_if_nothing_fits(tmp_path, monkeypatch, capsys):

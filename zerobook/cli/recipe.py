@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from zerobook.cli.arguments import add_hardware, described, positive
 from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
+from zerobook.utils.units import count, duration
 
 if TYPE_CHECKING:
     from zerobook.plan.choice import Choice
@@ -33,6 +37,8 @@ examples:
       --dataset_name databricks/databricks-dolly-15k
 """
 _DATA = ("train_file", "dataset_name")
+_BYTES_A_TOKEN = 4
+"""Bytes of a data file for each token: about what tokenizers reach on English text."""
 
 
 def recipe(argv: list[str]) -> int:
@@ -56,6 +62,8 @@ def recipe(argv: list[str]) -> int:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
     if asked.output:
         _check(Path(asked.output))
+    if Path(asked.model).name == "config.json":  # the weights are beside it
+        asked.model = str(Path(asked.model).parent)
     data = {key: getattr(asked, key) for key in _DATA if getattr(asked, key)}
     chosen = choose(
         asked.model, where, method=asked.method, global_batch=asked.global_batch, length=asked.length,
@@ -66,12 +74,12 @@ def recipe(argv: list[str]) -> int:
         for why in chosen:
             say(f"  {why}")
         return 1
-    name = re.sub(r"[^\w.-]+", "-", Path(asked.model).name.removesuffix(".json")).lower()
+    name = re.sub(r"[^\w.-]+", "-", Path(asked.model).absolute().name.removesuffix(".json")).lower()
     file = Path(asked.output or f"{name}_{chosen.method}_{_short(where)}.yaml")
     _check(file)
     header = _header(chosen, where, asked, file)
     file.write_text(_text(chosen, header, file, named=bool(data)), encoding="utf-8")
-    _show(chosen, where, header, file, named=bool(data))
+    _show(chosen, where, header, file, asked)
     return 0
 
 
@@ -121,14 +129,15 @@ def _header(chosen: Choice, where: Cluster, asked: argparse.Namespace, file: Pat
         "max_source_length" in values) else f"{config.row_length:,} tokens"  # fmt: skip
     host = f", {asked.host_memory} of host RAM a node" if asked.host_memory else ""
     network = f", {asked.interconnect} between nodes" if where.nodes > 1 else ""
-    limits = ["the settings are published for other models and data; they were not tuned for these"]
+    limits = ["the settings are published for other models and data, and not tuned for these"]
     if where.nodes > 1:
-        limits.append("--machine_rank 1 and more on the other nodes, with the first node's address")
+        others = "1" if where.nodes == 2 else f"1 to {where.nodes - 1}"
+        limits.append(f"--machine_rank {others} on the other nodes, and the first node's address in place of 10.0.0.1")
         limits.append("output_dir on a shared file system")
     if asked.model.endswith(".json"):
         limits.append("model_name_or_path is a config without weights: name a folder or a model on the hub")
     if total != asked.global_batch:
-        limits.append(f"{where.ranks} processes do not divide a global batch of {asked.global_batch}")
+        limits.append(f"{total} is the nearest to a global batch of {asked.global_batch} that {where.ranks} processes divide")
     return {
         "Purpose": f"{asked.model}, {WORDS[chosen.method]}, on {where.name}",
         "Source": chosen.source,
@@ -136,7 +145,7 @@ def _header(chosen: Choice, where: Cluster, asked: argparse.Namespace, file: Pat
         "Status": "planned by zerobook recipe, not run",
         "Launch": f"accelerate launch {_launch(chosen, where, file)}",
         "Batch": f"{micro} micro x {accumulation} accumulation x {where.ranks} processes = {total} {what} of {lengths}",
-        "Plan": f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU; {row.time.step:.1f} s a step, "
+        "Plan": f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU; {duration(row.time.step)} a step, "
                 f"{row.tokens_per_second:,.0f} tokens/s",
         "Override": f"--gradient_accumulation_steps {2 * accumulation}: another global batch",
         "Limits": "; ".join(limits),
@@ -153,26 +162,64 @@ def _text(chosen: Choice, header: dict[str, str], file: Path, *, named: bool) ->
         if key == "dataset_name" and not named:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
         else:
-            shown = f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else yaml.safe_dump(value).split("\n")[0]
-            lines.append(f"{key}: {shown}")
+            if isinstance(value, float):
+                lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
+            else:
+                lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
     if chosen.recipe != "seq2seq_chatbot":
         lines.append("# chat_template: FILE.jinja  # where the model's tokenizer has none")
     return "\n".join(lines) + "\n"
 
 
-def _show(chosen: Choice, where: Cluster, header: dict[str, str], file: Path, *, named: bool) -> None:
+def _epoch(chosen: Choice, where: Cluster, train_file: str | None) -> str | None:
+    """Return steps and time of an epoch, estimated from the size of the data file; None if that says nothing."""
+    from zerobook.data.files import JSON_LINES, TABLE, TEXT
+
+    file, config, row = Path(train_file or "").expanduser(), chosen.traced.job.config, chosen.row
+    kind = file.suffix.lower()  # a compressed file ends in .gz
+    assert row.time is not None
+    if not file.is_file() or kind not in (*JSON_LINES, ".json", *TABLE, *TEXT) or not (config.packing or kind in JSON_LINES):
+        return None
+    if config.packing:
+        rows, by = file.stat().st_size / _BYTES_A_TOKEN / config.row_length, f"{_BYTES_A_TOKEN} bytes of the file a token"
+    else:
+        with file.open("rb") as lines:
+            rows = sum(1 for line in lines if line.strip())
+        by = f"{rows:,} sample{'s' * (rows != 1)}"
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * where.ranks
+    steps = math.ceil(rows * (1 - config.validation_split_percentage / 100) / batch)
+    return f"about {steps:,} step{'s' * (steps != 1)}, {duration(steps * row.time.step)}, with {by}"
+
+
+def _show(chosen: Choice, where: Cluster, header: dict[str, str], file: Path, asked: argparse.Namespace) -> None:
     from zerobook.plan.choice import WORDS
 
-    parameters = f"{chosen.traced.parameters / 1e9:.2f} billion parameters"
-    say(f"{chosen.traced.job.name}, {parameters}, on {where.name}\n")
-    strategy = f"accelerate_configs/{chosen.row.file}.yaml ({chosen.row.name})"
-    for key, value in (
-        ("method", WORDS[chosen.method]), ("strategy", strategy), ("batch", header["Batch"]), ("plan", header["Plan"]),
-        *chosen.reasons,
-    ):  # fmt: skip
-        say(f"  {key:<12} {value}")
+    say(f"{chosen.traced.job.name}: {count(chosen.traced.parameters)} parameters, on {where.name}\n")
+    memory, _, step = header["Plan"].partition("; ")
+    epoch = _epoch(chosen, where, asked.train_file)
+    half = chosen.values["mixed_precision"]
+    missing = "" if half == "bf16" else f"; {where.device.name} has no bf16"
+    flash = "; flash attention where the package is installed" if where.device.fused else ""
+    rows = [
+        ("method", WORDS[chosen.method] + (", as asked" if asked.method else "")),
+        *((key, why) for key, why in chosen.reasons if key == "not taken"),
+        ("strategy", f"accelerate_configs/{chosen.row.file}.yaml ({chosen.row.name})"),
+        ("precision", f"{half}{missing}{flash}"),
+        ("batch", header["Batch"]),
+        *((key, why) for key, why in chosen.reasons if key != "not taken"),
+        ("settings", chosen.source),
+        ("memory", f"{memory}, planned for the fullest at its peak"),
+        ("time", f"{step}, planned"),
+        *([("epoch", epoch)] if epoch else []),
+        *(("note", limit) for limit in header["Limits"].split("; ")),
+    ]
+    wide = max(len(key) for key, _ in rows) + 2
+    for key, value in rows:
+        options = {"initial_indent": f"  {key:<{wide}}", "subsequent_indent": " " * (wide + 2)}
+        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
+        say(textwrap.fill(value, width, break_long_words=False, break_on_hyphens=False, **options))  # type: ignore[arg-type]
     say(f"\nwrote {file}")
-    if not named:
-        say("Name your data in it, train_file or dataset_name. Then:")
+    if not (asked.train_file or asked.dataset_name):
+        say("Name your data in it, train_file or dataset_name.")
     words = header["Launch"].removeprefix("accelerate launch ")
-    say(f"  zerobook doctor {words}\n  accelerate launch {words}")
+    say(f"\nCheck it, then train:\n  zerobook doctor {words}\n  accelerate launch {words}")

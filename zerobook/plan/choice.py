@@ -70,8 +70,8 @@ def choose(
     Args:
         model: a hub name, a folder or a config.json.
         method: one of `METHODS`; None takes the first that fits.
-        global_batch: samples or packed rows of a step. It is rounded up to a multiple of the processes.
-        length: tokens of a row; None takes 2048, or the model's positions if they are fewer.
+        global_batch: samples or packed rows of a step. The nearest multiple of the number of processes is taken.
+        length: tokens of a row; None takes 2048 (512 of a source text), or the model's positions if they are fewer.
         data: the YAML's keys that name the data.
         progress: called with the strategy files and what is planned; returns them.
 
@@ -83,7 +83,7 @@ def choose(
     if encoder_decoder and method == "qlora":
         raise ConfigError("--method: qlora: the encoder-decoder recipe has no quantised base. Choose full or lora.")
     methods = [method] if method else [name for name in METHODS if not (encoder_decoder and name == "qlora")]
-    per_rank = -(-global_batch // where.ranks)
+    per_rank = max(1, (global_batch + where.ranks // 2) // where.ranks)
     tried: list[str] = []
     for name in methods:
         search = _Search(model, model_config, where, name, per_rank, length, data, progress)
@@ -94,7 +94,7 @@ def choose(
                 raise
             found, search.lacking = None, error.problems[0]
         if found is not None:
-            others = [(WORDS[name], "; ".join(tried))] if tried else []
+            others = [("not taken", "; ".join(tried))] if tried else []
             return Choice(name, search.recipe, *found, search.source, others + search.reasons)
         tried.append(f"{WORDS[name]}: {search.lacking}")
     return tried
@@ -118,7 +118,8 @@ class _Search:
 
     def _lengths(self, model_config: PreTrainedConfig, length: int | None) -> dict[str, Any]:
         if self.encoder_decoder:
-            return {"max_source_length": length or 512, "max_target_length": 128}
+            positions = getattr(model_config, "max_position_embeddings", None) or 512
+            return {"max_source_length": length or min(512, positions), "max_target_length": min(128, positions)}
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2048
         key = "block_size" if self.method == "full" else "max_seq_length"
         return {key: length or min(2048, positions), "packing": True}
@@ -153,7 +154,11 @@ class _Search:
         kind = recipe_class(str(shipped(f"recipes/{self.recipe}.py")))
         config, sources, _ = parse(kind.config_class, flags(values), data=False)
         what = f"{WORDS[self.method]}, micro-batch {micro}, activations {'kept' if checkpointing == 'none' else 'recomputed'}"
-        files = self.progress(sorted(shipped("accelerate_configs").glob("*.yaml")), what)
+        files = [
+            file for file in sorted(shipped("accelerate_configs").glob("*.yaml"))
+            if file.stem != "single" or self.where.ranks == 1  # it would leave the other GPUs idle
+        ]  # fmt: skip
+        files = [*self.progress(files, what)]
         traced, rows = planned(kind(config), sources, self.where, files)
         self.lacking = nearest_to_fitting(rows)
         return values, traced, [row for row in rows if row.fits and not row.tight]
@@ -173,7 +178,7 @@ class _Search:
                 self.reasons.append(("offload", "nothing fits without it"))
                 return values, traced, rows[0]
             if rows:
-                self.lacking = "it fits with offload only"
+                self.lacking = f"it fits with offload only, which --method {self.method} takes"
             return None
         reasons: list[tuple[str, str]] = []
         best = values, traced, preferred(traced, on_gpu, self.where, reasons)
@@ -181,13 +186,16 @@ class _Search:
         if kept := self._try(traced.parameters, 1, "none", best[2]):
             best, reasons = kept
             checkpointing, why = "none", "they are kept: they fit, and nothing is computed twice"
-        shape, micro = traced.job.shape, 2
-        while self.per_rank % micro == 0 and micro * (shape.source + shape.target) <= _ENOUGH:
-            larger = self._try(traced.parameters, micro, checkpointing, best[2])
+        shape, micro = traced.job.shape, 1
+        for more in range(2, self.per_rank + 1):
+            if self.per_rank % more or more < 2 * micro:
+                continue
+            if more * (shape.source + shape.target) > _ENOUGH:
+                break
+            larger = self._try(traced.parameters, more, checkpointing, best[2])
             if larger is None:
                 break
-            best, reasons = larger
-            micro *= 2
+            (best, reasons), micro = larger, more
         self.reasons += [("activations", why), *reasons]
         return best
 
