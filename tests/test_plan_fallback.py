@@ -186,7 +186,7 @@ def test_host_ram_at_load_is_what_is_counted(tomorrow, tmp_path, capsys):
         {row["file"]: row["memory"]["host_at_load"] for row in planned(capsys, [*line, str(file), *flags])["rows"]}
         for file in (known, tomorrow)
     )
-    assert formula == {"zero2": 8 * 4 * PARAMETERS, "zero3": 4 * (PARAMETERS + 8 * 32000 * 4096)}
+    assert formula == {"zero2": 8 * 4 * PARAMETERS, "zero3": 4 * (PARAMETERS + 2 * 8 * 32000 * 4096)}
     assert formula == pytest.approx(counted, rel=0.001)
 
 

@@ -2,8 +2,9 @@
 
     accelerate launch ... host_memory.py recipes/NAME.py [flags]
 
-Rank 0 reads the anonymous and shared memory of every rank 20 times a second. Mapped files are page cache, and not counted. It
-writes ``host_memory.json`` into the output folder: bytes above those before loading.
+Rank 0 reads the anonymous and shared memory of every rank 500 times a second: one weight is gathered for a few milliseconds.
+Mapped files are page cache, and not counted. It writes ``host_memory.json`` into the output folder: bytes above those before
+loading.
 """
 
 import json
@@ -20,14 +21,14 @@ from zerobook.models import load
 from zerobook.strategy.fsdp import FullyShardedStrategy
 from zerobook.strategy.zero import ZeroStrategy
 
-SAMPLES_A_SECOND = 20
+SAMPLES_A_SECOND = 500
 load_model = load.load_model
 
 
 def held(process: int) -> int:
     """Return the bytes of anonymous and shared memory of a process."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 class Meter(threading.Thread):

@@ -60,7 +60,7 @@ def test_ranks_together_hold_while_loading_what_is_planned(strategy, large, tiny
     spread = ShardingSpec(kind=kind, name=strategy, ranks=RANKS, node=RANKS, stage=3, rank_0_loads=kind == "fsdp")
     planned = at_load(whole, max(sizes), spread, RANKS)
     record("host", strategy=strategy, weights=whole, load=load, prepare=prepare, after=after, planned=planned)
-    assert planned == pytest.approx(load, rel=0.15)
-    assert load < 1.3 * whole
-    assert prepare < after + 0.2 * whole
+    assert planned == pytest.approx(load, rel=0.1)
+    assert load < 1.5 * whole
+    assert prepare < after + 0.4 * whole
     assert strategy == "zero3" or after < 1.5 * whole

@@ -175,14 +175,15 @@ def _pinned(groups: Groups, spread: ShardingSpec) -> int:
 def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int, *, quantised: bool = False) -> int:
     """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded and sharded.
 
-    Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one as shards, and each of
-    them the weight that is being sharded. Under FSDP2, rank 0 holds the copy, and the other ranks get their shards from it.
-    But every rank loads and quantises a base that is quantised while it is loaded.
+    Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one copy as shards. Each of
+    them also holds the weight that is being loaded, twice: gathered, and in the buffer of the all-gather. Under FSDP2, rank 0
+    holds the copy, and the other ranks get their shards from it. But every rank loads and quantises a base that is quantised
+    while it is loaded.
 
     Args:
         largest: bytes of the largest weight.
         quantised: weights are packed.
     """
     if spread.kind == "deepspeed" and spread.stage == 3:
-        return whole + (largest * gpus_per_node if gpus_per_node > 1 else 0)
+        return whole + (2 * largest * gpus_per_node if spread.ranks > 1 else 0)
     return whole if spread.rank_0_loads and not quantised else whole * gpus_per_node
