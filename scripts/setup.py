@@ -10,8 +10,8 @@ from zerobook.launch import ops
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(ops.OPS)
-    print(f"[2/3] DeepSpeed's C++ ops: {', '.join(wanted)} (minutes the first time, seconds afterwards)", flush=True)
+    wanted = sys.argv[1:] or None
+    print(f"[2/3] DeepSpeed's C++ ops: {', '.join(wanted or ops.OPS)} (minutes the first time, seconds afterwards)", flush=True)
     results = ops.compile_ops(wanted)
     print("[3/3] the embedded model, SmolLM2-135M-Instruct (about 30 s the first time)", flush=True)
     print(f"  {embedded.smollm2()}", flush=True)

@@ -6,6 +6,7 @@ Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, a
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import ConfigSources, RecipeConfig, parse
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch import ops
+from zerobook.launch import account, ops
 from zerobook.launch.accelerate_cli import loopback_note
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
@@ -51,6 +52,11 @@ def doctor(argv: list[str]) -> int:
         problems += config_problems + (plan.problems if plan else [])
         if plan is not None:
             _strategy(out, plan, config, sources)
+            if not problems:
+                launch_flags, _, _ = _split(argv)
+                environ, _ = worker_environment(launch_flags)
+                flags = [*launch_flags, "script.py"]
+                out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
         if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
             problems.append(earlier)
     elif hardware.unused:
@@ -71,11 +77,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     Returns:
         (plan, problems found before it, the recipe's config, the source of each of its values).
     """
-    recipe, recipe_flags, launch_flags = None, [], list(argv)
-    for index, token in enumerate(argv):
-        if token.endswith(".py"):
-            launch_flags, recipe, recipe_flags = list(argv[:index]), token, list(argv[index + 1 :])
-            break
+    launch_flags, recipe, recipe_flags = _split(argv)
     problems: list[str] = []
     config: RecipeConfig = RecipeConfig()
     sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
@@ -98,6 +100,14 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         if warning := too_many_copies(folder, config.dtype, copies):
             plan.notes.append(warning)
     return plan, problems, config, sources
+
+
+def _split(argv: list[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return the launcher's flags, the recipe, or None, and its flags."""
+    for index, token in enumerate(argv):
+        if token.endswith(".py"):
+            return argv[:index], token, argv[index + 1 :]
+    return list(argv), None, []
 
 
 def _machine(out: Console, hardware: Hardware) -> list[str]:

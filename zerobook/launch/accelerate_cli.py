@@ -11,7 +11,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -45,6 +45,16 @@ def parent_flags() -> list[str] | None:
         return launcher_flags(psutil.Process().parent().cmdline())
     except (psutil.Error, AttributeError):
         return None
+
+
+def parent_environment() -> dict[str, str]:
+    """Return the environment of the process that started this one, as it was at its start; empty where it cannot be read."""
+    import psutil
+
+    try:
+        return dict(psutil.Process().parent().environ())
+    except (psutil.Error, AttributeError):
+        return {}
 
 
 def chose_threads() -> bool:
@@ -98,6 +108,14 @@ def file_and_processes(flags: list[str]) -> tuple[str | None, int | None]:
 
     args = launch_command_parser().parse_args(flags)
     return args.config_file, args.num_processes
+
+
+def typed_flags(flags: list[str]) -> dict[str, Any]:
+    """Return the flags that the launcher's arguments (script included) set, by name."""
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(flags)
+    return {key: value for key, value in vars(args).items() if key in getattr(args, "nondefault", ())}
 
 
 def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:

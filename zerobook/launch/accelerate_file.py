@@ -14,6 +14,7 @@ import yaml
 
 from zerobook.config import nearest
 from zerobook.errors import ConfigError
+from zerobook.launch.accelerate_cli import file_and_processes
 from zerobook.utils.shipped import shipped
 
 _SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
@@ -36,13 +37,10 @@ def check(file: str | None, processes: int | None = None) -> None:
         file: its path; None takes the machine's default, if there is one.
         processes: the number of processes that the launcher's flags ask for.
     """
-    from accelerate.commands.config.config_args import default_config_file
-
+    file = file or _default()
     if file is None:
-        if not Path(default_config_file).is_file():
-            return
-        file = str(default_config_file)
-    loaded = _load(file)
+        return
+    loaded = load(file)
     problems = [*_other_launchers(loaded), *_unknown_keys(loaded)]
     for key in ("num_processes", "num_machines"):
         count = loaded.get(key)
@@ -57,7 +55,19 @@ def check(file: str | None, processes: int | None = None) -> None:
         raise ConfigError([f"{file}: {problem}" for problem in problems])
 
 
-def _load(file: str) -> dict[str, Any]:
+def _default() -> str | None:
+    """Return the path of this machine's default config, where there is one."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    return str(default_config_file) if Path(default_config_file).is_file() else None
+
+
+def path_of(flags: list[str] | None) -> str | None:
+    """Return the config that the launcher's flags (script included) name, or this machine's default; None without either."""
+    return None if flags is None else file_and_processes(flags)[0] or _default()
+
+
+def load(file: str) -> dict[str, Any]:
     """Return the mapping in a file. Raise `ConfigError` where accelerate would show a traceback."""
     try:
         text = Path(file).read_text(encoding="utf-8")

@@ -101,6 +101,8 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         ops.own_tools()
         first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
         ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
+        if first_here:
+            ops.compile_needed(plan)
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
         return ZeroStrategy(Accelerator(**options), plan)
     if plan.kind == "fsdp":
@@ -144,7 +146,10 @@ def set_environment(plan: LaunchPlan) -> None:
     if plan.loaded_in_parts:  # transformers makes the groups, and each process reads weights from the files
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if plan.kind == "fsdp":  # these are read with a parallelism config only
+    if plan.kind == "fsdp":
+        # the recipe recomputes activations, see `fsdp_settings.read_checkpointing`
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
+        # read with a parallelism config only
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
     elif plan.kind == "deepspeed":  # accelerate computes the batch from these
         os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "1"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig, nearest
-from zerobook.launch import deepspeed_keys
+from zerobook.launch import deepspeed_keys, recompute
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 
 if TYPE_CHECKING:
@@ -18,6 +18,17 @@ HPZ = "zero_hpz_partition_size"
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 FUSED_ONLY = ("bias_correction", "set_grad_none")
 """Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
+ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
+"""Parameters that an optimizer section may have on every device."""
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""DeepSpeed's schedules -> ``lr_scheduler_type`` that stands for one whose parameters are all auto, as in transformers' docs:
+https://huggingface.co/docs/transformers/deepspeed"""
+REFUSED_IN_ZERO = {
+    "zenflow": "it updates some weights later than others, so that losses differ from those of other strategies",
+    "legacy_stage1": "this version of DeepSpeed has no second form of stage 1",
+    "elastic_checkpoint": "checkpoints are written by Zerobook, and continue on any number of processes without it",
+}
+"""Settings of ``zero_optimization`` that would change the training -> why they are refused."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
 NOT_HERE = {
     "partition_activations": "it divides a layer's input among the ranks of tensor parallelism, which all hold the same one; "
@@ -62,6 +73,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             )
         zero = config["zero_optimization"] = {**zero, "stage": 0}
         plan.zero_stage = 0
+    _read_old_offload(plan, zero)
+    _refuse_in_zero(plan, zero)
     for what in ("optimizer", "param"):
         setattr(plan, f"offload_{what}", str((zero.get(f"offload_{what}") or {}).get("device", "none")))
     if plan.offload_param != "none" and plan.zero_stage in (1, 2):
@@ -71,6 +84,44 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     if HPZ in zero:
         _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+
+
+def _read_old_offload(plan: LaunchPlan, zero: dict[str, Any]) -> None:
+    """Write the keys that sections offload_optimizer and offload_param replaced as those sections."""
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        value = zero.pop(old, None)
+        if value is None:
+            continue
+        if not isinstance(value, bool):
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization.{old} is {json.dumps(value)}, expected true or false. Write a section "
+                f'{section} with "device": "cpu" in its place.'
+            )
+        elif section in zero:
+            plan.problems.append(
+                f"{plan.config_file}: zero_optimization has {old} and {section}, which replaced it. Remove {old}."
+            )
+        elif value:
+            zero[section] = {"device": "cpu"} | ({} if pinned is None else {"pin_memory": pinned})
+            plan.notes.append(f"{plan.config_file}: zero_optimization.{old} is read as {section} with device cpu")
+
+
+def _refuse_in_zero(plan: LaunchPlan, zero: dict[str, Any]) -> None:
+    """Add a problem for each setting of ``zero_optimization`` that would change the training or hide what it does."""
+    for key, why in REFUSED_IN_ZERO.items():
+        if zero.get(key):
+            plan.problems.append(f"{plan.config_file}: zero_optimization.{key} is not supported: {why}. Remove it.")
+    if zero.get("compute_grad_norm", True) is False:
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.compute_grad_norm is false; clipping and spike detection need the norm of "
+            "the gradients. Remove it."
+        )
+    if isinstance(moments := zero.get("offload_optimizer"), dict) and moments.get("super_offload"):
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.offload_optimizer.super_offload is not supported: its optimizer's state "
+            "cannot be saved for other strategies. Remove it."
+        )
 
 
 def _check_beside(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -85,6 +136,15 @@ def _check_beside(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str
         "offload_optimizer_device": ("OFFLOAD_OPTIMIZER_DEVICE", (zero.get("offload_optimizer") or {}).get("device", "none")),
         "offload_param_device": ("OFFLOAD_PARAM_DEVICE", (zero.get("offload_param") or {}).get("device", "none")),
     }
+    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    if "gradient_clipping" in beside and clipping not in ("auto", "none"):
+        if config.get("gradient_clipping", "auto") == "auto":
+            config["gradient_clipping"] = float(clipping)
+        elif float(clipping) != config["gradient_clipping"]:
+            plan.problems.append(
+                f"{plan.config_file}: gradient_clipping is {config['gradient_clipping']}, and "
+                f"deepspeed_config.gradient_clipping of the Accelerate YAML is {clipping}. Remove one of them."
+            )
     for key, (variable, value) in said.items():
         yaml = environ.get(f"ACCELERATE_DEEPSPEED_{variable}", "none")
         if key in beside and yaml.lower() != str(value).lower():
@@ -137,12 +197,18 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
         )
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
-    for key in QUANTISED if plan.device == "cpu" else ():
-        if zero.get(key):
-            plan.problems.append(
-                f"{plan.config_file}: zero_optimization.{key} is {json.dumps(zero[key])}; DeepSpeed quantises on GPUs only. "
-                "Set it to false to train on a CPU."
-            )
+    asked = [key for key in QUANTISED if zero.get(key)]
+    for key in asked if plan.device == "cpu" else ():
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.{key} is {json.dumps(zero[key])}; DeepSpeed quantises on GPUs only. "
+            "Set it to false to train on a CPU."
+        )
+    if asked and plan.device != "cpu":
+        plan.notes.append(
+            f"{plan.config_file}: with {' and '.join(asked)}, ZeRO++ rounds what it sends, so losses differ from those of "
+            "other strategies. Users report crashes and runs that do not learn (DeepSpeed issues 4386, 4852 and 6926): watch "
+            "the first losses, and keep spike detection on"
+        )
 
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
@@ -241,20 +307,50 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     ds["zero_allow_untested_optimizer"] = True
     if config.optimizer != "adamw":
         ds["zero_force_ds_cpu_optimizer"] = False  # accelerate would put DeepSpeed's CPU Adam in its place
-    scheduler = ds.get("scheduler", {})
-    if scheduler and scheduler.get("type") not in (None, "WarmupDecayLR", "WarmupLR", "WarmupCosineLR"):
+    if ds.get("scheduler"):
+        _fill_schedule(plan, ds, draft)
+
+
+def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
+    """Take over a schedule whose parameters are all auto into ``lr_scheduler_type``; leave others to DeepSpeed."""
+    section = ds["scheduler"]
+    kind, params = section.get("type"), section.get("params") or {}
+    where = f"{plan.config_file}: scheduler"
+    if kind not in SCHEDULES:
         plan.problems.append(
-            f"{plan.config_file}: scheduler.type {scheduler['type']!r} is not known here. "
-            "Remove the section; the recipe's lr_scheduler_type then sets the rate."
+            f"{where}.type {kind!r} is not known here. Write one of {', '.join(SCHEDULES)}, or remove the section; the "
+            "recipe's lr_scheduler_type then sets the rate."
         )
-    elif lists := [f"{key} is {value}" for key, value in (scheduler.get("params") or {}).items() if isinstance(value, list)]:
+        return
+    import inspect
+
+    from deepspeed.runtime import lr_schedules
+
+    known = set(inspect.signature(getattr(lr_schedules, kind)).parameters) - {"optimizer", "last_batch_iteration"}
+    unknown = [key for key in params if key not in known]
+    if unknown:
         plan.problems.append(
-            f"{plan.config_file}: scheduler.params.{lists[0]}; all weights train with one rate. Write one number, or auto."
+            f"{where}.params.{unknown[0]}: {kind} has no such parameter.{nearest(unknown[0], known)} Correct it."
         )
-    elif scheduler:
-        params = scheduler.get("params") or {}
+    elif all(value == "auto" for value in params.values()):
+        del ds["scheduler"]
+        if draft.sources.given("lr_scheduler_type"):
+            chosen = draft.config.lr_scheduler_type
+        else:
+            chosen = SCHEDULES[kind]
+            draft.set(str(plan.config_file), lr_scheduler_type=chosen)
+        plan.notes.append(f"learning rate: {where}.params are auto; lr_scheduler_type {chosen} and num_warmup_steps set it")
+    elif lists := [f"{key} is {value}" for key, value in params.items() if isinstance(value, list)]:
+        plan.problems.append(f"{where}.params.{lists[0]}; all weights train with one rate. Write one number, or auto.")
+    else:
         _agree(plan, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr", "auto"), "learning_rate", draft)
-        plan.notes.append(f"learning rate: {scheduler.get('type')} from {plan.config_file}, not lr_scheduler_type")
+        steps, lowest = draft.config.max_train_steps, params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
+        if steps is not None and steps <= 2 and lowest in ("auto", 0):
+            plan.problems.append(
+                f"{where}: {kind} begins with two steps at rate 0, and max_train_steps is {steps}: nothing would be trained. "
+                "Train more steps, or remove the section; lr_scheduler_type then sets the rate."
+            )
+        plan.notes.append(f"learning rate: {kind} from {plan.config_file}, not lr_scheduler_type")
 
 
 def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
@@ -277,6 +373,13 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
     for leaf, key in keys.items():
         _agree(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, draft)
         params[leaf] = getattr(draft.config, key)
+    if params.get("amsgrad") is False:
+        del params["amsgrad"]  # the default
+    own = ("bias_correction",) if plan.offload_optimizer != "none" else (*FUSED_ONLY, "fused", "foreach")
+    for key in [key for key in params if key not in (*ADAM, *own)]:
+        plan.problems.append(
+            f"{plan.config_file}: optimizer.params.{key} is not supported.{nearest(key, {*ADAM, *own})} Correct or remove it."
+        )
     betas = params.get("betas", "auto")
     if betas == "auto":
         betas = ["auto", "auto"]
@@ -309,16 +412,8 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
             plan.problems.append(f"{said}; DeepSpeed has no such setting.{nearest(key, {*NOT_HERE, CPU_CHECKPOINTING})}")
         elif not isinstance(value, bool):
             plan.problems.append(f"{said}, expected true or false.")
-    asked = draft.config.activation_checkpointing
-    if section.get(CPU_CHECKPOINTING) is not True or asked == "offload":
-        return
-    if asked == "full" or not draft.sources.given("activation_checkpointing"):
-        draft.set(str(plan.config_file), activation_checkpointing="offload")
-    else:
-        plan.problems.append(
-            f"{where}.{CPU_CHECKPOINTING} is true, but activation_checkpointing is {asked} (from "
-            f"{draft.sources['activation_checkpointing']}). Pass --activation_checkpointing offload, or write false there."
-        )
+    if section.get(CPU_CHECKPOINTING) is True:
+        recompute.ask(plan, str(plan.config_file), f"activation_checkpointing.{CPU_CHECKPOINTING}", "offload", draft)
 
 
 def _agree(plan: LaunchPlan, dotted: str, present: object, key: str, draft: ConfigDraft[Any]) -> None:

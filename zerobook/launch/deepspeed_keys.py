@@ -42,6 +42,8 @@ WITHOUT_EFFECT = {
     "expert_parallel": "it belongs to DeepSpeed's layers of experts, which the models do not use",
     "sparse_attention": "it belongs to DeepSpeed's attention layers, which the models do not use",
     "compile": "DeepSpeed compiles a model when it is told to, and it is not told to here",
+    "sparse_gradients": "the models have no embeddings with sparse gradients",
+    "disable_allgather": "DeepSpeed reads it nowhere",
     "timers": "it belongs to wall_clock_breakdown of DeepSpeed's own engine loop",
 }
 """Root keys that DeepSpeed knows and nothing here reads -> why. A run with one says so."""
@@ -59,19 +61,23 @@ REFUSED = {
     "weight_quantization": "it is for inference. Remove the section",
     "graph_harvesting": "it captures steps in CUDA graphs, which the loop does not replay. Remove it",
     "gradient_allreduce_op": "the loss is a mean over all processes, for which gradients are averaged. Remove it",
+    "prescale_gradients": "ZeRO averages gradients after it has reduced them. Remove it",
+    "gradient_predivide_factor": "ZeRO averages gradients after it has reduced them. Remove it",
     "managed_gradient_accumulation": "Zerobook says itself which micro-batch is the last of a step. Remove it",
 }
 """Root keys that would change the training -> what to do. A section that says ``"enabled": false`` is none."""
 ACTING = {
     *NUMBERS, "gradient_clipping", "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "data_types",
-    "activation_checkpointing", "aio", "communication_data_type", "seq_parallel_communication_data_type", "disable_allgather",
-    "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "comms_logger", "flops_profiler", "tensorboard",
-    "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level",
-    "disable_python_gc", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "activation_checkpointing", "aio", "communication_data_type", "seq_parallel_communication_data_type", "comms_logger",
+    "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown", "dump_state", "log_level", "disable_python_gc", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
 """Root keys that DeepSpeed's engine reads and acts on, or that Zerobook fills in or reads."""
 OF_OTHERS = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 """Root keys that DeepSpeed reads in other places than its config class."""
+UNCHECKED = ("aio", "data_types")
+"""Sections of which DeepSpeed drops the keys that it does not know."""
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
     "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param", "DeepSpeedFP16Config": "fp16",
@@ -139,19 +145,25 @@ def account(plan: LaunchPlan) -> None:
     assert ds is not None
     for key in [key for key in ds if key in REFUSED or key in WITHOUT_EFFECT]:
         value = ds.pop(key)
-        if not value or (isinstance(value, dict) and value.get("enabled") in (False, "auto")):
+        if is_off(value):
             continue
         if key in REFUSED:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
         else:
             plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
-    known = build(plan)
-    for key in ds:
-        if known and key not in known:
-            plan.problems.append(
-                f"{plan.config_file}: {key}: DeepSpeed {_version()} has no such key.{nearest(key, known)} It would be ignored. "
-                "Correct it or remove it."
-            )
+    for section, known in build(plan).items():
+        for key in ds.get(section) or {} if section else ds:
+            if key not in known:
+                plan.problems.append(
+                    f"{plan.config_file}: {section and f'{section}.'}{key}: DeepSpeed {_version()} has no such key."
+                    f"{nearest(key, known)} It would be ignored. Correct it or remove it."
+                )
+
+
+def is_off(value: object) -> bool:
+    """Return whether a root key's value changes nothing."""
+    neutral = not value or (value == 1.0 and not isinstance(value, bool))
+    return neutral or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
 
 
 def _version() -> str:
@@ -185,15 +197,21 @@ class _Watched(dict[str, Any]):
         return self
 
 
-def build(plan: LaunchPlan) -> set[str] | None:
-    """Build DeepSpeed's own config, as the engine will. Return its root keys; None where it refuses the values."""
+def build(plan: LaunchPlan) -> dict[str, set[str]]:
+    """Build DeepSpeed's own config, as the engine will. Return the keys that it asks for; nothing where it refuses the values.
+
+    Returns:
+        Section -> its keys, for the root ("") and the sections of `UNCHECKED`. Other sections are checked by DeepSpeed.
+    """
     import logging
 
     from pydantic import ValidationError
 
     filled = _without_auto(deepcopy(plan.deepspeed_config))
     micro, accumulation = filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]
-    watched = _Watched(filled | {"train_batch_size": micro * accumulation})  # there is no process group yet: one process
+    sections = {key: _Watched(filled[key]) for key in UNCHECKED if isinstance(filled.get(key), dict)}
+    sizes = {"train_batch_size": micro * accumulation}  # there is no process group yet: one process
+    watched = _Watched({**filled, **sections, **sizes})
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -205,8 +223,8 @@ def build(plan: LaunchPlan) -> set[str] | None:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {first.rstrip('.')}.")
     else:
-        return {*watched.asked, *OF_OTHERS}
-    return None
+        return {"": watched.asked | OF_OTHERS, **{key: inside.asked for key, inside in sections.items()}}
+    return {}
 
 
 def _without_auto(value: Any) -> Any:

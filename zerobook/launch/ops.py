@@ -14,6 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerobook.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 OPS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -125,15 +131,55 @@ def missing() -> dict[str, str]:
         return {}
     where = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
     why = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {where}"
+    return {op: why for op in NEED_NVCC if not _installed(op)}
+
+
+def _installed(op: str) -> bool:
+    """Return whether DeepSpeed was installed with the op, so that it is never compiled."""
     found = importlib.util.find_spec("deepspeed")
     installed = Path(found.origin).parent / "ops" if found and found.origin else Path()
-    return {op: why for op in NEED_NVCC if not any(installed.glob(f"*/{op}_op*.so"))}
+    return any(installed.glob(f"*/{op}_op*.so"))
 
 
-def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
+def needed(plan: LaunchPlan) -> list[str]:
+    """Return the ops that a run will load."""
+    ops = ["shm_comm"] if plan.device == "cpu" and plan.world_size > 1 else []
+    where = {plan.offload_optimizer, plan.offload_param}
+    section = (plan.deepspeed_config or {}).get("optimizer") or {}
+    own = bool(section) and not section.get("params", {}).get("torch_adam")
+    if where != {"none"}:
+        ops.append("pin_memory")
+    if "nvme" in where:
+        ops.append("async_io")
+    if plan.offload_optimizer != "none" and plan.optimizer == "adamw":
+        ops.append("cpu_adam")
+    elif own:
+        ops.append("fused_adam")
+    return ops
+
+
+def compile_needed(plan: LaunchPlan) -> None:
+    """Compile the ops of a run that are not compiled yet, with a line about each. Other processes of the machine wait.
+
+    Raises:
+        ConfigError: an op cannot be compiled.
+    """
+    absent = [op for op in needed(plan) if not any(cache_root().glob(f"*{op}/*.so")) and not _installed(op)]
+    for op, happened in compile_ops(absent) if absent else ():
+        if happened.startswith("FAILED"):
+            raise ConfigError(
+                f"DeepSpeed's op {op}, which {plan.name} needs, cannot be compiled: {happened.removeprefix('FAILED: ')}. "
+                "make setup compiles all ops and shows the compiler's output."
+            )
+
+
+def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
     """Compile those of the ``wanted`` ops that this machine can use. Returns (op, what happened); prints a line before each.
 
     On a machine without a GPU the CPU variants are built. Already compiled ones load in a second.
+
+    Args:
+        wanted: keys of `OPS`; None takes those that shipped strategy files use, which do not include fused_adam on a CPU.
     """
     import torch
 
@@ -147,9 +193,9 @@ def compile_ops(wanted: Iterable[str] = tuple(OPS)) -> list[tuple[str, str]]:
     on_cpu = accelerator.device_name() == "cpu"
     lacking = {} if on_cpu else missing()
     results = []
-    for op in wanted:
+    for op in wanted or [op for op in OPS if not (on_cpu and op == "fused_adam")]:
         builder = accelerator.create_op_builder(OPS[op])
-        if builder is None or (op == "shm_comm" and not on_cpu) or (op == "fused_adam" and on_cpu):
+        if builder is None or (op == "shm_comm" and not on_cpu):
             continue
         if op in lacking:
             results.append((op, f"skipped: {lacking[op]}"))

@@ -14,7 +14,7 @@ from typing import Any
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, deepspeed_keys, model_parallel, ops, token_split
+from zerobook.launch import deepspeed_json, deepspeed_keys, fsdp_settings, model_parallel, ops, token_split, variables
 from zerobook.launch.model_facts import model_facts, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
@@ -133,7 +133,8 @@ def resolve(
         deepspeed_json.read(plan, environ)
     elif true(environ.get("ACCELERATE_USE_FSDP")):
         plan.kind = "fsdp"
-        _read_fsdp(plan, environ)
+        fsdp_settings.read(plan, environ)
+        fsdp_settings.read_checkpointing(plan, environ, draft)
     token_split.read(plan, environ)
     model_parallel.read(plan, environ)
     if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
@@ -141,6 +142,12 @@ def resolve(
     elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
         plan.problems.append(hardware.unused)
     deepspeed_json.check_device(plan, environ)
+    plan.problems += variables.check(environ)
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        plan.problems.append(
+            f"dynamo_backend is {environ['ACCELERATE_DYNAMO_BACKEND']}; the recipes do not compile the model. Remove "
+            "dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
+        )
     if launched and not on_cpu:
         _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:
@@ -200,42 +207,6 @@ def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None
         plan.problems.append(
             f"LOCAL_RANK {rank}: this process sees {gpus} GPU(s), and takes the one of its LOCAL_RANK, counted from 0. Let "
             "each process see all GPUs of the machine, or start fewer."
-        )
-
-
-def _read_fsdp(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    if environ.get("FSDP_VERSION", "1") != "2":
-        plan.problems.append(
-            f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
-            "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2."
-        )
-    plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
-    plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
-    plan.rank_0_loads = true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
-    plan.shard = plan.world_size
-    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
-        return
-    plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
-    asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
-    if plan.replicate < 1 or plan.world_size % plan.replicate:
-        plan.problems.append(
-            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas do not divide {plan.world_size} "
-            "processes. Change --num_processes or the size."
-        )
-        return
-    plan.shard = plan.world_size // plan.replicate
-    if plan.replicate == 1:
-        return
-    if plan.shard == 1:
-        plan.problems.append(
-            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas on {plan.world_size} processes leave nothing to "
-            f"shard inside one. Pass --num_processes {2 * plan.replicate} or more, or launch with accelerate_configs/fsdp.yaml "
-            "(one copy, sharded) or ddp.yaml (copies only)."
-        )
-    elif asked != plan.shard:
-        plan.notes.append(
-            f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
-            f"(the file says {plan.replicate} x {asked})"
         )
 
 

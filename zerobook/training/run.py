@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
 from zerobook.data.batch_loader import BatchLayout
+from zerobook.launch import account
+from zerobook.launch.accelerate_cli import parent_environment, parent_flags
 from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -145,6 +147,10 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         accumulation=config.gradient_accumulation_steps,
         sharing=plan.world_size // plan.data_parallel_size,
     )
+    flags = parent_flags()
+    given = parent_environment() if flags else os.environ
+    if entries := account.entries(plan, config, sources, flags=flags, given=given, environ=os.environ):
+        out.print(account.table(entries))
     out.print(plan.line)
     for note in plan.notes:
         out.print(f"  note: {note}")

@@ -1,0 +1,337 @@
+"""The account of a launch's settings: what becomes of each key of the Accelerate YAML, of the DeepSpeed JSON, and of each of
+accelerate's environment variables. `zerobook doctor` and ``--dry-run`` print it.
+
+Keys that are unknown or refused are problems of the launch, so an account is made of launches without problems.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
+from zerobook.launch.accelerate_cli import typed_flags
+from zerobook.launch.fsdp_settings import VERSION_1
+from zerobook.launch.variables import VARIABLES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from zerobook.config import ConfigSources, RecipeConfig
+    from zerobook.strategy.launch_plan import LaunchPlan
+
+USED = "used"
+WRITTEN_HERE = "checkpoints and the final model are written by Zerobook"
+TPU = "it is for TPUs"
+ONE_MACHINE = "there is one machine"
+NO_GPU = "no GPU is used"
+UNUSED = {
+    "main_training_function": "it is for TPUs and notebooks", "downcast_bf16": TPU, "tpu_name": TPU, "tpu_zone": TPU,
+    "tpu_use_cluster": TPU, "tpu_use_sudo": TPU, "command_file": TPU, "commands": TPU, "tpu_vm": TPU, "tpu_env": TPU,
+    "megatron_lm_config": "distributed_type is not MEGATRON_LM", "fp8_config": "the precision is not fp8",
+    "mpirun_config": "accelerate starts the processes", "fsdp_state_dict_type": WRITTEN_HERE,
+    "zero3_save_16bit_model": WRITTEN_HERE, **VERSION_1,
+}  # fmt: skip
+"""Keys of the Accelerate YAML that are never used -> why."""
+SEVERAL_MACHINES = {
+    "machine_rank", "main_process_ip", "rdzv_backend", "same_network", "deepspeed_hostfile", "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+}  # fmt: skip
+"""Keys of the Accelerate YAML that matter on several machines only."""
+USED_KEYS = {
+    "compute_environment", "distributed_type", "num_processes", "num_machines", "main_process_port", "mixed_precision",
+    "use_cpu", "debug", "gpu_ids", "enable_cpu_affinity", "dynamo_config", "deepspeed_config", "fsdp_config",
+    "parallelism_config", "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping",
+    "zero3_init_flag", "deepspeed_moe_layer_cls_names", "fsdp_version", "fsdp_offload_params", "fsdp_min_num_params",
+    "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload",
+    "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size", "parallelism_config_tp_size",
+    "parallelism_config_ep_size", "parallelism_config_cp_size", "parallelism_config_cp_backend",
+    "parallelism_config_cp_comm_strategy", "parallelism_config_sp_size", "parallelism_config_sp_backend",
+    "parallelism_config_sp_seq_length", "parallelism_config_sp_seq_length_is_variable",
+    "parallelism_config_sp_attn_implementation",
+}  # fmt: skip
+"""Keys of the Accelerate YAML that are used, some of them under a condition: see `_of_yaml`."""
+STAGE_3 = {
+    "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
+}  # fmt: skip
+"""Settings of ``zero_optimization`` that stage 3 alone reads, beside those that begin with ``stage3_``."""
+STAGES_1_2 = {
+    "allgather_bucket_size", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters", "round_robin_gradients",
+    "parameter_alignment",
+}  # fmt: skip
+"""Settings of ``zero_optimization`` that stages 1 and 2 alone read."""
+UNUSED_IN_ZERO = {
+    "allgather_partitions": "DeepSpeed reads it nowhere", "load_from_fp32_weights": WRITTEN_HERE,
+    "pipeline_loading_checkpoint": WRITTEN_HERE, "stage3_gather_16bit_weights_on_model_save": WRITTEN_HERE,
+    "stage3_gather_fp16_weights_on_model_save": WRITTEN_HERE,
+}  # fmt: skip
+"""Settings of ``zero_optimization`` that are never used -> why."""
+NVME = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"}
+"""Settings of an offload section that matter with NVMe only."""
+
+
+class Entry(NamedTuple):
+    """What becomes of one setting.
+
+    Attributes:
+        source: the file that has it, or ``environment``.
+        key: its dotted path.
+        value: as written there.
+        effect: ``used``, or a sentence that begins with ``filled in``, ``overridden`` or ``no effect``.
+    """
+
+    source: str
+    key: str
+    value: Any
+    effect: str
+
+
+def entries(
+    plan: LaunchPlan,
+    config: RecipeConfig,
+    sources: ConfigSources,
+    *,
+    flags: list[str] | None,
+    given: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> list[Entry]:
+    """Return an entry for each setting of a launch without problems.
+
+    Args:
+        plan: the resolved launch.
+        config: the resolved config of the recipe.
+        sources: of its values.
+        flags: arguments of ``accelerate launch``, with the script; None if another launcher started the processes.
+        given: the environment that the launcher was started with.
+        environ: the environment of its workers.
+    """
+    made: list[Entry] = []
+    file = accelerate_file.path_of(flags)
+    if file is not None:
+        loaded = accelerate_file.load(file)
+        for path, value in _leaves(loaded):
+            effect = _of_yaml(path, value, loaded, plan, config, sources, flags or [])
+            made.append(Entry(file, ".".join(path), value, effect))
+    if plan.config_file is not None and Path(plan.config_file).is_file():
+        written = deepspeed_keys.load(plan.config_file, [])
+        for path, value in _leaves(written):
+            made.append(Entry(plan.config_file, ".".join(path), value, _of_json(path, value, plan, config, sources)))
+    return made + [Entry("environment", *entry) for entry in _variables(plan, given, environ)]
+
+
+def table(entries: list[Entry]) -> Table:
+    """Return the account as a table, a section for each file."""
+    from rich.table import Table
+
+    made = Table(title="settings of the strategy", title_justify="left")
+    for column in ("key", "value", "effect"):
+        made.add_column(column, overflow="fold")
+    for source in dict.fromkeys(entry.source for entry in entries):
+        made.add_section()
+        made.add_row(source, "", "", style="bold")
+        for entry in entries:
+            if entry.source == source:
+                style = {"no": "dim", "overridden:": "yellow"}.get(entry.effect.split()[0], "")
+                made.add_row(f"  {entry.key}", json.dumps(entry.value, default=str), entry.effect, style=style)
+    return made
+
+
+def _leaves(content: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (path, value) of each key of nested objects that is no object with keys itself."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, str(key)))
+        else:
+            yield (*path, str(key)), value
+
+
+def _none(why: str) -> str:
+    return f"no effect: {why}"
+
+
+def _same(value: object, other: object) -> bool:
+    return str(value).lower() == str(other).lower()
+
+
+def _of_yaml(
+    path: tuple[str, ...],
+    value: Any,
+    loaded: dict[str, Any],
+    plan: LaunchPlan,
+    config: RecipeConfig,
+    sources: ConfigSources,
+    flags: list[str],
+) -> str:
+    """Return what becomes of a key of the Accelerate YAML."""
+    section, key = path[0], path[-1]
+    if section == "fsdp_config" and not key.startswith("fsdp"):
+        key = f"fsdp_{key}"  # accelerate takes both forms
+    if value is None or value == {}:
+        return _none("it is empty")
+    if len(path) > 1:
+        kinds = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp"}
+        if kinds.get(section, plan.kind) != plan.kind:
+            return _none(f"distributed_type is {loaded.get('distributed_type')}")
+        if section in UNUSED:
+            return _none(UNUSED[section])
+    if key in UNUSED:
+        return _none(UNUSED[key])
+    typed = typed_flags(flags)
+    if key in typed and not _same(typed[key], value):
+        return f"overridden: --{key} {typed[key]}"
+    if key in SEVERAL_MACHINES and int(loaded.get("num_machines") or 1) == 1:
+        return _none(ONE_MACHINE)
+    if key in ("gpu_ids", "enable_cpu_affinity") and plan.device == "cpu":
+        return _none(NO_GPU)
+    if section == "dynamo_config" and key != "dynamo_backend":
+        return _none("the model is not compiled")
+    if key == "mixed_precision":
+        return USED if _same(value, plan.precision) else f"overridden: {plan.precision}, from {plan.precision_source}"
+    if section == "deepspeed_config":
+        return _of_inline(key, value, loaded[section], plan, config, sources)
+    if section == "fsdp_config":
+        return _of_fsdp(key, value, loaded[section], plan, config, sources)
+    if section == "parallelism_config":
+        return _of_sizes(key, value, plan)
+    return USED
+
+
+def _of_inline(
+    key: str, value: Any, section: dict[str, Any], plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources
+) -> str:
+    """Return what becomes of a key of the YAML's ``deepspeed_config``."""
+    if section.get("deepspeed_config_file") and key in ("zero_stage", "offload_optimizer_device", "offload_param_device"):
+        return _none("the JSON says the same")
+    for what in ("optimizer", "param"):
+        if key == f"offload_{what}_nvme_path" and getattr(plan, f"offload_{what}") != "nvme":
+            return _none(f"offload_{what}_device is {getattr(plan, f'offload_{what}')}")
+    if key in ("zero3_init_flag", "deepspeed_moe_layer_cls_names") and plan.zero_stage != 3:
+        return _none(f"the stage is {plan.zero_stage}")
+    if value == "auto":
+        return f"filled in: {_recipe(key, config, sources)}" if key in SIZES else USED
+    return _compared(key, value, config, sources)
+
+
+SIZES = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+}  # fmt: skip
+"""Keys of strategy files -> the recipe's keys for the same."""
+
+
+def _recipe(key: str, config: RecipeConfig, sources: ConfigSources) -> str:
+    """Return the value of the recipe's key for the same, and where it is from."""
+    return f"{getattr(config, SIZES[key])}, {SIZES[key]} from {sources[SIZES[key]]}"
+
+
+def _compared(key: str, value: Any, config: RecipeConfig, sources: ConfigSources) -> str:
+    if key in SIZES and float(value) != float(getattr(config, SIZES[key]) or 0):
+        return f"overridden: {_recipe(key, config, sources)}"
+    return USED
+
+
+def _of_fsdp(
+    key: str, value: Any, section: dict[str, Any], plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources
+) -> str:
+    """Return what becomes of a key of the YAML's ``fsdp_config``."""
+    policy = str(section.get("fsdp_auto_wrap_policy", section.get("auto_wrap_policy", "NO_WRAP"))).upper()
+    needed = {"fsdp_min_num_params": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP"}
+    if key in needed and policy != needed[key]:
+        return _none(f"fsdp_auto_wrap_policy is {policy}")
+    if key.startswith("fsdp_activation_checkpointing"):
+        asked = config.activation_checkpointing
+        wanted = ("offload" if key.endswith("offload") else "full") if value else "none"
+        other = (wanted == "none") != (asked == "none") and not (key.endswith("offload") and asked == "full")
+        return f"overridden: {asked}, activation_checkpointing from {sources['activation_checkpointing']}" if other else USED
+    if key == "fsdp_cpu_ram_efficient_loading" and value and plan.loaded_in_parts:
+        return "overridden: each process reads its part of the files"
+    return USED
+
+
+def _of_sizes(key: str, value: Any, plan: LaunchPlan) -> str:
+    """Return what becomes of a key of the YAML's ``parallelism_config``."""
+    name = key.removeprefix("parallelism_config_")
+    for short, size in (("cp", plan.context), ("sp", plan.sequence)):
+        if name.startswith(f"{short}_") and name != f"{short}_size" and size == 1:
+            return _none(f"parallelism_config_{short}_size is 1")
+    parts = plan.shard if plan.kind == "fsdp" else plan.data_parallel_size
+    found = {"dp_replicate_size": plan.replicate, "dp_shard_size": parts // plan.context}.get(name)
+    return USED if found in (None, value) else f"overridden: {found}, to fit {plan.world_size} processes"
+
+
+def _of_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> str:
+    """Return what becomes of a key of the DeepSpeed JSON. What the engine gets is ``plan.deepspeed_config``."""
+    root, key = path[0], path[-1]
+    if root in deepspeed_keys.WITHOUT_EFFECT:
+        return _none(deepspeed_keys.WITHOUT_EFFECT[root])
+    if root in deepspeed_keys.REFUSED:
+        return _none("it is off")
+    if value is None:
+        return _none("it is empty")
+    if (why := _idle(path, plan)) is not None:
+        return _none(why)
+    if root == "scheduler" and "scheduler" not in (plan.deepspeed_config or {}):
+        return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
+    if root == "zero_optimization" and key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+        return "used: read as the section that replaced it"
+    if root == "activation_checkpointing":
+        if value is True and key == deepspeed_json.CPU_CHECKPOINTING:
+            return f"used: activation_checkpointing {config.activation_checkpointing}"
+        return _none("it is off")
+    inside: Any = plan.deepspeed_config
+    for step in path:
+        inside = inside.get(step) if isinstance(inside, dict) else None
+    if path == ("gradient_clipping",):  # a norm of 0 is written as one that is never reached
+        inside = config.max_grad_norm
+    if inside == value and value != "auto":
+        return USED
+    said = json.dumps(inside)
+    if value == "auto" and inside in ("auto", None):
+        return "filled in: from the model's size, when it is loaded"
+    if len(path) == 1 and root in SIZES:
+        said = _recipe(root, config, sources)
+    elif root in ("fp16", "bf16"):
+        said = f"{said}, precision {plan.precision} from {plan.precision_source}"
+    return f"{'filled in' if value == 'auto' else 'overridden'}: {said}"
+
+
+def _idle(path: tuple[str, ...], plan: LaunchPlan) -> str | None:
+    """Return why a key of the DeepSpeed JSON has no effect under this stage, precision and offload; None where it has one."""
+    root, key, leaf = path[0], path[1] if len(path) > 1 else "", path[-1]
+    if root in ("fp16", "bf16", "bfloat16") and leaf != "enabled" and plan.precision != root.replace("bfloat16", "bf16"):
+        return f"the precision is {plan.precision}"
+    if root == "aio" and "nvme" not in (plan.offload_optimizer, plan.offload_param):
+        return "nothing is offloaded to NVMe"
+    if root in ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler") and leaf != "enabled":
+        section = (plan.deepspeed_config or {}).get(root) or {}
+        return None if section.get("enabled") else "it is off"
+    if root != "zero_optimization":
+        return None
+    if key in UNUSED_IN_ZERO:
+        return UNUSED_IN_ZERO[key]
+    of_stage_3 = key in STAGE_3 or key.startswith("stage3_")
+    if (of_stage_3 and plan.zero_stage != 3) or (key in STAGES_1_2 and plan.zero_stage == 3):
+        return f"the stage is {plan.zero_stage}"
+    if key in ("offload_optimizer", "offload_param") and leaf != "device":
+        device = getattr(plan, key)
+        if device == "none" or (leaf in NVME and device != "nvme"):
+            return f"the device is {device}"
+    return None
+
+
+def _variables(plan: LaunchPlan, given: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, value, what becomes of it) of accelerate's variables that the launch was started with."""
+    for name in sorted(given):
+        if name not in VARIABLES:
+            continue
+        if environ.get(name) != given[name]:
+            yield name, given[name], f"overridden: accelerate launch sets {environ.get(name, 'none')}"
+        elif (name.startswith("FSDP_") and plan.kind != "fsdp") or ("DEEPSPEED" in name and plan.kind != "deepspeed"):
+            yield name, given[name], _none(f"the strategy is {plan.name}")
+        else:
+            yield name, given[name], _none(VARIABLES[name]) if VARIABLES[name] else USED

@@ -1,0 +1,89 @@
+"""The settings of an FSDP launch: read, and checked by accelerate's own plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerobook.launch import recompute
+from zerobook.utils.environment import true
+
+if TYPE_CHECKING:
+    from zerobook.config import ConfigDraft
+    from zerobook.strategy.launch_plan import LaunchPlan
+
+FILE = "the Accelerate YAML's fsdp_config"
+VERSION_1 = {
+    "fsdp_sharding_strategy": "FSDP2 has fsdp_reshard_after_forward in its place",
+    "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
+    "fsdp_use_orig_params": "FSDP2 always keeps the model's own parameters",
+    "fsdp_sync_module_states": "FSDP2 has fsdp_cpu_ram_efficient_loading in its place",
+}
+"""Keys of FSDP 1 -> why they have no effect under FSDP2."""
+
+
+def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Read the version, offload, and the sizes of hybrid sharding into ``plan``."""
+    if environ.get("FSDP_VERSION", "1") != "2":
+        plan.problems.append(
+            f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
+            "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2."
+        )
+    else:
+        _build(plan, environ)
+    plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
+    plan.rank_0_loads = true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+    plan.shard = plan.world_size
+    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        return
+    plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+    if plan.replicate < 1 or plan.world_size % plan.replicate:
+        plan.problems.append(
+            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas do not divide {plan.world_size} "
+            "processes. Change --num_processes or the size."
+        )
+        return
+    plan.shard = plan.world_size // plan.replicate
+    if plan.replicate == 1:
+        return
+    if plan.shard == 1:
+        plan.problems.append(
+            f"parallelism_config_dp_replicate_size: {plan.replicate} replicas on {plan.world_size} processes leave nothing to "
+            f"shard inside one. Pass --num_processes {2 * plan.replicate} or more, or launch with accelerate_configs/fsdp.yaml "
+            "(one copy, sharded) or ddp.yaml (copies only)."
+        )
+    elif asked != plan.shard:
+        plan.notes.append(
+            f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
+            f"(the file says {plan.replicate} x {asked})"
+        )
+
+
+def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Build accelerate's plugin, as the launched process will. Add a problem where it refuses the values."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import patch_environment
+
+    settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
+    settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin sets it
+    try:
+        with patch_environment(**settings):
+            FullyShardedDataParallelPlugin()
+    except (ValueError, KeyError, TypeError) as error:
+        said = f"{error} is not known" if isinstance(error, KeyError) else str(error).rstrip(".")
+        # accelerate names the value alone. Its launcher sets FSDP_SHARDING_STRATEGY where the file does not
+        keys = [key for key, value in settings.items() if len(value) > 5 and value.lower() in said.lower()]
+        keys = [key for key in keys if key != "FSDP_SHARDING_STRATEGY"]
+        where = f"{FILE}: {keys[0].lower()} is {settings[keys[0]]}" if len(keys) == 1 else FILE
+        plan.problems.append(f"{where}; accelerate: {said}.")
+
+
+def read_checkpointing(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
+    """Let the recipe recompute activations where the file asks for it: accelerate would wrap each layer a second time."""
+    for key, wanted in (("activation_checkpointing_offload", "offload"), ("activation_checkpointing", "full")):
+        if true(environ.get(f"FSDP_{key.upper()}")):
+            recompute.ask(plan, FILE, f"fsdp_{key}", wanted, draft)
+            return
