@@ -52,6 +52,11 @@ CORPUS: dict[str, Case] = {
     "fsdp 2, the layer's class": Case(fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")),
     "a layer of another architecture": Case(
         fsdp(fsdp_transformer_layer_cls_to_wrap="BertLayer"), said="BertLayer: LlamaForCausalLM has no such layer"),
+    "fsdp 2, keys of version 1": Case(fsdp(
+        fsdp_sharding_strategy="FULL_SHARD", fsdp_backward_prefetch="BACKWARD_PRE", fsdp_forward_prefetch=True,
+        fsdp_use_orig_params=True, fsdp_sync_module_states=True, fsdp_state_dict_type="SHARDED_STATE_DICT")),
+    "fsdp 2, no wrapping": Case(fsdp(fsdp_auto_wrap_policy="NO_WRAP")),
+    "fsdp 2, activation checkpointing": Case(fsdp(fsdp_activation_checkpointing=True)),
     "fsdp 2, keys without prefix": Case({"distributed_type": "FSDP", "fsdp_config": {"version": 2}}),
     "inline stage 2": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}}),
     "inline stage 3": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True}}),
@@ -69,6 +74,14 @@ CORPUS: dict[str, Case] = {
         "gradient_clipping": "auto", "steps_per_print": 2000, "wall_clock_breakdown": False}),
     "offload of everything": Case(DEEPSPEED, {"zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}}),
+    "offload as it was written once": Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": True}}),
+    "a schedule of auto": Case(DEEPSPEED, ZERO2 | {"scheduler": {
+        "type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}}),
+    "a schedule of numbers": Case(DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupCosineLR", "params": {
+        "warmup_num_steps": 2, "total_num_steps": 10, "warmup_min_ratio": 0.1}}}),
+    "clipping in the YAML beside a JSON": Case(DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2),
+    "an optimizer's older keys": Case(DEEPSPEED, ZERO2 | {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "amsgrad": False}}}),
     "sections that are off": Case(DEEPSPEED, ZERO2 | {
         "amp": {"enabled": False}, "flops_profiler": {"enabled": False}, "elasticity": {"enabled": False}}),
     "monitors of DeepSpeed": Case(DEEPSPEED, ZERO2 | {"tensorboard": {"enabled": False}, "csv_monitor": {"enabled": False}}),
@@ -95,7 +108,19 @@ CORPUS: dict[str, Case] = {
     "a typo in parallelism_config": Case(
         FSDP | {"parallelism_config": {"parallelism_config_tpsize": 2}}, said="Did you mean parallelism_config_tp_size?"),
     "a typo at the root of the YAML": Case(FSDP | {"mixed_precison": "bf16"}, said="mixed_precison"),
+    "a typo in aio": Case(DEEPSPEED, ZERO2 | {"aio": {"block_sze": 1048576}}, "aio.block_sze"),
+    "a typo in data_types": Case(DEEPSPEED, ZERO2 | {"data_types": {"grad_accum_dtyp": "fp32"}}, "data_types.grad_accum_dtyp"),
+    "a typo in a schedule": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}}, "Did you mean warmup_num_steps?"),
+    "a typo in an optimizer": Case(
+        DEEPSPEED, ZERO2 | {"optimizer": {"type": "AdamW", "params": {"weight_decy": 0.1}}}, "Did you mean weight_decay?"),
     # --- values of other types
+    "resharding of version 1": Case(
+        fsdp(fsdp_reshard_after_forward="FULL_SHARD"), said="fsdp_reshard_after_forward is full_shard"),
+    "an unknown wrapping": Case(fsdp(fsdp_auto_wrap_policy="LAYERS"), said="fsdp_auto_wrap_policy is LAYERS"),
+    "an unknown state": Case(fsdp(fsdp_state_dict_type="SHARDED"), said="fsdp_state_dict_type is SHARDED"),
+    "offload as it was written once, as text": Case(
+        DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": "cpu"}}, "cpu_offload is \"cpu\", expected true or false"),
     "bf16 true": Case(DEEPSPEED, ZERO2 | {"bf16": True}, "bf16 is true, expected an object"),
     "offload_optimizer cpu": Case(
         DEEPSPEED, {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer is \"cpu\", expected an object"),
@@ -113,6 +138,16 @@ CORPUS: dict[str, Case] = {
     "clipping as text": Case(DEEPSPEED, ZERO2 | {"gradient_clipping": "low"}, "gradient_clipping is \"low\""),
     "fsdp_config as text": Case({"distributed_type": "FSDP", "fsdp_config": "full_shard"}, said="expected a mapping"),
     # --- what is not supported
+    "a compiled model": Case({"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, said="dynamo_backend"),
+    "zenflow": Case(DEEPSPEED, {"zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}}, "zenflow is not supported"),
+    "no norm of gradients": Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "compute_grad_norm"),
+    "scaled before they are reduced": Case(DEEPSPEED, ZERO2 | {"prescale_gradients": True}, "prescale_gradients is not supported"),
+    "the first form of stage 1": Case(DEEPSPEED, {"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "legacy_stage1"),
+    "amsgrad": Case(DEEPSPEED, ZERO2 | {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
+    "a schedule that a short run does not leave": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}, "two steps at rate 0",
+        ("--max_train_steps", "2")),
     "stage 0": Case(DEEPSPEED, {"zero_optimization": {"stage": 0}}, "the recipes run stages 1, 2 and 3"),
     "no stage": Case(DEEPSPEED, {"fp16": {"enabled": "auto"}}, "zero_optimization is missing"),
     "fsdp 1": Case({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, said="fsdp_version: 2"),
@@ -144,6 +179,11 @@ CORPUS: dict[str, Case] = {
     "tensor and expert parallel": Case(parallel(FSDP, tp=2, ep=2), said="is not supported"),
     "sequence parallel under FSDP": Case(parallel(FSDP, sp=2), said="zero3_sequence.yaml"),
     # --- two values
+    "another clipping in the YAML": Case(
+        DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2 | {"gradient_clipping": 1.0}, "gradient_clipping is 1.0"),
+    "activation checkpointing that a flag refuses": Case(
+        fsdp(fsdp_activation_checkpointing=True), said="activation_checkpointing is none (from flag",
+        flags=("--activation_checkpointing", "none")),
     "another stage in the YAML": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 3}}, ZERO2, "deepspeed_config.zero_stage"),
     "another clipping by flag": Case(
         DEEPSPEED, ZERO2 | {"gradient_clipping": 0.3}, "gradient_clipping is 0.3, but max_grad_norm is 1.0", ("--max_grad_norm", "1")),

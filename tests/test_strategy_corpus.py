@@ -48,9 +48,10 @@ def test_a_launch_ends_as_doctor_says(name, tmp_path, tiny):
     """Where doctor has a problem, the launch ends with it before anything starts; where it has none, a step is trained."""
     case = CORPUS[name]
     flags = dict(zip((flag.removeprefix("--") for flag in case.flags[::2]), case.flags[1::2], strict=True))
+    flags = {"max_train_steps": "1"} | flags
     run = launch(
         written(tmp_path, case), case.processes, "causal_lm", tmp_path / "run", expect=None, model_name_or_path=tiny / "llama",
-        train_file=tiny / "text.txt", format="text", max_train_steps=1, validation_split_percentage=0, block_size=32, **flags,
+        train_file=tiny / "text.txt", format="text", validation_split_percentage=0, block_size=32, **flags,
     )  # fmt: skip
     if case.said is None:
         assert run.returncode == 0 and [step["step"] for step in run.steps] == [1], run.text[-2000:]

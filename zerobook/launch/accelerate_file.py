@@ -26,7 +26,7 @@ _SECTIONS = {
     "parallelism_config": ("parallelism_config_",),
 }
 """Section -> beginnings of the launcher's flags that are its keys."""
-_OWN = {"parallelism_config_ep_size"}
+OWN = {"parallelism_config_ep_size"}
 """Keys that accelerate does not know, and Zerobook reads."""
 
 
@@ -111,7 +111,7 @@ def _unknown_keys(loaded: dict[str, Any]) -> Iterator[str]:
             yield f"{section} is {keys!r}, expected a mapping of keys to values."
             continue
         known = {flag for flag in flags if flag.startswith(beginnings)}
-        known |= {key for key in _OWN if key.startswith(beginnings)}
+        known |= {key for key in OWN if key.startswith(beginnings)}
         for key, value in keys.items():
             if str(key).endswith("_size") and (not isinstance(value, int) or isinstance(value, bool)):
                 yield f"{section}.{key} is {value!r}, expected a number of processes."
