@@ -114,6 +114,10 @@ CORPUS: dict[str, Case] = {
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}}, "Did you mean warmup_num_steps?"),
     "a typo in an optimizer": Case(
         DEEPSPEED, ZERO2 | {"optimizer": {"type": "AdamW", "params": {"weight_decy": 0.1}}}, "Did you mean weight_decay?"),
+    "a schedule without its length": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}}, "total_num_steps is missing"),
+    "a schedule without warm-up": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "warmup_num_steps is 0"),
     # --- values of other types
     "resharding of version 1": Case(
         fsdp(fsdp_reshard_after_forward="FULL_SHARD"), said="fsdp_reshard_after_forward is full_shard"),

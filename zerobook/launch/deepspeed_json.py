@@ -21,8 +21,7 @@ FUSED_ONLY = ("bias_correction", "set_grad_none")
 ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 """Parameters that an optimizer section may have on every device."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""DeepSpeed's schedules -> ``lr_scheduler_type`` that stands for one whose parameters are all auto, as in transformers' docs:
-https://huggingface.co/docs/transformers/deepspeed"""
+"""DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
 REFUSED_IN_ZERO = {
     "zenflow": "it updates some weights later than others, so that losses differ from those of other strategies",
     "legacy_stage1": "this version of DeepSpeed has no second form of stage 1",
@@ -312,7 +311,8 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
 
 
 def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
-    """Take over a schedule whose parameters are all auto into ``lr_scheduler_type``; leave others to DeepSpeed."""
+    """Check the schedule that DeepSpeed is to make. One whose parameters are all auto, without warm-up, is made by
+    ``lr_scheduler_type``."""
     section = ds["scheduler"]
     kind, params = section.get("type"), section.get("params") or {}
     where = f"{plan.config_file}: scheduler"
@@ -326,24 +326,39 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
 
     from deepspeed.runtime import lr_schedules
 
-    known = set(inspect.signature(getattr(lr_schedules, kind)).parameters) - {"optimizer", "last_batch_iteration"}
+    known = {
+        key: parameter
+        for key, parameter in inspect.signature(getattr(lr_schedules, kind)).parameters.items()
+        if key not in ("optimizer", "last_batch_iteration")
+    }
     unknown = [key for key in params if key not in known]
     if unknown:
         plan.problems.append(
-            f"{where}.params.{unknown[0]}: {kind} has no such parameter.{nearest(unknown[0], known)} Correct it."
+            f"{where}.params.{unknown[0]}: {kind} has no such parameter.{nearest(unknown[0], set(known))} Correct it."
         )
-    elif all(value == "auto" for value in params.values()):
+    elif missing := [key for key, parameter in known.items() if parameter.default is parameter.empty and key not in params]:
+        plan.problems.append(f'{where}.params.{missing[0]} is missing; {kind} needs it. Write "auto".')
+    elif (warmup := params.get("warmup_num_steps", "auto")) != "auto" and (not isinstance(warmup, int) or warmup < 1):
+        plan.problems.append(
+            f"{where}.params.warmup_num_steps is {json.dumps(warmup)}, expected a number of 1 or more, or auto."
+        )
+    elif lists := [f"{key} is {value}" for key, value in params.items() if isinstance(value, list)]:
+        plan.problems.append(f"{where}.params.{lists[0]}; all weights train with one rate. Write one number, or auto.")
+    elif set(params.values()) == {"auto"} and draft.config.num_warmup_steps == 0:
+        # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0
         del ds["scheduler"]
         if draft.sources.given("lr_scheduler_type"):
             chosen = draft.config.lr_scheduler_type
         else:
             chosen = SCHEDULES[kind]
             draft.set(str(plan.config_file), lr_scheduler_type=chosen)
-        plan.notes.append(f"learning rate: {where}.params are auto; lr_scheduler_type {chosen} and num_warmup_steps set it")
-    elif lists := [f"{key} is {value}" for key, value in params.items() if isinstance(value, list)]:
-        plan.problems.append(f"{where}.params.{lists[0]}; all weights train with one rate. Write one number, or auto.")
+        plan.notes.append(
+            f"learning rate: lr_scheduler_type {chosen} in place of {kind} from {plan.config_file}, which always warms up"
+        )
     else:
-        _agree(plan, "scheduler.params.warmup_max_lr", params.get("warmup_max_lr", "auto"), "learning_rate", draft)
+        if "warmup_max_lr" in known:
+            peak = params.get("warmup_max_lr", known["warmup_max_lr"].default)  # None is the optimizer's own
+            _agree(plan, "scheduler.params.warmup_max_lr", "auto" if peak is None else peak, "learning_rate", draft)
         steps, lowest = draft.config.max_train_steps, params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
         if steps is not None and steps <= 2 and lowest in ("auto", 0):
             plan.problems.append(
