@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState
 
 import zerobook
@@ -127,6 +128,37 @@ def test_the_loss_that_balances_experts_is_trained_and_leaves_out_padding():
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Dbrx", {
+            "vocab_size": 64, "d_model": 32, "n_heads": 2, "n_layers": 2, "output_router_logits": True,
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.5},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        }),
+        ("JetMoe", {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8,
+            "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "aux_loss_coef": 0.5,
+            "output_router_logits": True,
+        }),
+        ("Olmoe", {
+            "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+            "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5,
+            "output_router_logits": True, "pad_token_id": 0, "eos_token_id": 1,
+        }),
+    ],
+)  # fmt: skip
+def test_the_factor_has_another_name_in_other_models(name, changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    batch = CausalCollator(0)([{"input_ids": list(range(3, 27)), "labels": list(range(3, 27))}])
+    loss, metrics = NextToken().loss(model, dict(batch))
+    own = model(**batch, output_router_logits=True)  # transformers' own loss is a mean
+    assert loss.item() / 23 == pytest.approx(own.loss.item(), rel=1e-5)
+    assert 1 <= metrics["expert_load"].item() / 23 <= 2
+
+
 def test_a_run_of_a_mixture_keeps_the_mask_and_logs_the_router(tiny, tmp_path):
     seen = []
 
@@ -146,6 +178,7 @@ def test_a_run_of_a_mixture_keeps_the_mask_and_logs_the_router(tiny, tmp_path):
     model.save_pretrained(folder)
     run = train(tmp_path / "run", Experts, **given)
     assert all(seen) and all(step["metrics"]["router_aux_loss"] > 0 for step in run.steps)
+    assert all(1 <= step["metrics"]["expert_load"] <= 2 for step in run.steps), "two of four experts take all tokens at most"
     seen.clear()
     run = train(tmp_path / "off", Experts, router_aux_loss_coef=0, **given)
     assert not any(seen) and "metrics" not in run.steps[0]

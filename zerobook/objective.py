@@ -6,7 +6,7 @@ A mean over a batch would depend on how the batch is cut into micro-batches and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -144,10 +144,11 @@ class NextToken(Objective):
     A mixture of experts also has a loss that balances the load of its experts (Fedus et al., 2021, section 2.2). It is added
     if the model's config asks for it (``output_router_logits``), or if ``router_weight`` is given. The model returns it as an
     average over tokens, so each micro-batch multiplies it by its number of supervised tokens; for a step, this gives the
-    weighted mean. Evaluations leave it out.
+    weighted mean. Evaluations leave it out. Metrics: ``router_aux_loss``, and `expert_load` where the model's config says how
+    many experts a token takes.
 
     Args:
-        router_weight: factor of that loss, instead of ``router_aux_loss_coef`` in the model's config; 0 leaves it out.
+        router_weight: factor of that loss, instead of the one in the model's config; 0 leaves it out.
     """
 
     shifted = True
@@ -162,9 +163,14 @@ class NextToken(Objective):
         if balance == 0:
             return _summed(model(**inputs).logits, targets)
         output = model(**inputs, output_router_logits=True)
+        supervised = (targets != IGNORE).sum()
         # also if no token is supervised: the backward passes of all ranks must run the same modules
-        router = output.aux_loss.to(output.logits.device) * (targets != IGNORE).sum()
-        return _summed(output.logits, targets) + balance * router, {"router_aux_loss": router.detach()}
+        router = output.aux_loss.to(output.logits.device) * supervised
+        metrics = {"router_aux_loss": router.detach()}
+        if chosen := experts_per_token(unwrap(model).config):
+            load = expert_load(output.router_logits, chosen, inputs.get("attention_mask"))
+            metrics["expert_load"] = load.to(router.device) * supervised
+        return _summed(output.logits, targets) + balance * router, metrics
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
         return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
@@ -176,7 +182,7 @@ class NextToken(Objective):
     def _balance(self, model: nn.Module) -> float:
         """Return the factor of the loss that balances experts; 0 where it is left out."""
         config = getattr(unwrap(model), "config", None)
-        own = getattr(config, "router_aux_loss_coef", None)
+        own = router_coefficient(config)
         if own is None or not model.training:
             return 0.0
         if self.router_weight is not None:
@@ -185,6 +191,43 @@ class NextToken(Objective):
 
     def weight(self, row: Mapping[str, np.ndarray]) -> int:
         return int(np.count_nonzero(row["labels"][1:] != IGNORE))
+
+
+def router_coefficient(config: Any) -> float | None:
+    """Return the factor of the loss that balances experts, from a model's config; None for models without one."""
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None:
+        own = getattr(config, "aux_loss_coef", None)  # JetMoe
+    if own is None:
+        own = getattr(getattr(config, "ffn_config", None), "moe_loss_weight", None)  # DBRX
+    return own
+
+
+def experts_per_token(config: Any) -> int | None:
+    """Return the number of experts that a token takes, from a model's config; None where it does not say so."""
+    own = getattr(config, "num_experts_per_tok", None)
+    return own if own is not None else getattr(getattr(config, "ffn_config", None), "moe_top_k", None)
+
+
+def expert_load(router_logits: Sequence[torch.Tensor], chosen: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return how many times its equal share the busiest expert of a micro-batch gets, a mean over layers: 1 is balanced.
+
+    Args:
+        router_logits: a layer each, float [tokens, experts] or [rows, length, experts].
+        chosen: experts that a token takes.
+        attention_mask: int [rows, length], 0 for padding, which is left out; None where there is none.
+
+    >>> expert_load([torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0]])], 1, None).item()
+    3.0
+    """
+    busiest = []
+    for logits in router_logits:
+        experts = logits.size(-1)
+        picked = logits.detach().reshape(-1, experts).topk(chosen).indices
+        real = torch.ones_like(picked) if attention_mask is None else attention_mask.reshape(-1, 1).to(picked).expand_as(picked)
+        counts = torch.zeros(experts, dtype=torch.int64, device=picked.device).scatter_add_(0, picked.flatten(), real.flatten())
+        busiest.append(counts.max() * experts / counts.sum().clamp(min=1))
+    return torch.stack(busiest).mean()
 
 
 class TargetTokens(Objective):

@@ -24,6 +24,7 @@ from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_atten
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
+from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
@@ -212,7 +213,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
     found = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
-    if config.router_aux_loss_coef is not None and not hasattr(found, "router_aux_loss_coef"):
+    if config.router_aux_loss_coef is not None and router_coefficient(found) is None:
         raise ConfigError(
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
             "balance, or no such loss in transformers. Leave the flag out."
