@@ -36,6 +36,7 @@ examples:
   zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
       recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16
   zerobook plan --formulas --parameters 7.5B --gpus 64
+  zerobook plan --formulas --parameters 2851M --largest_layer 32.9M --gpus 8 --activations 32x1x1024x4096
 """
 
 
@@ -49,6 +50,8 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
     parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
     parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
+    parser.add_argument("--largest_layer", help="with --formulas: its parameters, for DeepSpeed's estimates under ZeRO-3")
+    parser.add_argument("--activations", metavar="LAYERSxBATCHxLENGTHxWIDTH", help="with --formulas: of a transformer")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--png", metavar="FILE", help="draw GPU memory as stacked bars")
     parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
@@ -64,8 +67,10 @@ def plan(argv: list[str]) -> int:
         if asked.parameters is None:
             raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
         table.show_formulas(
-            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision != "fp32", target=asked.json
-        )
+            parse_count(asked.parameters, "--parameters"), where, mixed=asked.precision != "fp32", target=asked.json,
+            largest_layer=parse_count(asked.largest_layer, "--largest_layer") if asked.largest_layer else None,
+            tokens=_tokens(asked.activations),
+        )  # fmt: skip
         return 0
     if place == len(argv):
         raise ConfigError(
@@ -98,6 +103,16 @@ def plan(argv: list[str]) -> int:
     return 0 if any(row.fits for row in rows) else 1
 
 
+def _tokens(text: str | None) -> table.Tokens | None:
+    """Return the sizes in ``--activations``. Raises `ConfigError`."""
+    if text is None:
+        return None
+    sizes = [int(part) if part.isdigit() else 0 for part in text.lower().split("x")]
+    if len(sizes) != 4 or min(sizes) < 1:
+        raise ConfigError(f"--activations: {text}, expected LAYERSxBATCHxLENGTHxWIDTH, as 32x1x1024x4096.")
+    return table.Tokens(*sizes)
+
+
 _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
 
 
@@ -109,7 +124,10 @@ _EXCLUDED = {
     "autotune": ("recommend", "png", "json"),
 }
 """Mode -> flags that have no effect in it."""
-_NEEDED = {"parameters": "formulas", "precision": "formulas", "global_batch": "autotune"}
+_NEEDED = {
+    "parameters": "formulas", "precision": "formulas", "largest_layer": "formulas", "activations": "formulas",
+    "global_batch": "autotune",
+}  # fmt: skip
 
 
 def _check(asked: argparse.Namespace, parser: argparse.ArgumentParser, model: list[str]) -> None:

@@ -103,6 +103,27 @@ def deepspeed_zero3(
     return Estimate(host, gpu, f"host {per_parameter} P / nodes x 1.5, GPU 4 L" + ("" if params else " + 2 P/N"))
 
 
+def deepspeed_rows(parameters: int, largest_layer: int, gpus_per_node: int, nodes: int) -> list[tuple[str, Estimate]]:
+    """Return DeepSpeed's estimates for every way to offload, ZeRO-2 and 3, in the order of its own tables: (case, estimate).
+
+    Without offload, ZeRO-2 has another row for the earlier version of the estimator that published tables come from.
+    """
+    where = (gpus_per_node, nodes)
+    rows = [
+        ("ZeRO-2, optimizer offloaded", deepspeed_zero2(parameters, *where, offload=True)),
+        ("ZeRO-2, nothing offloaded", deepspeed_zero2(parameters, *where, offload=False)),
+        ("ZeRO-2, nothing offloaded, by an earlier version", deepspeed_zero2(parameters, *where, offload=False, printed=True)),
+    ]
+    for what, optimizer, params in (
+        ("optimizer and parameters offloaded", True, True), ("optimizer offloaded", True, False),
+        ("nothing offloaded", False, False),
+    ):  # fmt: skip
+        for zero_init in (True, False):
+            made = deepspeed_zero3(parameters, largest_layer, *where, optimizer=optimizer, params=params, zero_init=zero_init)
+            rows.append((f"ZeRO-3, {what}, {'sharded' if zero_init else 'whole'} while loading", made))
+    return rows
+
+
 def activations(
     layers: int, batch: int, length: int, width: int, heads: int, *, element: int = 2, fused: bool, checkpointing: bool
 ) -> float:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
@@ -225,8 +225,46 @@ def write_json(target: str, found: object) -> None:
         say(f"wrote {target}")
 
 
-def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str | None) -> None:
-    """Print the papers' figures for a number of parameters under DDP and ZeRO's stages; ``target`` as in `write_json`."""
+class Tokens(NamedTuple):
+    """The sizes of a transformer's activations."""
+
+    layers: int
+    batch: int
+    length: int
+    width: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.layers} layers of {self.width}, {self.batch} x {self.length} tokens"
+
+    def rows(self) -> list[tuple[str, float]]:
+        """Return (what is kept for the backward pass, its bytes)."""
+        tensor = self.layers * self.batch * self.length * self.width
+
+        def kept(element: int, checkpointing: bool) -> float:  # fused attention has no term of the heads
+            return formulas.activations(*self, heads=1, element=element, fused=True, checkpointing=checkpointing)
+
+        return [
+            ("one tensor of each layer, 2 bytes an element (its input: checkpointing)", 2.0 * tensor),
+            ("one tensor of each layer, 4 bytes an element", 4.0 * tensor),
+            ("everything, 2 bytes, fused attention (34 s b h a layer)", kept(2, False)),
+            ("inputs of layers, and one layer recomputed, 2 bytes, fused attention", kept(2, True)),
+        ]
+
+    def record(self) -> list[dict[str, str | float]]:
+        return [{"what": what, "bytes": amount} for what, amount in self.rows()]
+
+
+def show_formulas(
+    parameters: int, where: Cluster, *, mixed: bool, target: str | None, largest_layer: int | None, tokens: Tokens | None
+) -> None:
+    """Print the papers' figures for a number of parameters under DDP and ZeRO's stages.
+
+    Args:
+        target: as in `write_json`.
+        largest_layer: parameters of the largest layer, for DeepSpeed's estimates under ZeRO-3; None leaves them out.
+        tokens: the sizes of a transformer's activations; None leaves them out.
+    """
     ranks, rows = where.ranks, []
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
         spread = ShardingSpec(
@@ -235,24 +273,28 @@ def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str |
         )  # fmt: skip
         rows.append((name, paper(parameters, parameters, spread, where.nodes)))
     two = formulas.deepspeed_zero2(parameters, where.gpus, where.nodes, offload=False)
+    estimates = [] if largest_layer is None else formulas.deepspeed_rows(parameters, largest_layer, where.gpus, where.nodes)
     checkpoint = formulas.CHECKPOINT_BYTES * parameters
     if target:
         write_json(target, {
             "parameters": parameters, "hardware": asdict(where), "precision": "mixed" if mixed else "fp32", "unit": "bytes",
             "rows": [{"name": name, "total": made.states.total, **asdict(made)} for name, made in rows],
             "deepspeed_zero2": two._asdict(),
+            **({"deepspeed": [{"case": case} | made._asdict() for case, made in estimates]} if estimates else {}),
+            **({"activations": tokens.record()} if tokens else {}),
             "checkpoint": {"bytes": checkpoint, "formula": f"{formulas.CHECKPOINT_BYTES} P bytes"},
         })  # fmt: skip
     if target == "-":
         return
     kind = "mixed precision: 2-byte elements, K = 12" if mixed else "fp32: 4-byte elements, K = 8"
     print(f"{count(parameters)} parameters (P) on {where.name}: {ranks} GPUs ({kind}); GB are 10^9 bytes, without activations")
-    print(f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10} a GPU, by formula")
+    print(f"{'':8}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'total':>10}{'of DDP':>8} a GPU, by formula")
     for name, made in rows:
         states = made.states
         amounts = ((states.parameters, 10), (states.gradients, 11), (states.optimizer, 11), (states.total, 10))
         cells = "".join(f"{gb(amount) + ' GB':>{width}}" for amount, width in amounts)
-        print(f"{name:8}{cells} = {made.formula['states']}")
+        less = f"1/{rows[0][1].states.total / states.total:.3g}"
+        print(f"{name:8}{cells}{less:>8} = {made.formula['states']}")
     if ranks > 1:
         print("sent in a step by each rank, by the ring's law" + (", and by each node:" if where.nodes > 1 else ":"))
     for name, made in rows if ranks > 1 else ():
@@ -262,7 +304,11 @@ def show_formulas(parameters: int, where: Cluster, *, mixed: bool, target: str |
         if made.rule is not None:
             line += f", {size(made.rule)} by the rule {made.formula['rule']}"
         print(line)
-    print(
-        f"DeepSpeed's estimator, ZeRO-2: host {two.host / 2**30:,.2f} GiB, GPU {two.gpu / 2**30:,.2f} GiB = {two.formula} bytes"
-    )
+    print("DeepSpeed's estimator, in GiB of host RAM a node and memory a GPU; L are the parameters of the largest layer:")
+    for case, estimate in estimates or [("ZeRO-2, nothing offloaded", two)]:
+        print(f"{case:68}{estimate.host / 2**30:>9,.2f}{estimate.gpu / 2**30:>9,.2f} = {estimate.formula} bytes")
+    if tokens:
+        print(f"activations of {tokens.words}:")
+        for what, amount in tokens.rows():
+            print(f"{what:74}{gb(amount):>9} GB")
     print(f"a checkpoint with optimizer state: {size(checkpoint)} = {formulas.CHECKPOINT_BYTES} P bytes")
