@@ -168,12 +168,13 @@ def test_a_fingerprint_is_of_what_is_run_and_not_of_where(bench, tmp_path):
 def test_a_table_keeps_published_and_measured_apart():
     table = Table(
         "A", "A title", "somebody, 2020", "two processes",
-        [Line("one", {"s": 1.5}, {"s": 2, "MB": 12345.6}, "abc"), Line("two")],
+        [Line("one", {"s": 1234.56}, {"s": 2, "MB": 12345.6}, "abc"), Line("two"), Line("by formula", {"s": 23.9391})],
         [Finding("It is faster", False, "2 s against 1.5 s")], ["A note."],
     )  # fmt: skip
     text = table.markdown()
     assert "|  | *published:* s | **here:** s | **here:** MB | config |" in text
-    assert "| one | 1.5 | 2 | 12,346 | `abc` |" in text and "| two | - | - | - | `` |" not in text
+    assert "| one | 1,234.56 | 2 | 12,346 | `abc` |" in text, "published figures keep their digits"
+    assert "| by formula | 23.9 |" in text and "| two | - | - | - | `` |" not in text
     assert "| two | - | - | - | - |" in text
     assert "- It is faster: **not so here**. 2 s against 1.5 s" in text and "A note." in text
     assert "**Not run here:** no GPU" in Table("B", "b", "-", not_run="no GPU").markdown()

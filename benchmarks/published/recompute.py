@@ -8,7 +8,8 @@ from benchmarks.published.trial import Arm, fingerprint
 
 SOURCE = (
     "Memory: Korthikanti et al., arXiv 2205.05198, equations 1 and 4, fused attention. Time: NVIDIA's guide "
-    "(https://docs.nvidia.com/nemo/megatron-bridge/latest/training/activation-recomputation.html), 30 % more for a layer."
+    "(https://docs.nvidia.com/nemo/megatron-bridge/latest/training/activation-recomputation.html), 30 % more for a layer; "
+    "Hugging Face's (https://huggingface.co/docs/transformers/en/grad_checkpointing), about 20 %."
 )
 STEPS = 9
 
@@ -75,5 +76,6 @@ def findings(seconds: list[float], saved: list[float]) -> list[Finding]:
     share = f"{1 - saved[1] / saved[0]:.0%} of what is saved for the backward pass"
     return [
         Finding("Checkpointing saves memory", saved[1] < saved[0], share),
-        Finding("It costs about 30 % of a step's time", 0.25 <= more <= 0.35, f"{more:+.0%}"),
+        Finding("It costs about 20 % of a step's time (Hugging Face's guide)", 0.15 <= more <= 0.25, f"{more:+.0%}"),
+        Finding("It costs about 30 % of a step's time (NVIDIA's guide)", 0.25 <= more <= 0.35, f"{more:+.0%}"),
     ]

@@ -79,7 +79,7 @@ class Table:
         rows[0] += ["config"] if hashed else []
         rows.append(["---", *["---:"] * (len(printed) + len(here)), *(["---"] if hashed else [])])
         for line in self.lines:
-            cells = [line.name, *(_cell(line.published.get(name)) for name in printed)]
+            cells = [line.name, *(_printed(line.published.get(name)) for name in printed)]
             cells += [_cell(line.here.get(name)) for name in here]
             cells += [f"`{line.config}`" if line.config else "-"] if hashed else []
             rows.append(cells)
@@ -88,6 +88,11 @@ class Table:
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _printed(value: Any) -> str:
+    """Return a published value with all its digits; three of one that follows from a published formula."""
+    return f"{value:,}" if isinstance(value, float) and value == round(value, 2) else _cell(value)
 
 
 def _cell(value: Any) -> str:
