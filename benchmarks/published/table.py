@@ -92,7 +92,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _printed(value: Any) -> str:
     """Return a published value with all its digits; three of one that follows from a published formula."""
-    return f"{value:,}" if isinstance(value, float) and value == round(value, 2) else _cell(value)
+    return f"{value:,.12g}" if isinstance(value, float) and value == round(value, 2) else _cell(value)
 
 
 def _cell(value: Any) -> str:
