@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("accelerate_configs/*.yaml", "ds_configs/*.json")
+SHIPPED = ("accelerate_configs/**/*.yaml", "ds_configs/**/*.json")
 
 
 class BuildWithStrategyFiles(build_py):

@@ -2,8 +2,8 @@ r"""Finetune an encoder-decoder model to answer: a source text goes in, a target
 
 On GPUs, here two, as published for BlenderBot-400M:
 
-    accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \
-        --config recipes/configs/seq2seq_blenderbot.yaml --mixed_precision fp16
+    accelerate launch --config_file accelerate_configs/published/zero2.yaml --num_processes 2 recipes/seq2seq_chatbot.py \
+        --config recipes/configs/seq2seq_blenderbot.yaml
 
 On a laptop's CPU, two processes, with any encoder-decoder model from a folder or the hub:
 
@@ -44,6 +44,18 @@ class Seq2SeqConfig(AdapterConfig):
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
     pad_to_max_length: bool = Field(False, description="pad to these lengths always, not to the batch's longest")
     num_beams: int = Field(1, ge=1, description="beams of the search; 1 is greedy")
+    no_repeat_ngram_size: int | None = Field(
+        None, ge=0, description="n: no sequence of n tokens is generated twice in a text; 0 allows it; unset: the model's own"
+    )
+    encoder_no_repeat_ngram_size: int | None = Field(
+        None, ge=0, description="n: no sequence of n tokens of the source is generated; 0 allows it; unset: the model's own"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="divides the scores of tokens that a text already has; 1 is none; unset: the model's own"
+    )
+    length_penalty: float | None = Field(
+        None, description="beams are ranked by score / length^penalty: above 0 favours long texts; unset: the model's own"
+    )
     val_max_target_length: int | None = Field(None, ge=1, description="tokens generated at most; unset: max_target_length")
     val_min_target_length: int = Field(0, ge=0, description="tokens generated before the end at least")
     n_val_batch_generations: int | None = Field(
@@ -65,6 +77,8 @@ class Seq2SeqConfig(AdapterConfig):
                 f"val_min_target_length: {self.val_min_target_length} tokens at least do not fit into "
                 f"val_max_target_length={self.max_generated}. Lower one or raise the other."
             )
+        if self.length_penalty is not None and self.num_beams == 1:
+            found.append(f"length_penalty: {self.length_penalty} ranks beams, and num_beams is 1. Raise num_beams, or drop it.")
         return found
 
 
@@ -88,7 +102,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
 
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
-        from zerobook.models.generation_config import answer_as_measured
+        from zerobook.models.generation_config import RULES, answer_as_measured
 
         # The generation settings and the prefix are saved with the model, so that it later generates as in the evaluation.
         model, config = super().model(tokenizer, strategy), self.config
@@ -99,6 +113,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
             num_beams=config.num_beams,
             max_tokens=config.max_generated,
             min_tokens=config.val_min_target_length,
+            **{name: getattr(config, name) for name in RULES},
         )
         return model
 

@@ -31,6 +31,9 @@ are sharded (under `zero3_hpz.yaml` as much again, divided by G).
 The precision is set by `--mixed_precision` or by the strategy file. Where a DeepSpeed JSON fixes another one, the flag is
 taken, and a note says so. A file of your own from `accelerate config` works too. The header of each file has the source of its
 figures.
+
+Two more files, in `accelerate_configs/published/`, are those of [two published examples](../../ds_configs/published/README.md).
+Their DeepSpeed files fix fp16.
 """
 
 

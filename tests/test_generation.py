@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from recipes.seq2seq_chatbot import Seq2SeqConfig
+from recipes.seq2seq_chatbot import Seq2SeqChatbot, Seq2SeqConfig
 from tests.harness import ROOT
 from zerobook.config import parse
 from zerobook.constants import IGNORE
@@ -23,7 +23,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
 from zerobook.evaluation.generation import GenerationScorer
 from zerobook.evaluation.text_metrics import text_metrics
-from zerobook.models.generation_config import decoding
+from zerobook.models.generation_config import RULES, decoding
 from zerobook.models.load import check_positions, load_model
 from zerobook.objective import TargetTokens, seq2seq_loss
 from zerobook.strategy import ReplicatedStrategy, Strategy
@@ -152,6 +152,68 @@ def test_a_models_own_lengths_and_beams_do_not_win(tiny, rows, tokenizer, tmp_pa
         assert (saved.num_beams, saved.max_new_tokens, saved.max_length, saved.do_sample) == (beams, 6, None, False)
 
 
+def answers(tiny, tokenizer, rows, **flags) -> list[list[int]]:
+    """Return what the recipe generates for rows, without the end of text."""
+    config = Seq2SeqConfig(
+        model_name_or_path=str(tiny / "bart"), dataset_name="d", max_target_length=24, per_device_eval_batch_size=8,
+        **{"num_beams": 2, **flags},
+    )  # fmt: skip
+    recipe = Seq2SeqChatbot(config)
+    model = recipe.model(tokenizer, ALONE).eval()
+    (scorer,) = recipe.scorers(tokenizer, model, SimpleNamespace(held_out={"": rows}), recipe.collator(tokenizer, model))
+    found = scorer.generate(SimpleNamespace(unwrapped=model, **vars(ALONE)))
+    return [[token for token in ids if token != tokenizer.eos_token_id] for ids in found]
+
+
+def repeated(ids: list[int], n: int) -> bool:
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(grams)) < len(grams)
+
+
+def test_the_rules_of_a_search_change_what_is_generated(tiny, rows, tokenizer):
+    torch.set_num_threads(1)
+    plain = answers(tiny, tokenizer, rows[:2])
+    assert all(repeated(ids, 2) for ids in plain), "an untrained model repeats itself"
+    for n in (1, 2):
+        ruled = answers(tiny, tokenizer, rows[:2], no_repeat_ngram_size=n)
+        assert not any(repeated(ids, n) for ids in ruled) and all(len(ids) == 23 for ids in ruled)
+    penalised = answers(tiny, tokenizer, rows[:2], repetition_penalty=5.0)
+    assert all(len(set(ids)) > len(set(before)) for ids, before in zip(penalised, plain, strict=True))
+    said = [{"input_ids": [*sorted({*ids}), 2], "labels": [2]} for ids in plain]  # sources of what it likes to say
+    assert all({*ids} & {*row["input_ids"]} for ids, row in zip(answers(tiny, tokenizer, said), said, strict=True))
+    ruled = answers(tiny, tokenizer, said, encoder_no_repeat_ngram_size=1)
+    assert not any({*ids} & {*row["input_ids"]} for ids, row in zip(ruled, said, strict=True))
+    long, short = (answers(tiny, tokenizer, rows[:2], num_beams=4, length_penalty=penalty) for penalty in (8.0, -8.0))
+    assert all(len(ids) == 23 for ids in long) and all(len(ids) < 5 for ids in short)
+
+
+def test_a_rule_that_is_not_given_stays_the_models_own(tiny):
+    own = load(tiny / "blenderbot").generation_config
+    before = {name: getattr(own, name) for name in RULES}
+    assert before == {"no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3, "repetition_penalty": None,
+                      "length_penalty": 0.65}  # fmt: skip
+    kept = decoding(own, num_beams=2, max_tokens=6, **dict.fromkeys(RULES))
+    assert {name: getattr(kept, name) for name in RULES} == before
+    off = decoding(own, num_beams=2, max_tokens=6, no_repeat_ngram_size=0, length_penalty=0.0)
+    assert (off.no_repeat_ngram_size, off.encoder_no_repeat_ngram_size, off.length_penalty) == (0, 3, 0.0), "0 is a value"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--no_repeat_ngram_size", "-1"], "no_repeat_ngram_size"),
+        (["--encoder_no_repeat_ngram_size", "-1"], "encoder_no_repeat_ngram_size"),
+        (["--encoder_no_repeat_ngram_size", "1.5"], "encoder_no_repeat_ngram_size"),
+        (["--repetition_penalty", "0"], "repetition_penalty"),
+        (["--length_penalty", "inf"], "length_penalty"),
+        (["--length_penalty", "0.5", "--num_beams", "1"], "length_penalty: 0.5 ranks beams, and num_beams is 1"),
+    ],
+)
+def test_rules_that_cannot_be(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(Seq2SeqConfig, [*PUBLISHED, *flags])
+
+
 class Echo:
     """Answers with the source, between a start and an end token; keeps the size of each call."""
 
@@ -254,12 +316,16 @@ PUBLISHED = shlex.split("""
     --num_train_epochs 1 --gradient_accumulation_steps 1 --num_warmup_steps 100 --seed 25 --logging_steps 100
     --source_prefix "chatbot: "
 """)
+PUBLISHED_RULES = {
+    "no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3, "repetition_penalty": 1.2, "length_penalty": 0.0,
+}  # fmt: skip
+"""Fixed in the published script; ``length_penalty`` is False there."""
 
 
 def test_the_shipped_config_says_what_the_published_line_says():
     line, _, _ = parse(Seq2SeqConfig, PUBLISHED)
     file, sources, _ = parse(Seq2SeqConfig, ["--config", str(ROOT / "recipes/configs/seq2seq_blenderbot.yaml")])
-    assert line.model_dump() | {"output_dir": ""} == file.model_dump() | {"output_dir": ""}
+    assert line.model_dump() | {"output_dir": ""} | PUBLISHED_RULES == file.model_dump() | {"output_dir": ""}
     assert (line.max_train_samples, line.max_eval_samples, line.source_prefix) == (10000, 1000, "chatbot: ")
     assert line.pad_to_max_length and sources.given("max_train_samples")
 

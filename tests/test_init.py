@@ -31,8 +31,8 @@ def test_files_are_those_of_the_clone(first):
     for name, pattern in (
         ("recipes", "*.py"),
         ("recipes/configs", "**/*.*"),
-        ("accelerate_configs", "*"),
-        ("ds_configs", "*.json"),
+        ("accelerate_configs", "**/*.*"),
+        ("ds_configs", "**/*.json"),
     ):
         ours, theirs = (
             {file.relative_to(root / name): file.read_bytes() for file in (root / name).glob(pattern)} for root in (ROOT, first)
@@ -42,7 +42,7 @@ def test_files_are_those_of_the_clone(first):
 
 
 def test_every_strategy_file_leads_somewhere(first, capsys):
-    for file in sorted((first / "accelerate_configs").glob("*.yaml")):
+    for file in sorted((first / "accelerate_configs").glob("**/*.yaml")):
         path = yaml.safe_load(file.read_text()).get("deepspeed_config", {}).get("deepspeed_config_file")
         assert path is None or (first / path).is_file()
     assert main(["doctor", "--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "2"]) == 0

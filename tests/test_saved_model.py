@@ -26,7 +26,7 @@ from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import add_adapter
-from zerobook.models.generation_config import answer_as_measured
+from zerobook.models.generation_config import RULES, answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result
 from zerobook.models.save import save_model
@@ -69,6 +69,7 @@ def trained(tmp_path):
             answer_as_measured(
                 model, tokenizer, source_prefix=config.source_prefix, num_beams=config.num_beams,
                 max_tokens=config.max_generated, min_tokens=config.val_min_target_length,
+                **{name: getattr(config, name) for name in RULES},
             )  # fmt: skip
         else:
             model = load_model(config, strategy)
@@ -134,12 +135,14 @@ def test_an_encoder_decoder_answers_everywhere_as_its_run_measured_it(tiny, trai
         Seq2SeqConfig(
             model_name_or_path=str(tiny / "blenderbot"), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"),
             source_prefix="chat: ", num_beams=3, max_target_length=32, val_max_target_length=20, val_min_target_length=4,
+            no_repeat_ngram_size=2, repetition_penalty=1.5, length_penalty=0.0,
         )
     )  # fmt: skip
     export([str(run), "--output", str(tmp_path / "exported")])
     configs = [GenerationConfig.from_pretrained(folder).to_dict() for folder in (run / "model", tmp_path / "exported")]
     assert configs[0] == configs[1]
     assert [configs[1][key] for key in ("num_beams", "max_new_tokens", "min_new_tokens")] == [3, 20, 4]
+    assert [configs[1][name] for name in RULES] == [2, 3, 1.5, 0.0], "the second is the model's own"
     answers = []
     for folder in (run / "model", tmp_path / "exported"):
         loaded = load_result(folder)

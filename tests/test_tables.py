@@ -22,6 +22,7 @@ from benchmarks.published.bench import Bench
 from benchmarks.published.capped import is_refusal
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
+from tests.test_generation import PUBLISHED_RULES
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.utils import subprocess_launch
 
@@ -223,6 +224,20 @@ def test_one_process_on_a_gpu_is_not_called_ddp(tmp_path, monkeypatch, where, na
     assert plain and all(arm.launcher[1].endswith(f"/{file}.yaml") for arm in plain)
     for table in (dialogues, larger):
         assert not table.died and ("DDP" in table.markdown()) == (name == "DDP"), table.markdown()
+
+
+def test_the_evaluation_of_the_published_size_is_the_published_one(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, False, 2, replace(CPU, cpu=False), None, lambda words: None)
+    bench.__dict__ |= {"materials": SimpleNamespace(pairs=tmp_path / "pairs"), "blenderbot": tmp_path / "model"}
+    ran = []
+    done = Outcome(steps=[1.0, 1.0])
+    monkeypatch.setattr(Bench, "attempt", lambda bench, arm, recipe, flags, budget: (ran.append((arm.name, flags)), done)[1])
+    dialogue.run(bench)
+    epochs = {(name, flags["per_device_eval_batch_size"]) for name, flags in ran if flags.get("n_val") == 1000}
+    assert {("DDP", 50), ("ZeRO-2", 100), ("ZeRO-2", 50)} <= epochs
+    evaluations = [flags for _, flags in ran if flags.get("n_val")]
+    assert all(flags["num_beams"] == 10 and PUBLISHED_RULES.items() <= flags.items() for flags in evaluations)
+    assert not any("n_val_batch_generations" in flags for flags in evaluations), "the published script generates for all rows"
 
 
 def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from tests.harness import ROOT
 from zerobook import __version__
 
 PROJECT = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zerobook", "recipes", "accelerate_configs", "ds_configs")
-SHIPPED = {"accelerate_configs": "*.yaml", "ds_configs": "*.json"}
+SHIPPED = {"accelerate_configs": "**/*.yaml", "ds_configs": "**/*.json"}
 LIBRARIES = sysconfig.get_paths()["purelib"]
 MINE = """
 from recipes.causal_lm import CausalLM
@@ -71,8 +71,10 @@ def wheel(source, tmp_path_factory) -> Path:
 def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
     code = {file.relative_to(ROOT).as_posix() for name in ("zerobook", "recipes") for file in (ROOT / name).rglob("*.py")}
     configs = {file.relative_to(ROOT).as_posix() for file in (ROOT / "recipes" / "configs").rglob("*") if file.is_file()}
-    strategies = {f"{name}/{file.name}" for name, pattern in SHIPPED.items() for file in (ROOT / name).glob(pattern)}
-    assert len(configs) >= 4 and len(strategies) >= 21
+    strategies = {
+        file.relative_to(ROOT).as_posix() for name, pattern in SHIPPED.items() for file in (ROOT / name).glob(pattern)
+    }
+    assert len(configs) >= 4 and len(strategies) >= 25
     everything = code | configs | {"zerobook/runlog/report.html.j2"}
     packed = {file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file()}
     assert not (everything | strategies | {"setup.py", "pyproject.toml", "LICENSE"}) - packed

@@ -24,7 +24,9 @@ BUDGET = 740_000_000
 """Bytes of a process at the tiny scale: DDP's states take 650 10^6 of them."""
 BUCKET = 1_000_000
 """Elements of ZeRO-2's buckets at the tiny scale; the published 200M are larger than the whole model."""
-HELD_OUT = {"n_val_batch_generations": 5}
+RULES = {"no_repeat_ngram_size": 3, "encoder_no_repeat_ngram_size": 3, "repetition_penalty": 1.2, "length_penalty": 0.0}
+"""Rules of the published evaluation's search, constants of its script:
+https://github.com/pacman100/accelerate-deepspeed-test, src/modeling/run_seq2seq_no_trainer.py"""
 PUBLISHED: dict[str, dict[str, float]] = {
     "DDP": {"batch": 100, "eval batch": 50, "training, s": 27.36, "evaluation, s": 48.41},
     "ZeRO-2": {"batch": 200, "eval batch": 100, "training, s": 19.06, "evaluation, s": 39.27},
@@ -43,7 +45,11 @@ def run(bench: Bench) -> Table:
     found: dict[str, Outcome] = {}
     with table.keeping_what_ran():
         for arm, named, by in ((ddp, "DDP", "DDP"), (zero2, "ZeRO-2", "ZeRO-2"), (zero2, "ZeRO-2, with DDP's batch", "DDP")):
-            flags = _flags(bench) | HELD_OUT | {"validation_file": bench.materials.pairs, "n_train": train, "n_val": held_out}
+            flags = (
+                _flags(bench)
+                | _evaluation(bench)
+                | {"validation_file": bench.materials.pairs, "n_train": train, "n_val": held_out}
+            )
             as_printed = named == by
             line = Line(named, PUBLISHED[by] if as_printed else {})
             table.lines.append(line)
@@ -73,7 +79,7 @@ def _search(bench: Bench, arm: Arm, budget: int) -> tuple[Search, Search]:
 
     def evaluates(batch: int) -> Outcome:
         bench.say(f"A: {arm.name}, an evaluation batch of {batch}")
-        short = HELD_OUT | {"validation_file": bench.materials.pairs, "n_train": 2 * ranks, "n_val": batch * ranks}
+        short = _evaluation(bench) | {"validation_file": bench.materials.pairs, "n_train": 2 * ranks, "n_val": batch * ranks}
         short |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": batch}
         return bench.attempt(arm, "seq2seq_chatbot", flags | short, budget)
 
@@ -134,6 +140,11 @@ def _flags(bench: Bench) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _evaluation(bench: Bench) -> dict[str, object]:
+    """Return the flags of an evaluation. At the published size it generates for all pairs, under the published rules."""
+    return {"n_val_batch_generations": 5} if bench.tiny else {**RULES}
+
+
 def _zero2(bench: Bench, ranks: int) -> Arm:
     if bench.tiny:
         return bench.variant("zero2", ranks, "ZeRO-2", reduce_bucket_size=BUCKET, allgather_bucket_size=BUCKET)
@@ -164,7 +175,8 @@ def _settings(bench: Bench, ranks: int, budget: int, lengths: tuple[int, ...], t
         return f"{small}; one process of {size(budget)}, {lengths[0]} + {lengths[1]} tokens, padded; the median of 5 steps."
     return (
         f"{small}; {ranks} processes of {size(budget)} each for the model, its states and activations; {train:,} training and "
-        f"{held_out:,} validation pairs, {lengths[0]} + {lengths[1]} tokens, padded; evaluation of 5 batches with 10 beams. "
+        f"{held_out:,} validation pairs, {lengths[0]} + {lengths[1]} tokens, padded; evaluation of "
+        f"{'5 batches' if bench.tiny else 'all pairs'} with 10 beams. "
         "The largest batch is found by bisection, to an eighth or to 2, in fresh processes."
         + (" An epoch, which has training and evaluation in one process, gets a tenth more." if bench.tiny else "")
     )

@@ -24,7 +24,7 @@ STRATEGIES = {
     "zero3_offload": 2, "zero3_nvme": 2, "fsdp": 2, "fsdp_offload": 2, "fsdp_hybrid": 4, "zero3_hpz": 4,
     "zero3_sequence": 2, "fsdp_context": 2, "fsdp_tensor": 2, "fsdp_experts": 2,
 }  # fmt: skip
-"""File in accelerate_configs/ -> processes it is launched on."""
+"""File in accelerate_configs/ -> processes it is launched on. Those in published/ fix fp16: test_published.py resolves them."""
 
 RECIPES = {
     "causal_lm": {},
@@ -123,7 +123,7 @@ def cases():
 
 
 def test_every_strategy_file_is_covered():
-    assert {f.stem for f in (ROOT / "accelerate_configs").rglob("*.yaml")} == set(STRATEGIES)
+    assert {f.stem for f in (ROOT / "accelerate_configs").glob("*.yaml")} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("strategy, case", list(cases()))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
 from tests.harness import ROOT, launch
+from tests.test_generation import PUBLISHED_RULES
 
 full = pytest.mark.full
 STRATEGIES = ["zero2", "fsdp", *(pytest.param(name, marks=full) for name in ("ddp", "zero1", "zero3", "zero3_offload"))]
@@ -28,7 +29,7 @@ def published(tiny, tmp_path_factory):
                 n_val_batch_generations=2, n_train=75, n_val=10, pad_to_max_length=True, num_beams=10,
                 per_device_train_batch_size=8 // processes, per_device_eval_batch_size=4 // processes,
                 learning_rate=2e-2, weight_decay=0.0, num_train_epochs=1, gradient_accumulation_steps=1,
-                num_warmup_steps=100, seed=25, logging_steps=100, dataloader_num_workers=1,
+                num_warmup_steps=100, seed=25, logging_steps=100, dataloader_num_workers=1, **PUBLISHED_RULES,
             )  # fmt: skip
         return done[strategy, model]
 
@@ -92,6 +93,7 @@ def test_the_saved_folder_answers_as_it_was_measured(published):
     assert model.lm_head.weight is model.model.shared.weight
     used = model.generation_config
     assert (used.num_beams, used.max_new_tokens, used.min_new_tokens, used.max_length) == (10, 64, 20, None)
+    assert {name: getattr(used, name) for name in PUBLISHED_RULES} == PUBLISHED_RULES
     assert model.config.task_specific_params["chatbot"] == {"prefix": "chatbot: "}
     sample = run.event("eval")["samples"][0]
     ids = tokenizer(sample["source"], return_tensors="pt")

@@ -339,6 +339,7 @@ PAIR_COLUMNS = (
     ("dialogue", "summary"),
     ("text", "summary"),
     ("description", "abstract"),
+    ("texts", "labels"),
 )
 """Column names of (source, target). The first pair that is there is used."""
 

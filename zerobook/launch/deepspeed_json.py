@@ -247,13 +247,14 @@ def _inline(environ: Mapping[str, str]) -> dict[str, Any]:
 def located(path: str, strategy_file: str | Path | None) -> str:
     """Return where the JSON is that a strategy file names.
 
-    A relative path starts at the working folder, as accelerate reads it. Where there is no such file, it starts at the folder
-    above the strategy file's, which holds both ``accelerate_configs`` and ``ds_configs``; so shipped files work from anywhere.
+    A relative path starts at the working folder, as accelerate reads it. Where there is no such file, it starts at the strategy
+    file's folder, or at one of the two above, of which one holds both ``accelerate_configs`` and ``ds_configs``; so shipped
+    files work from anywhere.
     """
     if strategy_file is None or Path(path).is_file():
         return path
-    beside = Path(strategy_file).expanduser().absolute().parent.parent / path
-    return str(beside) if beside.is_file() else path
+    folders = list(Path(strategy_file).expanduser().absolute().parents)[:3]
+    return next((str(folder / path) for folder in folders if (folder / path).is_file()), path)
 
 
 def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:

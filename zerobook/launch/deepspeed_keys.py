@@ -101,7 +101,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
     except OSError as error:
         problems.append(
             f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
-            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder above the YAML's."
+            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder of the YAML and the two above it."
         )
     except UnicodeDecodeError:
         problems.append(f"{path}: the DeepSpeed config is not UTF-8 text. Save it in that encoding.")

@@ -167,7 +167,7 @@ def _cast(model: Model, dtype: torch.dtype) -> None:
 
 def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
-    from zerobook.models.generation_config import answer_as_measured, save_generation_config
+    from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config
 
     model.config.use_cache = True
     if "num_beams" in config:
@@ -175,6 +175,7 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
             model, tokenizer, source_prefix=config["source_prefix"], num_beams=config["num_beams"],
             max_tokens=config["val_max_target_length"] or config["max_target_length"],
             min_tokens=config["val_min_target_length"],
+            **{name: config.get(name) for name in RULES},  # checkpoints of earlier versions lack them
         )  # fmt: skip
     if hasattr(model, "peft_config"):
         adapter = cast("PeftModel", model)

@@ -13,14 +13,21 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0) -> GenerationConfig:
+RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty", "length_penalty")
+"""Settings of the search that a recipe may set, by their names in a generation config."""
+
+
+def decoding(
+    own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0, **rules: float | None
+) -> GenerationConfig:
     """Return a config of deterministic beam search (greedy with one beam); set it as ``model.generation_config``.
 
     Args:
-        own: the model's own config. Its special tokens and repetition rules stay. Its lengths, beams and sampling are
-            replaced, so that they neither override the arguments nor conflict with them.
+        own: the model's own config. Its special tokens stay. Its lengths, beams and sampling are replaced, so that they
+            neither override the arguments nor conflict with them.
         max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
         min_tokens: minimum number of tokens before the end token.
+        rules: values of `RULES`. The model's own value stays where one is None or not given.
     """
     config = copy.deepcopy(own)
     config.update(
@@ -28,6 +35,7 @@ def decoding(own: GenerationConfig, *, num_beams: int, max_tokens: int, min_toke
         do_sample=False, temperature=None, top_k=None, top_p=None, typical_p=None, use_cache=True,
     )  # fmt: skip
     config._from_model_config = False  # otherwise the file says that it was derived from config.json
+    config.update(**{name: value for name, value in rules.items() if value is not None})
     if num_beams == 1:
         config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
     return config
@@ -75,13 +83,14 @@ def answer_as_measured(
     num_beams: int,
     max_tokens: int,
     min_tokens: int,
+    **rules: float | None,
 ) -> None:
     """Write an encoder-decoder's generation settings and its prefix to its configs.
 
-    Both are saved with the model, so that it later generates as it did in the evaluation.
+    Both are saved with the model, so that it later generates as it did in the evaluation. `decoding` explains the settings.
     """
     own = model.generation_config
-    model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens)
+    model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens, **rules)
     model.generation_config.eos_token_id = _one_or_all(stop_tokens(own, tokenizer, encoder_decoder=True))
     tasks = getattr(model.config, "task_specific_params", None) or {}
     model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}
