@@ -34,6 +34,7 @@ REAL = {
     "test_parity.py::test_same_training_as_one_process[fsdp_hybrid-lora_finetune]": "a strategy of each kind",
     "test_precision.py::test_published_file_trains_on_a_cpu_with_only_the_precision_flag": "flags and no strategy file",
     "test_resume.py::test_killed_run_goes_on[zero2-then-ddp-on-4]": "killed on two ranks, continued on four",
+    "test_strategy_corpus.py::test_a_dry_run_prints_what_becomes_of_each_key": "the launcher's own environment",
     "test_rollback.py::test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load": "resident memory",
     "test_rollback.py::test_what_was_decided_outlives_a_kill": "ranks that kill themselves",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import patch_environment
 
+    logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)  # keys of FSDP 1, see `VERSION_1`
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
     settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin sets it
     try:
