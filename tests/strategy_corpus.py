@@ -15,6 +15,7 @@ class Case(NamedTuple):
         said: words of the one problem; None where there is none.
         flags: of the recipe.
         processes: that are launched.
+        refused_by_launcher: ``accelerate launch`` ends with an error of its own before it starts a process.
     """
 
     yaml: dict[str, Any]
@@ -22,6 +23,7 @@ class Case(NamedTuple):
     said: str | None = None
     flags: tuple[str, ...] = ()
     processes: int = 2
+    refused_by_launcher: bool = False
 
 
 DEEPSPEED = {"distributed_type": "DEEPSPEED"}
@@ -47,7 +49,7 @@ CORPUS: dict[str, Case] = {
     "ddp": Case({"distributed_type": "MULTI_GPU"}),
     "one process": Case({"distributed_type": "NO"}, processes=1),
     "fsdp 2": Case(FSDP),
-    "fsdp 2, size based wrapping": Case(fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000)),
+    "fsdp 2, a size that is not used": Case(fsdp(fsdp_min_num_params=1000)),
     "fsdp 2, offload": Case(fsdp(fsdp_offload_params=True)),
     "fsdp 2, the layer's class": Case(fsdp(fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")),
     "a layer of another architecture": Case(
@@ -107,7 +109,7 @@ CORPUS: dict[str, Case] = {
         DEEPSPEED | {"deepspeed_config": {"zero_stage": 2, "gradient_clip": 1.0}}, said="deepspeed_config.gradient_clip"),
     "a typo in parallelism_config": Case(
         FSDP | {"parallelism_config": {"parallelism_config_tpsize": 2}}, said="Did you mean parallelism_config_tp_size?"),
-    "a typo at the root of the YAML": Case(FSDP | {"mixed_precison": "bf16"}, said="mixed_precison"),
+    "a typo at the root of the YAML": Case(FSDP | {"mixed_precison": "bf16"}, said="mixed_precison", refused_by_launcher=True),
     "a typo in aio": Case(DEEPSPEED, ZERO2 | {"aio": {"block_sze": 1048576}}, "aio.block_sze"),
     "a typo in data_types": Case(DEEPSPEED, ZERO2 | {"data_types": {"grad_accum_dtyp": "fp32"}}, "data_types.grad_accum_dtyp"),
     "a typo in a schedule": Case(
@@ -142,6 +144,8 @@ CORPUS: dict[str, Case] = {
     "clipping as text": Case(DEEPSPEED, ZERO2 | {"gradient_clipping": "low"}, "gradient_clipping is \"low\""),
     "fsdp_config as text": Case({"distributed_type": "FSDP", "fsdp_config": "full_shard"}, said="expected a mapping"),
     # --- what is not supported
+    "size based wrapping": Case(
+        fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000), said="fsdp_auto_wrap_policy is SIZE_BASED_WRAP"),
     "a compiled model": Case({"distributed_type": "MULTI_GPU", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, said="dynamo_backend"),
     "zenflow": Case(DEEPSPEED, {"zero_optimization": {
         "stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}}, "zenflow is not supported"),
@@ -172,12 +176,12 @@ CORPUS: dict[str, Case] = {
         DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
     "groups that do not divide": Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "do not divide"),
     "fp16 on a CPU": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}, said="fp16 does not train on a CPU"),
-    "fp8": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}, said="fp8 is not supported"),
+    "fp8": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}, said="fp8 is not supported", refused_by_launcher=True),
     "Megatron-LM": Case({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
                         said="distributed_type is MEGATRON_LM"),
-    "a TPU": Case({"distributed_type": "XLA"}, said="distributed_type is XLA"),
-    "SageMaker": Case({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"}, said="compute_environment"),
-    "mpirun": Case({"distributed_type": "MULTI_CPU", "mpirun_config": {"mpirun_hostfile": "/etc/hosts"}}, said="mpirun_config"),
+    "a TPU": Case({"distributed_type": "XLA"}, said="distributed_type is XLA", refused_by_launcher=True),
+    "SageMaker": Case({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"}, said="compute_environment", refused_by_launcher=True),
+    "mpirun": Case({"distributed_type": "MULTI_CPU", "mpirun_config": {"mpirun_hostfile": "/etc/hosts"}}, said="mpirun_config", refused_by_launcher=True),
     "one process that is launched twice": Case({"distributed_type": "NO"}, said="--num_processes is 2"),
     "tensor parallel under DDP": Case(parallel({"distributed_type": "MULTI_GPU"}, tp=2), said=""),
     "tensor and expert parallel": Case(parallel(FSDP, tp=2, ep=2), said="is not supported"),

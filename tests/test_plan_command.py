@@ -262,10 +262,10 @@ V100 = {"gpus": "8", "gpu": "v100-32gb"}
         pytest.param(*(V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero3",
          {"mixed_precision": "fp16"}), marks=pytest.mark.full),
         pytest.param(*({"gpu_memory": "16GB"}, "causal_lm", ["--block_size=512", "--per_device_train_batch_size=1"], "single",
-         {"mixed_precision": "bf16", "activation_checkpointing": True, "dtype": "bfloat16", "max_seq_length": 512}),
+         {"mixed_precision": "bf16", "activation_checkpointing": "full", "dtype": "bfloat16", "max_seq_length": 512}),
          marks=pytest.mark.full),
         pytest.param(*({"gpu": "v100-16gb"}, "causal_lm", ["--config", "{yaml}"], "single",
-         {"mixed_precision": "fp16", "activation_checkpointing": True, "dtype": "float16", "max_seq_length": 512}),
+         {"mixed_precision": "fp16", "activation_checkpointing": "full", "dtype": "float16", "max_seq_length": 512}),
          marks=pytest.mark.full),
     ],
 )  # fmt: skip

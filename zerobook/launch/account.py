@@ -240,8 +240,8 @@ def _of_fsdp(
 ) -> str:
     """Return what becomes of a key of the YAML's ``fsdp_config``."""
     policy = str(section.get("fsdp_auto_wrap_policy", section.get("auto_wrap_policy", "NO_WRAP"))).upper()
-    needed = {"fsdp_min_num_params": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "TRANSFORMER_BASED_WRAP"}
-    if key in needed and policy != needed[key]:
+    by_layer = key == "fsdp_transformer_layer_cls_to_wrap" and policy == "TRANSFORMER_BASED_WRAP"
+    if key in ("fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap") and not by_layer:
         return _none(f"fsdp_auto_wrap_policy is {policy}")
     if key.startswith("fsdp_activation_checkpointing"):
         asked = config.activation_checkpointing

@@ -31,6 +31,11 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
             "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2."
         )
+    elif environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "SIZE_BASED_WRAP":
+        plan.problems.append(
+            f"{FILE}: fsdp_auto_wrap_policy is SIZE_BASED_WRAP; accelerate then shards lists of layers, which FSDP2 refuses. Write "
+            "TRANSFORMER_BASED_WRAP, which shards each layer."
+        )
     else:
         _build(plan, environ)
     plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
