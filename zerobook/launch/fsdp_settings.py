@@ -33,8 +33,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     elif environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "SIZE_BASED_WRAP":
         plan.problems.append(
-            f"{FILE}: fsdp_auto_wrap_policy is SIZE_BASED_WRAP; accelerate then shards lists of layers, which FSDP2 refuses. Write "
-            "TRANSFORMER_BASED_WRAP, which shards each layer."
+            f"{FILE}: fsdp_auto_wrap_policy is SIZE_BASED_WRAP; accelerate then shards lists of layers, which FSDP2 refuses. "
+            "Write TRANSFORMER_BASED_WRAP, which shards each layer."
         )
     else:
         _build(plan, environ)
