@@ -65,7 +65,13 @@ class ZeroStrategy(ZeroState, Strategy):
 
         whole = ALL_ATTENTION_FUNCTIONS[ATTENTION]
         self.accelerator.parallelism_config.sp_handler.sp_attn_implementation = ATTENTION
+        config = objects[0].config.get_text_config()
+        unset = getattr(config, "head_dim", 0) is None  # as in Mixtral's config, and DeepSpeed takes it for a number
+        if unset:
+            config.head_dim = config.hidden_size // config.num_attention_heads
         prepared = self.accelerator.prepare(*objects)
+        if unset:
+            config.head_dim = None
         self.token_split = Ulysses(ALL_ATTENTION_FUNCTIONS[ATTENTION])
         ALL_ATTENTION_FUNCTIONS[ATTENTION] = whole
         return prepared
