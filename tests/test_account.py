@@ -1,4 +1,4 @@
-"""What doctor and ``--dry-run`` say of each key of a strategy file, and that none is left out."""
+"""The account of a strategy file: the effect of each key, and that no key is left out."""
 
 from __future__ import annotations
 
