@@ -1,5 +1,6 @@
 """Memory that the allocator keeps, copies of a model that a host cannot hold, and weights that are sharded one at a time."""
 
+import os
 import subprocess
 import sys
 from collections import OrderedDict
@@ -34,7 +35,7 @@ def kept() -> int:
     before, blocks, small = anonymous(), [], []
     for _ in range(200):
         blocks.append(torch.ones(2**18))
-        small.append(torch.ones(1000))
+        small.append(torch.ones(8000))  # too large for the gaps of a heap
     blocks.clear()
     return anonymous() - before
 
@@ -50,6 +51,22 @@ def test_freed_blocks_go_back_while_a_model_is_loaded():
     returned, usual = map(int, done.stdout.split()[-2:])
     assert returned < 20 * 2**20
     assert usual > 100 * 2**20, "glibc keeps them otherwise, so the first assertion says something"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize("variable, value", [
+    ("MALLOC_MMAP_THRESHOLD_", "65536"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")
+])  # fmt: skip
+def test_a_threshold_that_the_user_set_is_kept(variable, value):
+    program = (
+        "from tests.test_loading_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
+        "with freed_blocks_returned():\n    pass\nprint(kept())"
+    )
+    environment = os.environ | {variable: value}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.split()[-1]) < 20 * 2**20
 
 
 @pytest.fixture

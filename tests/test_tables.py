@@ -23,6 +23,9 @@ from benchmarks.published.capped import is_refusal
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 from tests.test_generation import PUBLISHED_RULES
+from tests.test_published import TITAN
+from zerobook.cli.doctor import inspect_launch
+from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import Cluster, Device
 from zerobook.utils import subprocess_launch
 
@@ -128,8 +131,10 @@ def test_all_tables_at_the_tiny_scale(tmp_path):
     assert zero2["largest batch"] > ddp["largest batch"] > 0, "the published direction"
     assert (equal["batch"], equal["steps"]) == (ddp["batch"], ddp["steps"])
     assert equal["held-out loss"] == pytest.approx(ddp["held-out loss"], rel=1e-5), "the same job"
-    plain, _, nvme = (row["here"] for row in tables["B"]["lines"])
-    assert plain["largest batch"] == "out of memory at 1" and nvme["largest batch"] >= 1
+    plain, offloaded = (row["here"] for row in tables["B"]["lines"])
+    assert plain["largest batch"] == "out of memory at 1" and offloaded["largest batch"] >= 2
+    weights = tables["B"]["lines"][1]["here"]["offloaded, MB"] / 20
+    assert 26 < weights < 27, "20 bytes a parameter: fp32 masters, two moments, and gradients twice"
     assert all((tmp_path / "docs" / "measured" / f"tables_{kind}.png").exists() for kind in ("memory", "time"))
 
 
@@ -216,14 +221,36 @@ def test_one_process_on_a_gpu_is_not_called_ddp(tmp_path, monkeypatch, where, na
     bench = Bench(tmp_path, True, 1, where, None, lambda words: None)
     model, ran = tmp_path / "model", []
     bench.__dict__ |= {"materials": SimpleNamespace(text=model, pairs=model), "blenderbot": model, "gpt2": model}
-    monkeypatch.setattr(Bench, "attempt", lambda bench, arm, *given: (ran.append(arm), Outcome(steps=[1.0, 1.0]))[1])
+    done = Outcome(steps=[1.0, 1.0], held=dict.fromkeys(one_device.OFFLOADED, 1))
+    monkeypatch.setattr(Bench, "attempt", lambda bench, arm, *given: (ran.append(arm), done)[1])
     dialogues, larger = dialogue.shape(bench), one_device.run(bench)
     assert [line.name for line in dialogues.lines] == [f"{name}, 8", f"{name}, 16", "ZeRO-2, 8", "ZeRO-2, 16"]
-    assert larger.lines[0].name == name and larger.lines[0].here["largest batch"] == 16
+    assert larger.lines[0].name == name and larger.lines[0].here["largest batch"] == 64
     plain = [arm for arm in ran if arm.name == name]
     assert plain and all(arm.launcher[1].endswith(f"/{file}.yaml") for arm in plain)
     for table in (dialogues, larger):
         assert not table.died and ("DDP" in table.markdown()) == (name == "DDP"), table.markdown()
+
+
+def test_both_scales_of_table_b_offload_what_the_published_file_offloads(tmp_path, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the tests' own, on a machine without GPUs
+
+    def resolved(tiny: bool, where: Cluster):
+        bench = Bench(tmp_path, tiny, 1, where, None, lambda words: None)
+        config, ran = ROOT / "benchmarks" / "models" / "gpt2_xl.json", {}
+        bench.__dict__ |= {"materials": SimpleNamespace(text=config), "gpt2": config}
+        done = Outcome(steps=[1.0, 1.0], held=dict.fromkeys(one_device.OFFLOADED, 10))
+        monkeypatch.setattr(Bench, "attempt", lambda _, arm, *given: (ran.update({arm.name: (arm, *given)}), done)[1])
+        one_device.run(bench)
+        arm, recipe, flags, budget = ran["ZeRO-3, optimizer offloaded"]
+        words = [*arm.launcher, "--num_processes", "1", f"recipes/{recipe}.py", *subprocess_launch.flags(flags)]
+        plan, problems, _, _ = inspect_launch(words, Hardware(gpus=0 if where.cpu else 1, **({} if where.cpu else TITAN)))
+        assert not problems and not plan.problems
+        assert (plan.zero_stage, plan.world_size, plan.offload_param) == (3, 1, "none") and plan.offload_optimizer == "cpu"
+        return plan.precision, budget
+
+    assert resolved(True, CPU) == ("no", one_device.BUDGET + 20), "what is offloaded is not in the budget"
+    assert resolved(False, replace(CPU, cpu=False)) == ("fp16", 24 * 2**30)
 
 
 def test_the_evaluation_of_the_published_size_is_the_published_one(tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ class Bench:
         for key, value in changes.items():
             zero[key] = zero.get(key, {}) | value if isinstance(value, dict) else value
         target = self.folder / "strategies" / f"{file}.yaml"
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.with_suffix(".json").write_text(json.dumps(facts, indent=1))
         launch["deepspeed_config"]["deepspeed_config_file"] = str(target.with_suffix(".json"))
         target.write_text(yaml.safe_dump(launch))

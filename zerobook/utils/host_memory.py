@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,11 @@ def freed_blocks_returned() -> Iterator[None]:
     """Let freed blocks of memory go back to the system, on Linux with glibc.
 
     While a model is loaded and sharded, every rank allocates and frees whole weights. glibc would keep them: after the first
-    free of a large block it serves blocks of up to 32 MiB from its heap, where one live block keeps all below it.
+    free of a large block it serves blocks of up to 32 MiB from its heap, where one live block keeps all below it. Thresholds
+    that the user set for glibc stay as they are.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    if _set_by_user(os.environ) or libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         yield
         return
     libc.mallopt(M_MMAP_THRESHOLD, LARGE)
@@ -42,6 +45,12 @@ def freed_blocks_returned() -> Iterator[None]:
         # the values that glibc would have reached, as training on a CPU allocates large blocks in every step
         libc.mallopt(M_MMAP_THRESHOLD, USUAL)
         libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+
+
+def _set_by_user(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment sets a threshold of glibc's allocator."""
+    own = environment.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    return bool(own) or re.search("(mmap|trim)_threshold", environment.get("GLIBC_TUNABLES", "")) is not None
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
