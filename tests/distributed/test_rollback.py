@@ -250,7 +250,8 @@ def test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load(trained, ti
     assert len(verified) == 20 and max(verified) <= (0 if strategy == "ddp" else 1e-6)
     for rank in (0, 1):
         times = json.loads((run.output / f"again-{rank}.json").read_text())
-        assert times[-1]["rss"] < 1.01 * times[4]["rss"], [t["rss"] for t in times]
+        rss = [t["rss"] for t in times]  # it goes up and down by 2 % from one rollback to the next
+        assert max(rss[10:]) < 1.01 * max(rss[:10]), rss
         assert sum(t["rollback"] for t in times[1:]) < 1.5 * sum(t["load"] for t in times[1:])
 
 
