@@ -16,10 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from benchmarks.published import dialogue, one_device, pages
 from benchmarks.published.bench import Bench
-from benchmarks.published.capped import is_refusal
+from benchmarks.published.capped import is_refusal, own_memory
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, Outcome, TrialError, attempt, fingerprint, largest
 from tests.test_generation import PUBLISHED_RULES
@@ -78,6 +79,23 @@ def test_a_budget_is_enforced_and_a_run_that_dies_otherwise_is_no_refusal(bench)
         attempt(arm, "causal_lm", flags | {"max_train_steps": -1}, 0)
     with pytest.raises(TrialError, match="stopped after 1 s"):
         attempt(arm, "causal_lm", flags, 0, 1.0)
+
+
+def test_weights_are_in_own_memory_though_a_buffer_is_a_view_of_the_file(tmp_path):
+    """A file that stays mapped counts as private memory, and hides what a strategy allocates when it is freed."""
+    save_file({"weight": torch.ones(8), "bias": torch.ones(1, 8)}, tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(stored["weight"])
+    model.register_buffer("bias", stored.pop("bias").view(8)[:])
+    del stored
+
+    def mapped():
+        return "model.safetensors" in Path("/proc/self/maps").read_text()
+
+    assert mapped()
+    own_memory(model)
+    assert not mapped() and torch.equal(model.bias, torch.ones(8))
 
 
 def test_where_the_time_is_over_no_run_is_begun_and_what_ran_stays(bench):

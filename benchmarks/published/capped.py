@@ -13,6 +13,7 @@ and bytes held between the backward pass and the update of the last step; or the
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -70,13 +71,22 @@ def private() -> int:
     return int(line.split()[1]) * 1024
 
 
+def import_lazy() -> None:
+    """Import what `Accelerator.prepare` imports, so that it does not count towards the budget."""
+    importlib.import_module("peft")
+    importlib.import_module("deepspeed.runtime.engine")
+
+
 def own_memory(model: torch.nn.Module) -> None:
     """Move the weights into memory of this process.
 
     While they are mapped from a file, the whole file counts as the process's own memory until the last view of it is freed.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.clone())  # a buffer can be a view, which keeps its base in memory
 
 
 class Capped(Hook):
@@ -89,6 +99,7 @@ class Capped(Hook):
     def before_prepare(self, trainer: TrainerView, model: torch.nn.Module) -> None:
         trainer.save_results = False  # the trained weights are not needed
         if self.budget:
+            import_lazy()
             own_memory(model)
             limit(self.budget, model)
 

@@ -58,8 +58,8 @@ def run(bench: Bench) -> Table:
             if found.largest:
                 batch = min(16, found.largest)
                 outcome = tries(batch, steps=steps)
-                line.here |= {"batch": batch, "tokens/s": batch * block / outcome.step}
-                if not bench.tiny and batch == 16:
+                line.here |= {"batch": batch, "tokens/s": batch * block / outcome.step if outcome.fits else "out of memory"}
+                if not bench.tiny and batch == 16 and outcome.fits:
                     line.here["epoch, s, from its median step"] = EPOCH * outcome.step
         table.findings = _findings(fits, arms[0].name)
     table.notes = [f"{name}, a batch of {found.refused}: `{found.why}`" for name, found in fits.items() if found.refused]

@@ -235,6 +235,22 @@ def test_one_process_trains_as_plain_torch_does(launches):
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.full), pytest.param("fsdp", marks=pytest.mark.full)]
+)
+def test_the_load_of_experts_is_balanced_and_logged_as_in_one_process(launches, strategy):
+    """The load is one of a micro-batch, so both runs have the same micro-batches."""
+    flags = {"recipe": "causal_lm", "model": "mixtral", "router_aux_loss_coef": 0.02, "between": False}
+    one, run = launches("single", 1, 2, 2, **flags), launches(strategy, 2, 2, 1, **flags)
+    assert largest_difference(run.losses, one.losses) < TOLERANCE and largest_difference(run.norms, one.norms) < TOLERANCE
+    for name in ("router_aux_loss", "expert_load"):
+        ours, reference = ([step["metrics"][name] for step in r.steps] for r in (run, one))
+        assert largest_difference(ours, reference) < TOLERANCE and len(set(ours)) > 1
+    without = launches("single", 1, 2, 2, **flags | {"router_aux_loss_coef": 0})
+    assert largest_difference(one.norms, without.norms) > 1e-3, "the loss that balances is trained"
+
+
+@pytest.mark.launch
 @pytest.mark.parametrize("strategy", ["ddp", "zero3_pieces"])
 def test_a_norm_bound_of_0_never_clips(launches, tmp_path_factory, strategy):
     """And under ZeRO-3 the model is cut into many buckets and sub-groups, as a large one is."""
