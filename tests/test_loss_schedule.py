@@ -86,7 +86,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", [causal_lm_loss, seq2seq_loss])
 def test_a_loss_without_a_gradient_holds_a_bounded_number_of_fp32_logits(loss, dtype):
-    """Of 34 million logits, it may not make an fp32 tensor of a quarter; the sum is that of all at once."""
+    """It may not make an fp32 tensor of a quarter of the 34 million logits. The sum is that of all at once."""
     torch.manual_seed(0)
     logits = torch.randn(4, 128, 2**16, dtype=torch.float32).to(dtype)
     labels = torch.randint(0, 2**16, (4, 128))

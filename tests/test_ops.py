@@ -10,6 +10,9 @@ import sys
 import pytest
 
 from tests.harness import ROOT
+from zerobook.errors import ConfigError
+from zerobook.launch import ops
+from zerobook.strategy.launch_plan import LaunchPlan
 
 WITHOUT_TOOLKIT = """
 import json, sys
@@ -73,6 +76,28 @@ def test_set_up_leaves_out_what_needs_a_toolkit(tmp_path, home):
 
 
 def test_those_ops_are_the_ones_that_fail(tmp_path):
-    from zerobook.launch import ops
-
     assert sorted(on_gpus(FAIL, tmp_path, None)) == sorted(ops.NEED_NVCC)
+
+
+def test_an_op_that_a_run_needs_is_compiled_before_it_or_named(tmp_path, monkeypatch):
+    """All ops of a plan that are not compiled yet, and no others."""
+    plan = LaunchPlan(kind="deepspeed", zero_stage=3, device="cpu", world_size=2, backend="gloo", precision="no",
+                      precision_source="default", offload_optimizer="nvme")  # fmt: skip
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "pin_memory").mkdir()
+    (tmp_path / "pin_memory" / "pin_memory.so").touch()
+    wanted = []
+
+    def compiled(absent):
+        wanted.append(absent)
+        return [(op, "FAILED: there is no compiler" if op == "async_io" else "ready") for op in absent]
+
+    monkeypatch.setattr(ops, "compile_ops", compiled)
+    with pytest.raises(ConfigError, match=r"op async_io, which ZeRO-3 .* needs, cannot be compiled: there is no compiler"):
+        ops.compile_needed(plan)
+    assert sorted(wanted.pop()) == ["async_io", "cpu_adam", "shm_comm"]
+    for op in ("async_io", "cpu_adam", "shm_comm"):
+        (tmp_path / op).mkdir()
+        (tmp_path / op / f"{op}.so").touch()
+    ops.compile_needed(plan)
+    assert not wanted, "nothing is left to compile"

@@ -217,7 +217,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("said", ["adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
 def test_state_is_read_and_written_where_it_lies(said, device):
-    """Of a weight that is large enough to be paged, which only a GPU does."""
+    """The weight is large enough to be paged, which only a GPU does."""
     spec, config = optimizer_spec(said), CausalLMConfig(model_name_or_path="x", dataset_name="x", learning_rate=1e-2)
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.zeros(400, 300, device=device)) for _ in range(2)]

@@ -134,7 +134,7 @@ FROZEN = [Weight("frozen", (8 * M,), 4, False), Weight("small", (M - 2,), 4, Fal
     ],
 )
 def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
-    """Of trained weights the first ``max_in_cpu`` elements stay, whole sub-groups of them; of frozen ones parts under 1 MiB."""
+    """The first ``max_in_cpu`` elements of trained weights stay, in whole sub-groups. So do frozen parts under 1 MiB."""
     common = {
         "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
         "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100,

@@ -67,7 +67,7 @@ def test_gpt2_xl():
 
 @pytest.mark.parametrize("layers, billions, fits", [(47, 1.41, True), (54, 1.61, False)])
 def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
-    """As published: 1.4 billion, in mixed precision with checkpointing. The V100 has 32 GiB."""
+    """The published figure is 1.4 billion, in mixed precision with checkpointing. The V100 has 32 GiB."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 1536, "n_layer": layers, "n_head": 16}))
     flags = {"mixed_precision": "fp16", "per_device_train_batch_size": 1, "activation_checkpointing": True}

@@ -289,7 +289,7 @@ def test_experts_cost_what_their_tokens_do(tmp_path, cast, precision, implementa
 
 
 def test_a_mixtral_8x7b_computes_with_12_9_billion(tmp_path):
-    """Of its 46.7: two experts of eight. 12.88 of them, as published, less the embedding, which is looked up."""
+    """A token uses two of eight experts: 12.88 of 46.7 billion parameters, as published, less the embedding."""
     changes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
     found = operations(mixture(tmp_path, changes=changes), BatchShape(1, 1024, 0, False), "bf16", "no")

@@ -193,7 +193,7 @@ def test_a_file_that_is_in_a_mixture_twice_with_other_limits_is_said(tmp_path, s
 
 @pytest.mark.parametrize("name", ["input_ids.bin", "labels.bin", "supervised.npy", "input_ids.offsets.npy"])
 def test_a_folder_with_a_file_that_was_cut_off_is_made_again(tmp_path, shelf, name):
-    """As a loss of power leaves it. The ids that are missing would be rows without tokens."""
+    """A loss of power leaves a file so. The ids that are missing would be rows without tokens."""
     a = chats(tmp_path / "a.jsonl", 20)
     first = shelf(train_file=a)
     file = first.train.views[0].store.folder / name

@@ -27,7 +27,7 @@ GPT2_XL = shlex.split("""
     --block_size 128 --output_dir /tmp/clm_deepspeed_stage3_offload__accelerate --learning_rate 5e-4
     --per_device_train_batch_size 16 --per_device_eval_batch_size 1 --num_train_epochs 1
 """)
-"""As printed, without the flags of its tracker."""
+"""The printed command, without the flags of its tracker."""
 EXAMPLES = {
     "zero2": {
         "recipe": "recipes/seq2seq_chatbot.py", "config": "recipes/configs/seq2seq_blenderbot.yaml", "flags": PUBLISHED,

@@ -131,7 +131,7 @@ def test_all_gpus_are_used_on_a_slow_network(tmp_path, monkeypatch, capsys):
 @full
 @pytest.mark.launch
 def test_what_is_written_trains(tiny, tmp_path, monkeypatch, capsys):
-    """As it was written, but for the precision, which a CPU does without."""
+    """The file as it was written, without the precision, which a CPU does not have."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text((tiny / "chats.jsonl").read_text())
     asked = ["--gpus", "2", "--method", "lora", "--global_batch", "4", "--length", "64"]

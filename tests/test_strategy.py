@@ -356,7 +356,7 @@ def mesh_of(rank, processes, *, data_parallel_size, computing_the_same=1):
 
 
 def test_a_loss_is_scaled_by_the_processes_that_gradients_are_averaged_over(make):
-    """Of six processes, two share each sample. Where they compute the same, gradients are averaged over three."""
+    """Six processes, of which two share each sample. Where they compute the same, gradients are averaged over three."""
     plain, spread = make(), make()
     spread.mesh = mesh_of(5, 6, data_parallel_size=3, computing_the_same=2)
     for strategy in (plain, spread):

@@ -198,7 +198,7 @@ def test_zero3_generates_in_step_whatever_the_number_of_rows(answering, tmp_path
 
 @pytest.mark.launch
 def test_no_layers_are_left_out_at_random(tiny, tmp_path):
-    """As M2M100 does while it is trained. Under ZeRO-3 two ranks that leave out different ones end each other."""
+    """M2M100 does so while it is trained. Under ZeRO-3, two ranks that leave out different layers would fail."""
     dropping = tmp_path / "dropping"
     shutil.copytree(tiny / "bart", dropping)
     config = json.loads((dropping / "config.json").read_text()) | {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.4}
