@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-full checks docs
+.PHONY: help setup demo demo-spike test-fast test test-full test-nodes checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -61,3 +61,8 @@ test-full: setup checks ## the whole matrices, and the tables of docs/measured/
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
 	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured
+
+test-nodes: setup ## faults of processes, hosts and links, on simulated hosts; needs root and iproute2
+	@rm -f .cache/nodes.jsonl
+	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/nodes.jsonl $(BIN)/python -m pytest -q -m nodes --durations=10
+	@$(BIN)/python scripts/parity_table.py .cache/nodes.jsonl docs/measured

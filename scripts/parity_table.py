@@ -5,6 +5,7 @@ usage: parity_table.py MEASURED.jsonl FOLDER
 
 import json
 import os
+import re
 import sys
 from datetime import date
 from pathlib import Path
@@ -71,6 +72,25 @@ mapped file are page cache, and not counted. *Planned* is the planner's figure f
 makes its masters and gradients, which stay. Written by `make test-full`.
 """
 
+NODES = """# Faults of several hosts: measured
+
+`causal_lm` on two simulated hosts (network namespaces with a link each), with `--hang_timeout` 6 seconds where users have
+300. *Ranks* are those of the first and the second host. *Seconds* are those after the fault: until all launchers that can end
+have ended, where the run ends; until the culprit is in the runlog, where it goes on. Rows in which ranks train again were
+launched with `--rdzv_backend c10d --max_restarts 3`, and those in which fewer ranks train with `zerobook launch
+--min_machines 1`. They give the seconds after the fault, or after the host or the link was back. Written by `make test-nodes`.
+Not run on real hosts, and not with NCCL.
+"""
+
+TRAFFIC = """# Bytes between hosts: planned and measured
+
+Bytes that a host sends to the other one in a step: `causal_lm` and `lora_finetune` on a Llama of 3.3M parameters in fp32, two
+simulated hosts, over 20 steps, as the hosts' network devices count them. That includes headers and acknowledgements. gloo's
+reduce-scatter sends as much as its all-reduce, twice what NCCL's ring sends, so ZeRO-3 and FSDP2 send less on GPUs. hpZ saves
+where weights are frozen; in a full finetune of a model this small, ZeRO-3 keeps all weights until the backward pass anyway.
+Written by `make test-nodes`.
+"""
+
 PLAN = """# Planned against measured
 
 The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of
@@ -135,6 +155,11 @@ def quantised(measured: list[dict[str, Any]]) -> tuple[list[list[str]], list[str
     return rows, list(reasons)
 
 
+def reported(named: str) -> str:
+    """Return a report without the kind of error and without folders, which are those of the test."""
+    return re.sub(r"/\S*/", "", re.sub(r"^\w+: ", "", named)).rstrip(".") or "-"
+
+
 def main(source: str, target: str) -> None:
     measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
     parity = [
@@ -155,6 +180,15 @@ def main(source: str, target: str) -> None:
     host = [
         [r["strategy"], *(f"{r[key] / r['weights']:.2f}" for key in ("planned", "load", "prepare", "after"))]
         for r in measured if r["table"] == "host"
+    ]  # fmt: skip
+    nodes = [
+        [r["fault"], r["strategy"], r["ranks"], "-" if r["seconds"] is None else f"{r['seconds']:.1f}", reported(r["named"]),
+         r["ends"]]
+        for r in measured if r["table"] == "nodes"
+    ]  # fmt: skip
+    traffic = [
+        [r["strategy"], r["recipe"], r["ranks"], *(f"{value / 1e6:.2f}" for value in r["sent"]), error(*r["sent"])]
+        for r in measured if r["table"] == "traffic"
     ]  # fmt: skip
     bases, reasons = quantised(measured)
     plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "error"]
@@ -178,6 +212,8 @@ def main(source: str, target: str) -> None:
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
         ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
         ("plan_errors.md", PLAN, plan_columns, plan),
+        ("traffic.md", TRAFFIC, ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"], traffic),
+        ("nodes.md", NODES, ["fault", "strategy file", "ranks", "seconds", "named", "what happens"], nodes),
     ):
         if not rows:
             continue

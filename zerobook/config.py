@@ -167,6 +167,9 @@ class RecipeConfig(BaseModel):
     )
     rollback_lr_steps: int = Field(500, ge=1, description="steps in which the lowered rate returns to its schedule")
     logging_steps: int = Field(10, ge=1, description="log losses, gradient norms and rates every N steps")
+    hang_timeout: float = Field(
+        300.0, ge=0, description="seconds without progress of a process after which the run stops and names it; 0: never"
+    )
     report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
     hooks: list[str] = Field([], description="hooks of your own, each as FILE.py:Class or module:Class")
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 class ZerobookError(Exception):
     """Base class of every error that a user can fix. Entry points print such an error without a traceback."""
 
+    exit_code = 2
+    """Exit code of a process that ends with this error."""
+
 
 class ConfigError(ZerobookError):
     """A config, flag or strategy file that cannot work.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.config import ConfigSources, RecipeConfig, parse
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch import account, ops
+from zerobook.launch import account, host_check, ops, preflight
 from zerobook.launch.accelerate_cli import loopback_note
+from zerobook.launch.host_check import PATIENCE_S
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -32,10 +34,15 @@ USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its fl
 
 To read its flags, {RUNS}; nothing is trained.
 
+  --all_ranks  also meet the other machines of the launch, compare them with this one, and measure the links between them.
+               Run it on every machine, with the flags of the launch. It waits {PATIENCE_S:.0f} s for the others.
+
 examples:
   zerobook doctor
   zerobook doctor --config_file accelerate_configs/zero3.yaml --num_processes 2
   zerobook doctor --config_file accelerate_configs/zero2.yaml recipes/causal_lm.py --config my.yaml
+  zerobook doctor --all_ranks --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 16 \
+    --machine_rank 0 --main_process_ip 10.0.0.1 recipes/causal_lm.py --config my.yaml
 """
 
 
@@ -47,6 +54,7 @@ def doctor(argv: list[str]) -> int:
     out = console()
     hardware = Hardware.detect()
     problems = _machine(out, hardware)
+    all_ranks, argv = "--all_ranks" in argv, [token for token in argv if token != "--all_ranks"]
     if argv:
         plan, config_problems, config, sources = inspect_launch(argv, hardware)
         problems += config_problems + (plan.problems if plan else [])
@@ -59,6 +67,10 @@ def doctor(argv: list[str]) -> int:
                 out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
         if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
             problems.append(earlier)
+        if all_ranks:
+            problems += _hosts(out, argv, plan, config)
+    elif all_ranks:
+        problems.append("--all_ranks: give the flags of the launch as well.")
     elif hardware.unused:
         problems.append(hardware.unused)
     for number, problem in enumerate(problems, 1):
@@ -141,6 +153,35 @@ def _machine(out: Console, hardware: Hardware) -> list[str]:
     if shutil.which("c++") is None and shutil.which("g++") is None:
         problems.append("there is no C++ compiler; DeepSpeed's offload ops cannot be compiled. Install g++.")
     return problems
+
+
+def _hosts(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
+    """Meet the other machines, print them, and return the problems found."""
+    from rich.table import Table
+
+    launch_flags, recipe, _ = _split(argv)
+    try:
+        here = host_check.place(launch_flags)
+        own = preflight.facts(config, plan.name if plan else "unknown", recipe)
+        with out.status(f"waiting for {here.hosts} machines at {here.where}"):
+            found = host_check.check(here, own, Path(config.output_dir) if recipe else None)
+    except ConfigError as error:
+        return error.problems
+    if found.hosts:
+        table = Table(
+            "rank", "host", "address", "GPUs", "driver", "memory, GiB", "clock", title="machines", title_justify="left"
+        )
+        for number, host in enumerate(found.hosts):
+            memory, clock = f"{host['memory'] / 2**30:.0f}", time.strftime("%H:%M:%S", time.gmtime(host["clock"]))
+            table.add_row(str(number), host["host"], host["address"], host["gpus"], str(host["driver"] or "-"), memory, clock)
+        out.print(table)
+        out.print(found.links)
+    elif here.number:
+        out.print(f"the findings about all machines are printed on the first one, {here.address}")
+    for warning in found.warnings:
+        out.print("warning:", style="yellow", end=" ")
+        out.print(warning)
+    return found.problems
 
 
 def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:

@@ -12,6 +12,7 @@ HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 commands:
   init        a folder to work in: recipes, strategy files and a config to start from
   doctor      how a strategy file is resolved on this machine, and every conflict in it
+  launch      accelerate launch for a run that goes on when machines are lost or come back
   plan        memory, traffic and time of a run under every strategy file, before it is started
   recipe      a config and a launch line for a model on your GPUs, chosen by the planner
   data        prepare a recipe's data ahead, and look at it
@@ -28,6 +29,7 @@ Recipes are started with accelerate, in a clone or in a folder that zerobook ini
 COMMANDS = {
     "init": ("zerobook.cli.init", "init"),
     "doctor": ("zerobook.cli.doctor", "doctor"),
+    "launch": ("zerobook.cli.launch", "launch"),
     "plan": ("zerobook.cli.plan", "plan"),
     "recipe": ("zerobook.cli.recipe", "recipe"),
     "data": ("zerobook.cli.data", "data"),

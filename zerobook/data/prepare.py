@@ -72,6 +72,12 @@ class PreparedData:
     bad_samples: dict[str, list[str]] = field(default_factory=dict)
     """The first samples that were left out of each dataset: place and reason."""
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of each part."""
+        held_out = {f"held-out data of {name}": part.fingerprint for name, part in self.held_out.items()}
+        return {"training data": self.train.fingerprint} | held_out
+
 
 def prepare(
     config: RecipeConfig,

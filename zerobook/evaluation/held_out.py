@@ -10,6 +10,7 @@ import torch
 
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.sampler import SampleOrder
+from zerobook.health.position import touch
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 
@@ -73,6 +74,7 @@ def losses(
         for _, batches in feed:
             for batch in batches:
                 sums[index] += summed_loss(batch)
+            touch()
             bar.update(1)
     bar.close()
     tokens = [int(part.loss_weights.sum()) for part in parts.values()]

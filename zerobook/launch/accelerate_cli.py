@@ -24,8 +24,13 @@ STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:
-    """Return the arguments after ``accelerate launch`` in a process's command line; None if it is of another program."""
+    """Return the arguments after ``accelerate launch`` in a process's command line; None if it is of another program.
+
+    For ``zerobook launch``, these are the arguments that it passes on.
+    """
     for index, token in enumerate(command):
+        if Path(token).name in ("zerobook", "zerobook.cli.main") and command[index + 1 : index + 2] == ["launch"]:
+            return _without_machines(command[index + 2 :])
         if (
             token == "accelerate.commands.launch"
             or token.endswith("accelerate/commands/launch.py")
@@ -35,6 +40,19 @@ def launcher_flags(command: list[str]) -> list[str] | None:
         if Path(token).name == "accelerate" and command[index + 1 : index + 2] == ["launch"]:
             return command[index + 2 :]
     return None
+
+
+def _without_machines(arguments: list[str]) -> list[str]:
+    """Return the arguments of ``zerobook launch`` without ``--min_machines``.
+
+    >>> _without_machines(["--min_machines", "1", "--cpu", "x.py"]), _without_machines(["--cpu", "--min_machines=1", "x.py"])
+    (['--cpu', 'x.py'], ['--cpu', 'x.py'])
+    """
+    kept = [token for token in arguments if not token.startswith("--min_machines=")]
+    if "--min_machines" in kept:
+        index = kept.index("--min_machines")
+        del kept[index : index + 2]
+    return kept
 
 
 def parent_flags() -> list[str] | None:

@@ -184,7 +184,7 @@ def _of_yaml(
     typed = typed_flags(flags)
     if key in typed and not _same(typed[key], value):
         return f"overridden: --{key} {typed[key]}"
-    if key in SEVERAL_MACHINES and int(loaded.get("num_machines") or 1) == 1:
+    if key in SEVERAL_MACHINES and int(typed.get("num_machines") or loaded.get("num_machines") or 1) == 1:
         return _none(ONE_MACHINE)
     if key in ("gpu_ids", "enable_cpu_affinity") and plan.device == "cpu":
         return _none(NO_GPU)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.launch import accelerate_file
+from zerobook.launch import accelerate_file, meet
 from zerobook.launch.accelerate_cli import chose_threads, file_and_processes, left_unsaid, loopback_note, parent_flags
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -74,7 +74,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     if plan.host_threads:
         torch.set_num_threads(plan.host_threads)
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
-    _meet_after_restart(on_cpu)
+    meet.form_process_group(on_cpu, COLLECTIVE_TIMEOUT)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
         os.environ["WANDB_MODE"] = "offline"  # a prompt for a key would stop an unattended run
         os.environ.setdefault("WANDB_DIR", config.output_dir)
@@ -138,7 +138,8 @@ def usable_cores() -> int:
 
 
 def set_environment(plan: LaunchPlan) -> None:
-    """Set the variables that accelerate and DeepSpeed read, as the plan says."""
+    """Set the variables that accelerate, DeepSpeed and torch read, as the plan says."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that torch's flight recorder keeps for `health`
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # accelerate silently drops DeepSpeed and FSDP where this is set
@@ -167,25 +168,6 @@ def _let_later_groups_wait() -> None:
     from torch.distributed import distributed_c10d
 
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
-
-
-def _meet_after_restart(on_cpu: bool) -> None:
-    """Form the process group under keys of this attempt, if torchrun has restarted the ranks of a single node.
-
-    ``--max_restarts`` keeps the store of the attempt before, with its processes' addresses, and torch looks for its peers
-    there (pytorch issue 135712). On several nodes, each agent counts its own restarts, so nothing is done there.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-    if attempt == "0" or several or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    import torch.distributed as dist
-
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        "gloo" if on_cpu else "cuda:nccl,cpu:gloo", store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank,
-        world_size=world_size, timeout=COLLECTIVE_TIMEOUT,
-    )  # fmt: skip
 
 
 def _hush(plan: LaunchPlan) -> None:

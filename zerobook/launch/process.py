@@ -15,7 +15,7 @@ from zerobook.utils.terminal import say, say_traceback
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with 2."""
+    """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with its exit code."""
     sys.excepthook = say_traceback
     try:
         yield
@@ -27,7 +27,7 @@ def exit_on_error() -> Iterator[None]:
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
-        os._exit(2)  # without destructors, which would wait for other ranks
+        os._exit(error.exit_code)  # without destructors, which would wait for other ranks
 
 
 def launched() -> bool:

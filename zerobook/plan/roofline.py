@@ -66,7 +66,8 @@ def time(
     """
     peak = cluster.device.flops if spread.precision != "no" else cluster.device.fp32
     links = sum(flow.sent for flow in flows) / cluster.rate("link")
-    network = between_nodes(flows, cluster.nodes) / cluster.rate("network") if cluster.network else 0.0
+    between = between_nodes(flows, cluster.nodes, gloo=cluster.cpu)
+    network = between / cluster.rate("network") if cluster.network else 0.0
     # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is sharded like the weights
     mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
     states = state_ratio(groups, spread) if states is None else states

@@ -237,7 +237,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         states=states,
         paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density, states=states_each),
         sent=sent(found),
-        between=between_nodes(found, cluster.nodes),
+        between=between_nodes(found, cluster.nodes, gloo=cluster.cpu),
         **checkpoints(saved_numbers(traced.groups, spreads), config),
         time=None if bare else time(
             micro.flops, found, traced.groups, spreads, cluster,

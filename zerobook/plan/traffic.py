@@ -15,6 +15,9 @@ from zerobook.plan.gather_schedule import Gathered, gathered
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import Groups, Weight, on_nvme
 
+GLOO = {"reduce-scatter": 2}
+"""Collective -> how many times as much gloo sends as a ring."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -147,10 +150,17 @@ def sent(found: Sequence[Flow]) -> float:
     return sum(flow.sent for flow in found)
 
 
-def between_nodes(found: Sequence[Flow], nodes: int) -> float:
+def between_nodes(found: Sequence[Flow], nodes: int, *, gloo: bool = False) -> float:
     """Return the bytes that leave each node in a step. A ring over ranks of several nodes crosses each border between nodes
-    once, and sends across it what any of its ranks sends."""
-    return sum(flow.sent * flow.rings for flow in found if not flow.within) if nodes > 1 else 0.0
+    once, and sends across it what any of its ranks sends.
+
+    Args:
+        gloo: CPU processes use gloo, whose reduce-scatter is an all-reduce that keeps a part (torch 2.13, measured in
+            docs/measured/traffic.md). NCCL's is a ring.
+    """
+    if nodes < 2:
+        return 0.0
+    return sum(flow.sent * flow.rings * (GLOO.get(flow.collective, 1) if gloo else 1) for flow in found if not flow.within)
 
 
 def _element(weight: Weight, spread: ShardingSpec) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zerobook.health.stragglers import Slow
+from zerobook.health.stragglers import describe as describe_slow
 from zerobook.utils.terminal import plain
 
 if TYPE_CHECKING:
@@ -175,6 +177,7 @@ _WORDS = {
     "eval": _eval,
     "note": lambda e: f"Note by {e['by']}: {e['text']}",
     "crash": _crash,
+    "straggler": lambda e: f"Step {e['step']}: {describe_slow(Slow(*(e[key] for key in Slow._fields)))}.",
     "preempted": lambda e: (
         f"{e['signal']} received at step {e['step']}: "
         f"{'saved' if e.get('saved', True) else 'not saved'}, left with exit code {e['exit_code']}."

@@ -229,6 +229,17 @@ KINDS: dict[str, EventKind] = {
             "go_on_from": "newest whole checkpoint from before the spike",
         },
     ),
+    "straggler": EventKind(
+        "A rank or a link has become slower than the others, at a log point.",
+        {
+            "what": "data, forward or link",
+            "host": "host name",
+            "ranks": "ranks that it was measured on",
+            "step": "step of the log point",
+            "seconds": "seconds of a step that it waits for data or takes for forward passes; seconds of a message over a link",
+            "typical": "the same of a typical rank, or of the link's fastest message",
+        },
+    ),
     "crash": EventKind(
         "The attempt ended with an error, or the attempt before it ended without an event.",
         {

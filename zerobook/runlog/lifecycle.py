@@ -196,6 +196,18 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         raise
 
 
+def hang(log: RunLog | None, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
+    """Write that this process ends because a rank holds up the run: rank 0 into the log, another rank into a file.
+
+    Args:
+        text: the whole report, with stacks.
+    """
+    if log is None:
+        (Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt").write_text(text)
+    else:
+        log.event("crash", reason=reason, error="Hang", traceback=text[-4000:])
+
+
 def write_page(log: RunLog) -> None:
     """Write the logbook's page, and print its path."""
     from zerobook.runlog.report import write

@@ -31,7 +31,7 @@ MARKS = {
 """event's type -> (colour, plotly's symbol) of its marker on the loss"""
 SERIES = ("step", "loss", "grad_norm", "learning_rate")
 _MOODS = {"spike": "warn", "rollback": "bad", "crash": "bad", "stop": "bad", "save_failed": "bad", "memory_warning": "bad",
-          "preempted": "warn", "verify": "good", "run_end": "good", "note": "note"}  # fmt: skip
+          "straggler": "warn", "preempted": "warn", "verify": "good", "run_end": "good", "note": "note"}  # fmt: skip
 
 
 def write(run: str | Path) -> tuple[Path, Path]:

@@ -90,6 +90,13 @@ class Strategy(Engine):
     def gather(self, value: T) -> list[T]:
         return self.mesh.gather(value)
 
+    @property
+    def nodes(self) -> int:
+        return self.mesh.nodes
+
+    def to_main(self, value: T) -> list[T] | None:
+        return self.mesh.to_main(value)
+
     def on_main(self, work: Callable[[], T]) -> T:
         return self.mesh.on_main(work)
 

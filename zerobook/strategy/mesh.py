@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from zerobook.errors import ZerobookError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -60,6 +64,11 @@ class Mesh:
         return self.accelerator.is_main_process
 
     @property
+    def nodes(self) -> int:
+        """Machines of the run, as the launcher says."""
+        return self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
     def device(self) -> torch.device:
         return self.accelerator.device
 
@@ -99,6 +108,14 @@ class Mesh:
         dist.all_gather_object(values, value)
         return values
 
+    def to_main(self, value: T) -> list[T] | None:
+        """Return a list of every rank's picklable ``value``, by rank, on rank 0; None on the others. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values)
+        return values
+
     def on_main(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0; return its picklable result, or raise its error, on every rank. Collective."""
         result: Any = None
@@ -120,7 +137,7 @@ class Mesh:
             work: its result must be picklable, and valid for all processes of a node.
 
         Raises:
-            The first error that any node met, on every process.
+            The first error that any node met, on every process. A `ZerobookError` names the node where there are several.
         """
         result: Any = None
         error: Exception | None = None
@@ -137,7 +154,10 @@ class Mesh:
             store.set(keys[self.rank], pickle.dumps(result))  # type: ignore[arg-type]  # torch's stub knows str alone
             store.wait(keys, timedelta(days=7))
             result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
-            error = next((met for met in self.gather(error) if met is not None), None)
+            met = self.gather(None if error is None else (socket.gethostname(), error))
+            where, error = next((found for found in met if found is not None), ("", None))
+            if isinstance(error, ZerobookError) and self.nodes > 1:
+                error.args = (f"{error} This happened on {where}.",)
         if error is not None:
             raise error
         return result

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
 from zerobook.data.batch_loader import BatchLayout
-from zerobook.launch import account
+from zerobook.health.position import enter
+from zerobook.launch import account, preflight
 from zerobook.launch.accelerate_cli import parent_environment, parent_flags
 from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
@@ -60,6 +61,7 @@ def train(
         ConfigError: lists all problems in the config and the launch.
         ZerobookError: the run could not go on.
         SystemExit: the run has stopped for a person to decide about a spike (76), or was told to stop and has saved (75).
+            A process ends with 77, without an exception, if it or another one holds up the run.
     """
     from accelerate.state import AcceleratorState
 
@@ -67,6 +69,7 @@ def train(
     from zerobook.models.load import check_fit, load_config, load_tokenizer
     from zerobook.models.save import save_model
     from zerobook.training.trainer import Trainer
+    from zerobook.training.watching import watching
 
     if sources is None:
         sources = from_python(recipe.config)
@@ -75,26 +78,33 @@ def train(
         recipe = type(recipe)(config)
     config = recipe.config
     strategy = build(config, plan)
-    tokenizer = load_tokenizer(config, strategy)
-    recipe.check_model_config(load_config(config, strategy))
-    objective = recipe.objective()
-    data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
-    model = recipe.model(tokenizer, strategy)
-    check_fit(model, tokenizer, data)
-    adapted = recipe.adapt(model)
-    collate = recipe.collator(tokenizer, adapted)
-    scorers = recipe.scorers(tokenizer, adapted, data, collate)
-    trainer = Trainer(
-        config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks
-    )
-    try:
-        progress = trainer.run()
-        if trainer.save_results:
-            save_model(strategy, tokenizer, config)
-    finally:
-        if not launched():
-            trainer.close()
-            AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
+    with watching(config, strategy) as watch:
+        preflight.check(strategy, config)
+        tokenizer = load_tokenizer(config, strategy)
+        recipe.check_model_config(load_config(config, strategy))
+        objective = recipe.objective()
+        enter("prepare data")
+        data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
+        preflight.check_data(strategy, data.fingerprints)
+        enter("load")
+        model = recipe.model(tokenizer, strategy)
+        check_fit(model, tokenizer, data)
+        adapted = recipe.adapt(model)
+        collate = recipe.collator(tokenizer, adapted)
+        scorers = recipe.scorers(tokenizer, adapted, data, collate)
+        trainer = Trainer(
+            config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks,
+            watch=watch,
+        )  # fmt: skip
+        try:
+            progress = trainer.run()
+            if trainer.save_results:
+                enter("export")
+                save_model(strategy, tokenizer, config)
+        finally:
+            if not launched():
+                trainer.close()
+                AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
     return progress
 
 

@@ -17,6 +17,11 @@ from zerobook.data.batch_loader import StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError, DivergenceError
+from zerobook.health import stragglers
+from zerobook.health.judge import describe
+from zerobook.health.position import during, enter, log_point
+from zerobook.health.stragglers import Slow
+from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
@@ -26,7 +31,7 @@ from zerobook.monitor.policy import RecoveryAction
 from zerobook.monitor.preemption import EXIT_CODE, Preemption
 from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.objective import Metrics, Objective
-from zerobook.runlog.lifecycle import last_words
+from zerobook.runlog.lifecycle import hang, last_words
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
@@ -41,6 +46,7 @@ from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
 from zerobook.training.state import step_seed
 from zerobook.training.trackers import Trackers
+from zerobook.training.watching import naming_the_missing
 from zerobook.utils.host_memory import freed_blocks_returned
 
 
@@ -59,6 +65,7 @@ class Trainer:
         objective: the loss, and the weights that it is divided by.
         scorers: measure more than the loss at every evaluation.
         hooks: hooks besides those in ``config.hooks``.
+        watch: the watch of this run, whose findings go into the runlog.
 
     Attributes:
         state: the progress, the sample order and the learning rate.
@@ -78,6 +85,7 @@ class Trainer:
         objective: Objective,
         scorers: Sequence[Scorer] = (),
         hooks: Sequence[Hook] = (),
+        watch: Watch | None = None,
     ):
         self.config, self.objective, self.save_results = config, objective, True
         self.strategy, self.data, self.collate, self.scorers = strategy, data, collate, scorers
@@ -89,6 +97,9 @@ class Trainer:
         self.manager = CheckpointManager(strategy, config)
         self.log: RunLog | None = None
         strategy.on_main(self._open_log)
+        self.watch = watch
+        if watch:
+            watch.report = lambda verdict, text: hang(self.log, config.output_dir, strategy.rank, describe(verdict), text)
         self.state, tried = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
         progress = self.progress
         self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=tried)
@@ -144,7 +155,7 @@ class Trainer:
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
         self.pace.start(progress.tokens)
-        with last_words(self.log, self.config.output_dir, strategy.rank):
+        with last_words(self.log, self.config.output_dir, strategy.rank), naming_the_missing(self.watch):
             self.hooks("on_start", self)
             if self.config.eval_on_start and progress.step == 0:
                 self.evaluate()
@@ -175,6 +186,7 @@ class Trainer:
         config, progress, state = self.config, self.progress, self.state
         steps = iter(state.loader)
         while progress.step < state.end_step:
+            enter("data", progress.step + 1)
             with self.pace.waiting():
                 found = next(steps, None)
             if found is None:
@@ -218,13 +230,17 @@ class Trainer:
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             with strategy.micro_batch(last=index == state.layout.accumulation - 1):
+                enter("forward")
                 with self.hooks.around_loss(self, batch):
                     loss, metrics = self._loss(batch)
                 loss = loss / plan.tokens
+                enter("backward")
                 strategy.backward(loss)
+            enter("data")
             total += loss.detach()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
+        enter("optimizer")
         self.hooks("on_gradients_ready", self)
         norm = strategy.optimizer_step(rate)
         before = progress.cursor
@@ -259,8 +275,12 @@ class Trainer:
         records, self._pending = self._pending, []
         if not records:
             return None
+        enter("reduce")
         self._read(records)
         self.pace.measure(self.progress.tokens)
+        log_point(self.progress.step)
+        for slow in self.watch.slow() if self.watch else ():
+            self._report_slow(slow)
         asked = self.hooks("on_log", self, records)
         action = self.monitor.see(records)
         messages, self.monitor.said = self.monitor.said, []
@@ -273,6 +293,11 @@ class Trainer:
                 "more --num_warmup_steps."
             )
         return action or next((measure for measure in asked if measure.kind != "none"), None)
+
+    def _report_slow(self, slow: Slow) -> None:
+        if self.log:
+            self.log.event("straggler", durable=False, **slow._asdict())
+        self.console.say(f"WARNING: step {self.progress.step}: {stragglers.describe(slow)}")
 
     def _read(self, records: list[StepRecord]) -> None:
         """Convert tensors to numbers, and sum losses over ranks. Every rank gets the same bits, since all decide from them."""
@@ -301,7 +326,8 @@ class Trainer:
             self.console.close()
             self.recovery.hand_over(action)
             self._leave(policy.EXIT_CODE)
-        self.recovery.act(action)
+        with during("roll back"):
+            self.recovery.act(action)
         if action.goes_back:
             self._evaluated = self._saved = None
             self.strategy.model.train()
@@ -316,7 +342,8 @@ class Trainer:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
         """
         self._evaluated, self.evaluation = self.progress.step, None
-        record = self.evaluator.evaluate(self.progress.step)
+        with during("evaluate", self.progress.step):
+            record = self.evaluator.evaluate(self.progress.step)
         if record is None:
             return None
         self.hooks("on_evaluate", self, record)
@@ -340,7 +367,8 @@ class Trainer:
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        self.manager.save(self.progress, self.log)
+        with during("save", step):
+            self.manager.save(self.progress, self.log)
         self.hooks("on_save", self, self.manager.folder / store.name_of(step))
 
     def _leave_early(self) -> None:

@@ -1,0 +1,67 @@
+#!/bin/bash
+# Train a recipe on the hosts of a file, over ssh. Run it in the clone, on a disk that all hosts share:
+#
+#   bash scripts/launch.sh HOSTFILE RECIPE CONFIG STRATEGY [flags of the recipe]
+#
+# HOSTFILE has a line for each host, as DeepSpeed's and MPI's: a name or address that all hosts can reach, and its number of
+# processes, which must be the same on all hosts. The first host is the one that the others connect to.
+#
+#   10.0.0.1 slots=8
+#   10.0.0.2 slots=8
+#
+# Variables: PORT (default 29500) must be free on the first host. SSH (default ssh) is the remote shell with its options.
+# Ctrl-C, or the end of one host's launcher with an error, ends all of them.
+# Status: tested with a simulated ssh; not run on real hosts.
+set -euo pipefail
+
+if (($# < 4)); then
+  echo "usage: bash scripts/launch.sh HOSTFILE RECIPE CONFIG STRATEGY [flags of the recipe]" >&2
+  exit 2
+fi
+hostfile=$1 recipe=$2 config=$3 strategy=$4
+shift 4
+read -r -a remote <<<"${SSH:-ssh}"
+
+hosts=() slots=""
+while read -r host rest; do
+  [[ -z $host || $host == \#* ]] && continue
+  count=${rest#slots=}
+  if [[ $rest != slots=* || ! $count =~ ^[1-9][0-9]*$ ]]; then
+    echo "$hostfile: '$host $rest' is not of the form 'HOST slots=N'" >&2
+    exit 2
+  fi
+  if [[ -n $slots && $slots != "$count" ]]; then
+    echo "$hostfile: $host has $count processes and ${hosts[0]} has $slots. accelerate launch starts the same number on all." >&2
+    exit 2
+  fi
+  hosts+=("$host") slots=$count
+done < <(cat "$hostfile" && echo)
+if ((${#hosts[@]} == 0)); then
+  echo "$hostfile: no hosts" >&2
+  exit 2
+fi
+
+launchers=()
+stop() {
+  kill "${launchers[@]}" 2>/dev/null || true
+}
+trap 'stop; exit 130' INT TERM
+
+for number in "${!hosts[@]}"; do
+  words=(
+    accelerate launch --config_file "$strategy" --num_machines "${#hosts[@]}" --num_processes $((${#hosts[@]} * slots))
+    --machine_rank "$number" --main_process_ip "${hosts[0]}" --main_process_port "${PORT:-29500}"
+    "$recipe" --config "$config" --resume_from_checkpoint auto "$@"
+  )
+  # -tt: the remote launcher ends with this connection
+  "${remote[@]}" -tt "${hosts[$number]}" "cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${words[@]}")" \
+    </dev/null > >(sed -u "s/^/${hosts[$number]}: /") 2>&1 &
+  launchers+=($!)
+done
+
+code=0
+for _ in "${launchers[@]}"; do
+  wait -n "${launchers[@]}" || { code=$?; stop; break; }
+done
+wait
+exit "$code"

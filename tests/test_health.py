@@ -1,0 +1,342 @@
+"""Heartbeats, the judgement about them, and the meeting of ranks after a restart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerobook.health import position
+from zerobook.health.exchange import Exchange
+from zerobook.health.judge import Beat, Judge, Verdict, describe
+from zerobook.health.position import Window
+from zerobook.health.watch import EXIT_CODE, Watch, broken_connection
+from zerobook.launch.meet import meet
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT, INTERVAL, GRACE = 30.0, 1.0, 10.0
+PHASES = [("data", 2.0), ("forward", 1.0), ("backward", 1.0), ("optimizer", 2.0)]
+"""Phases of a step, each with its limit in units of `LIMIT`. No rank leaves ``backward`` before all are in it."""
+
+
+@dataclass
+class Rank:
+    """A simulated rank. It stays in each phase for a while, and in ``backward`` until all ranks have come."""
+
+    host: str
+    pace: list[float]
+    place: int = 0
+    since: float = 0.0
+    beats: int = 0
+    dead_at: float = float("inf")
+    stuck_at: float = float("inf")
+    failed_at: float = float("inf")
+    seen: Beat | None = field(default=None)
+
+    def advance(self, now: float, slowest: int) -> None:
+        while now < min(self.dead_at, self.failed_at):
+            phase = PHASES[self.place % 4][0]
+            ends = self.since + self.pace[self.place % len(self.pace)]
+            waits = phase == "backward" and slowest < self.place
+            if ends > now or waits or self.since >= self.stuck_at:
+                break
+            self.place, self.since = self.place + 1, ends if phase != "backward" else now
+        if now < self.dead_at and (now <= self.failed_at or self.seen is None or self.seen.phase != "failed"):
+            self.beats += 1
+            phase, factor = PHASES[self.place % 4]
+            if now >= self.failed_at:
+                phase = "failed"
+            self.seen = Beat(self.beats, self.host, 1, phase, self.place // 4 + 1, self.place, now - self.since, factor * LIMIT,
+                             "ValueError: no" if phase == "failed" else "")  # fmt: skip
+
+
+def simulate(ranks: list[Rank], until: float) -> tuple[float, Verdict] | None:
+    """Return (time, verdict) of the first verdict; None where there is none."""
+    judge, now = Judge(len(ranks), LIMIT, GRACE, 0.0), 0.0
+    while now < until:
+        now += INTERVAL
+        for rank in ranks:
+            rank.advance(now, min(other.place for other in ranks))
+        verdict = judge.see(now, {number: rank.seen for number, rank in enumerate(ranks) if rank.seen})
+        if verdict:
+            return now, verdict
+    return None
+
+
+paces = st.lists(st.floats(0.1, 25.0), min_size=1, max_size=7)
+clusters = st.lists(paces, min_size=2, max_size=6).map(
+    lambda all_paces: [Rank(f"host{number // 2}", pace) for number, pace in enumerate(all_paces)]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters)
+def test_a_run_that_gets_on_is_left_alone(ranks):
+    """Ranks of very different pace wait for each other for long, and each phase of each rank stays within its limit."""
+    assert simulate(ranks, 400.0) is None
+    assert min(rank.place for rank in ranks) > 4
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters, st.data())
+def test_the_rank_that_stops_is_named_in_time(ranks, data):
+    culprit = data.draw(st.integers(0, len(ranks) - 1))
+    fault, at = data.draw(st.sampled_from(["dead_at", "stuck_at", "failed_at"])), data.draw(st.floats(5.0, 100.0))
+    setattr(ranks[culprit], fault, at)
+    when, verdict = simulate(ranks, 400.0)
+    expected = {"dead_at": "silent", "stuck_at": "stuck", "failed_at": "failed"}[fault]
+    assert verdict.ranks == [culprit] and verdict.hosts == [f"host{culprit // 2}"]
+    assert verdict.kind == expected and str(culprit) in describe(verdict)
+    patience = {"silent": LIMIT, "stuck": 2 * LIMIT, "failed": GRACE}[expected]
+    a_step = 4 * max(max(rank.pace) for rank in ranks)  # it may wait so long for the others before it stops
+    assert at <= when <= at + patience + 2 * INTERVAL + a_step
+    assert sorted(rank for _, _, found in verdict.others for first, last in found for rank in range(first, last + 1)) == [
+        rank for rank in range(len(ranks)) if rank != culprit
+    ]
+
+
+def test_ranks_that_all_wait_in_one_collective_are_said_to_hang_together():
+    ranks = [Rank("a", [1.0]), Rank("b", [1.0])]
+    for rank in ranks:
+        rank.stuck_at = 10.0
+    _, verdict = simulate(ranks, 200.0)
+    assert verdict.kind == "together" and verdict.ranks == [0, 1] and not verdict.others
+
+
+def test_a_host_without_any_heartbeat_is_named_with_all_of_its_ranks():
+    ranks = [Rank(f"host{number // 2}", [1.0]) for number in range(6)]
+    ranks[2].dead_at = ranks[3].dead_at = 20.0
+    when, verdict = simulate(ranks, 200.0)
+    assert (verdict.kind, verdict.ranks, verdict.hosts) == ("silent", [2, 3], ["host1"]) and when < 20 + LIMIT + 3
+    assert describe(verdict).startswith("ranks 2-3 on host1 sent no heartbeat for 3")
+    # after a broken connection, nobody waits for the limit
+    judge = Judge(2, LIMIT, GRACE, 0.0)
+    beat = Beat(1, "a", 1, "backward", 3, 9, 0.0, LIMIT)
+    judge.see(1.0, {0: beat, 1: beat._replace(host="b")})
+    judge.see(4.0, {0: beat._replace(number=2)})
+    assert judge.missing(4.0, 2.5).ranks == [1] and judge.missing(3.0, 2.5) is None
+
+
+def test_a_phase_without_a_limit_is_never_too_long_and_what_has_ended_is_not_missed():
+    judge = Judge(2, LIMIT, GRACE, 0.0)
+    for now in range(1, 5000, 10):
+        preparing = Beat(now, "a", 1, "prepare data", 0, 1, float(now), float("inf"))
+        assert judge.see(now, {0: preparing, 1: Beat.decode(preparing.encode())}) is None
+    ended = Beat(5001, "a", 1, "ended", 9, 99, 0.0, float("inf"))
+    judge.see(5001, {0: ended, 1: ended})
+    assert judge.see(9000, {0: ended, 1: ended}) is None
+
+
+def test_verdicts_survive_the_store():
+    verdict = Verdict("stuck", [3], ["b"], "data", 7, 31.5, [("backward", 7, [(0, 1)])], "")
+    again = Verdict.decode(verdict.encode())
+    assert describe(again) == describe(verdict)
+    assert describe(verdict) == (
+        'rank 3 on b made no progress for 32 s in phase "data" of step 7. Waiting: ranks 0-1 in "backward" of step 7.'
+    )
+
+
+# --- the position
+def test_only_phases_of_a_step_have_more_time_in_the_first_step():
+    position.reset()
+    assert position.here().limit(10.0) == float("inf"), "one process may download the model for hours"
+    position.enter("data", 5)
+    position.enter("forward")
+    assert position.here().limit(10.0) == 40.0
+    with position.during("save", 5):
+        assert position.here().limit(10.0) == 120.0
+    position.enter("data", 6)
+    position.enter("forward")
+    assert position.here()[:3] == ("forward", 6, 6) and position.here().limit(10.0) == 10.0
+    before = position.here()
+    position.touch()
+    assert position.here().since >= before.since and position.here().entered == before.entered
+    position.reset()
+
+
+# --- the watch, in processes of its own
+ALONE = """
+import sys, threading, time
+import torch.distributed as dist
+from zerobook.health import position
+from zerobook.health.position import Window
+from zerobook.health.watch import Watch
+watch = Watch(dist.HashStore(), 0, 1, 0.3, local=[0])
+watch.report = lambda verdict, text: print("REPORT", verdict.kind, verdict.phase, verdict.step, flush=True)
+position.enter("data", 1)
+position.enter("data", 2)
+def waits_for_a_file_that_never_comes():
+    time.sleep(60)
+{}
+"""
+
+
+def alone(body: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", ALONE.format(body)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_process_that_hangs_ends_with_its_stack_and_an_exit_code_of_its_own():
+    done = alone("waits_for_a_file_that_never_comes()")
+    assert done.returncode == EXIT_CODE == 77
+    assert "REPORT stuck data 2" in done.stdout
+    assert 'in phase "data" of step 2' in done.stderr and "waits_for_a_file_that_never_comes" in done.stderr
+
+
+def test_a_lock_that_the_main_thread_holds_does_not_stop_the_report():
+    done = alone(
+        "lock = threading.Lock(); lock.acquire()\nwatch.report = lambda verdict, text: lock.acquire()\n"
+        "waits_for_a_file_that_never_comes()"
+    )
+    assert done.returncode == EXIT_CODE and "HANG: " in done.stderr
+
+
+def test_a_process_that_cannot_run_python_code_writes_its_stacks():
+    """A call into C that keeps the interpreter's lock stops all threads, those of the watch too."""
+    done = alone("import ctypes\ntime.sleep(0.5)\nposition.enter('start')\nctypes.PyDLL(None).sleep(2)\nwatch.stop()")
+    assert "Timeout" in done.stderr and 'File "<string>"' in done.stderr
+
+
+def test_a_process_that_gets_on_is_left_alone():
+    done = alone(
+        "for step in range(2, 30):\n    position.enter('data', step)\n    time.sleep(0.05)\nwatch.stop(); print('ended')"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+def test_what_is_an_error_of_a_connection():
+    assert broken_connection(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4711"))
+    assert broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not broken_connection(ValueError("connection of two ideas")) and not broken_connection(RuntimeError("shape"))
+
+
+def test_an_error_is_told_to_the_others_and_the_missing_one_is_named():
+    store, found = dist.HashStore(), []
+    watches = [Watch(dist.PrefixStore("x", store), rank, 2, 3.0, local=[0, 1]) for rank in range(2)]
+    time.sleep(0.5)
+    watches[1]._done.set()  # as if it were killed: it sends nothing more
+    watches[1]._wake.set()
+    time.sleep(0.3)
+    found.append(watches[0].failed(RuntimeError("gloo: Connection closed by peer")))
+    watches[0].stop()
+    position.reset()
+    assert found[0] is not None and found[0].kind == "silent" and found[0].ranks == [1]
+
+
+# --- many ranks
+@dataclass
+class CountingStore:
+    """A store in a dict, which counts the calls and the values that are read."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    calls: int = 0
+    read: int = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self.calls, self.read = self.calls + 1, self.read + 1
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls, self.read = self.calls + 1, self.read + len(keys)
+        return [self.values[key] for key in keys]
+
+
+def exchanged(ranks: int) -> tuple[set[int], int, int]:
+    """Let ranks exchange heartbeats until the last one, which stops, is named.
+
+    Returns:
+        (the numbers of calls that ranks other than 0 make in an interval, those of rank 0, and the values that it reads).
+    """
+    store = CountingStore()
+    exchanges = [Exchange(store, rank, ranks, 30.0, 0.0) for rank in range(ranks)]
+    others: set[int] = set()
+    for now in (1.0, 2.0, 3.0, 40.0, 41.0):
+        for rank in reversed(range(ranks)):
+            if now > 3 and rank == ranks - 1:
+                continue
+            calls, read, step = store.calls, store.read, int(now)
+            window = Window(step, 1, 1.0, 0.1, 0.5)
+            beat = Beat(step, f"host{rank // 8}", 1, "forward", step, step, 0.5, 30.0, "", 0.01, window)
+            exchanges[rank].step(beat, now)
+            if rank:
+                others.add(store.calls - calls)
+    assert len(store.values["verdict"]) < 1000 and len(store.values["beat/0"]) < 150, (
+        "bytes that all ranks read, and of a heartbeat"
+    )
+    assert exchanges[1].verdict is not None and exchanges[1].verdict.ranks == [ranks - 1]
+    return others, store.calls - calls, store.read - read
+
+
+def test_the_work_grows_with_the_ranks_and_nothing_is_read_by_all_from_all():
+    seconds, most = [], []
+    for ranks in (1024, 8192):
+        begun = time.process_time()
+        others, main, read = exchanged(ranks)
+        seconds.append(time.process_time() - begun)
+        assert max(others) <= 5, "a rank's own work does not depend on the others"
+        assert main <= 5 and read == ranks, "rank 0 reads each heartbeat once, in one call"
+        tracemalloc.start()
+        exchanged(ranks)
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert seconds[1] < 2 * 8 * seconds[0] and most[1] < 1.5 * 8 * most[0], "eight times the ranks"
+
+
+# --- the meeting
+def met(store: dist.Store, world_size: int, ranks: list[int] | None = None) -> dict[int, str]:
+    """Let ranks meet in threads, and return the name of the attempt that each of them got."""
+    names: dict[int, str] = {}
+
+    def one(rank: int) -> None:
+        names[rank] = meet(store, rank, world_size, patience=20.0)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (ranks or range(world_size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return names
+
+
+def test_ranks_meet_anew_in_a_store_that_earlier_attempts_have_used():
+    store, before = dist.HashStore(), set()
+    for _ in range(4):
+        names = met(store, 3)
+        assert len(names) == 3 and len(set(names.values())) == 1 and not set(names.values()) & before
+        before |= set(names.values())
+
+
+def test_a_rank_that_comes_first_does_not_take_an_old_attempt():
+    store = dist.HashStore()
+    old = set(met(store, 3).values())
+    names: dict[int, str] = {}
+    early = threading.Thread(target=lambda: names.update({2: meet(store, 2, 3, patience=20.0)}))
+    early.start()
+    time.sleep(1.5)
+    assert not names, "it answers to the old attempt's name, which nobody confirms"
+    names |= met(store, 3, [0, 1])
+    early.join(20)
+    assert len(set(names.values())) == 1 and not set(names.values()) & old
+
+
+def test_a_meeting_that_fails_names_the_absent():
+    with pytest.raises(TimeoutError, match=r"1, 2 did not come within 1 s"):
+        meet(dist.HashStore(), 0, 3, patience=1.2)
+    with pytest.raises(TimeoutError, match=r"rank 0 did not come"):
+        meet(dist.HashStore(), 1, 3, patience=0.5)

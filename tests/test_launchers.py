@@ -1,0 +1,193 @@
+"""The launch scripts for clusters, against stubs of the commands that they call."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM, SSH = ROOT / "scripts" / "slurm" / "train.sbatch", ROOT / "scripts" / "launch.sh"
+RECIPE, CONFIG, STRATEGY = "recipes/causal_lm.py", "recipes/configs/causal_lm_gpt2_xl.yaml", "accelerate_configs/zero3.yaml"
+JOB = [RECIPE, CONFIG, STRATEGY, "--max_train_steps", "5"]
+STUBS = {
+    # starts node.sh once for every node, and sends signals on, as srun does
+    "srun": """#!/bin/bash
+shift  # --kill-on-bad-exit=0
+nodes=()
+for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & nodes+=($!); done
+trap 'kill -USR1 "${nodes[@]}"' USR1
+code=0
+for node in "${nodes[@]}"; do
+  while kill -0 "$node" 2>/dev/null; do wait "$node" || code=$?; done
+done
+exit $code
+""",
+    "scontrol": """#!/bin/bash
+if [[ $1 == show ]]; then printf 'node-a\\nnode-b\\n'; else echo "$@" >> "$RECORD/scontrol"; fi
+""",
+    # two ranks that save at SIGUSR1 and end with 75, under a launcher that would start them again
+    "accelerate": f"""#!{sys.executable}
+import os, signal, subprocess, sys, time
+rank = "import os,signal,sys,time\\nfile=sys.argv[1]\\ndef save(*_):\\n  open(file,'a').write('saved ');sys.exit(75)\\n"
+rank += "signal.signal(signal.SIGUSR1,save)\\nopen(file,'a').write('ready ')\\ntime.sleep(float(os.environ['LASTS']))\\n"
+record = os.environ["RECORD"]
+machine = sys.argv[sys.argv.index("--machine_rank") + 1]
+with open(f"{{record}}/launch-{{machine}}", "w") as file:
+    file.write("\\n".join(sys.argv[1:]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+for attempt in range(4):
+    ranks = [subprocess.Popen([sys.executable, "-c", rank, f"{{record}}/rank-{{machine}}-{{i}}-{{attempt}}"]) for i in range(2)]
+    codes = [r.wait() for r in ranks]
+    if not any(codes):
+        sys.exit(int(os.environ.get("CODE", 0)))
+    time.sleep(1)
+sys.exit(1)
+""",
+    "ssh": """#!/bin/bash
+[[ $1 == -tt ]] && shift
+echo "$1" >> "$RECORD/hosts"
+exec bash -c "$2"
+""",
+}  # fmt: skip
+
+
+@pytest.fixture
+def stubs(tmp_path) -> dict[str, str]:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in STUBS.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2"}
+    return os.environ | slurm | {
+        "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(tmp_path), "LASTS": "0.2", "PROCESSES_PER_NODE": "2",
+    }  # fmt: skip
+
+
+def test_slurm_starts_a_launcher_on_every_node(tmp_path, stubs):
+    done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [(tmp_path / f"launch-{machine}").read_text().split("\n") for machine in (0, 1)]
+    for machine, line in enumerate(lines):
+        said = " ".join(line)
+        assert said.startswith("launch --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 4 ")
+        assert f"--machine_rank {machine} --main_process_ip node-a --main_process_port 24711 --rdzv_backend c10d" in said
+        assert said.endswith(f"{RECIPE} --config {CONFIG} --resume_from_checkpoint auto --max_train_steps 5")
+    assert not (tmp_path / "scontrol").exists(), "a run that is done is not queued again"
+
+
+def test_slurm_passes_a_failure_on(tmp_path, stubs):
+    done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"CODE": "3"}, timeout=60)
+    assert done.returncode == 3 and not (tmp_path / "scontrol").exists()
+
+
+def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, stubs):
+    with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60"}) as job:
+        ranks = [tmp_path / f"rank-{machine}-{rank}-0" for machine in (0, 1) for rank in (0, 1)]
+        until = time.monotonic() + 30
+        while not all(file.exists() for file in ranks) and time.monotonic() < until:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == 0
+    assert [file.read_text() for file in ranks] == ["ready saved "] * 4
+    assert not list(tmp_path.glob("rank-*-1")), "the launcher did not start them again"
+    assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
+
+
+@pytest.mark.parametrize("words, why", [([], "usage"), ([*JOB[:2], "nowhere.yaml"], "nowhere.yaml: no such file in")])
+def test_slurm_refuses_what_cannot_run(stubs, words, why):
+    done = subprocess.run(["bash", SLURM, *words], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and why in done.stderr
+
+
+def test_a_launcher_on_every_host_of_a_file(tmp_path, stubs):
+    (tmp_path / "hosts").write_text("")
+    file = tmp_path / "hostfile"
+    file.write_text("# ours\n10.0.0.1 slots=2\n\n10.0.0.2 slots=2")
+    line = ["bash", SSH, file, *JOB[:3], "--run_name", "two words"]
+    done = subprocess.run(line, cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["10.0.0.1", "10.0.0.2"]
+    for machine in (0, 1):
+        words = (tmp_path / f"launch-{machine}").read_text().split("\n")
+        assert words[-2:] == ["--run_name", "two words"]
+        said = " ".join(words)
+        assert f"--num_machines 2 --num_processes 4 --machine_rank {machine} --main_process_ip 10.0.0.1" in said
+
+
+def test_a_host_that_fails_ends_the_others(tmp_path, stubs):
+    file = tmp_path / "hostfile"
+    file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    ssh = Path(stubs["PATH"].split(":")[0]) / "ssh"
+    ssh.write_text(STUBS["ssh"].replace("exec bash", "[[ $1 == 10.0.0.2 ]] && { sleep 1; exit 9; }\nexec bash"))
+    begun = time.monotonic()
+    done = subprocess.run(["bash", SSH, file, *JOB], cwd=ROOT, env=stubs | {"LASTS": "50"}, timeout=40)
+    assert done.returncode == 9 and time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("content, why", [
+    ("", "no hosts"), ("a 8\n", "'a 8' is not of the form"), ("a slots=2\nb slots=4\n", "b has 4 processes and a has 2"),
+])  # fmt: skip
+def test_a_hostfile_that_cannot_be_used_is_refused(tmp_path, stubs, content, why):
+    file = tmp_path / "hostfile"
+    file.write_text(content)
+    done = subprocess.run(["bash", SSH, file, *JOB], cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and why in done.stderr
+
+
+# --- manifests
+def launched(command: list[str], stubs: dict[str, str], tmp_path: Path, **environment: str) -> str:
+    """Run a manifest's command with a stub of accelerate; return what it launched on machine 1."""
+    done = subprocess.run(command, cwd=ROOT, env=stubs | environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return " ".join((tmp_path / "launch-1").read_text().split("\n"))
+
+
+def manifest(name: str) -> dict:
+    return yaml.safe_load((ROOT / "scripts" / name).read_text())
+
+
+def check_manifest(said: str, main: str, output: str, given: dict[str, str]) -> None:
+    launch = f"launch --config_file {given['STRATEGY']} --num_machines 2 --num_processes 16 --machine_rank 1"
+    assert said.startswith(f"{launch} --main_process_ip {main} --main_process_port 29500 {given['RECIPE']} ")
+    assert said.endswith(f"--config {given['CONFIG']} --output_dir {output} --resume_from_checkpoint auto")
+    assert all((ROOT / given[name]).is_file() for name in ("RECIPE", "CONFIG", "STRATEGY"))
+
+
+def test_the_jobset_is_valid_and_starts_a_launcher_in_every_pod(stubs, tmp_path):
+    from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+
+    content = manifest("kubernetes/jobset.yaml")
+    assert JobsetV1alpha2JobSet.from_dict(content).to_dict() == content, "a key that JobSet does not have would be lost"
+    job = content["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    said = launched([*container["command"], *container["args"]], stubs, tmp_path, JOB_COMPLETION_INDEX="1", **given)
+    check_manifest(said, "zerobook-node-0-0.zerobook", "/shared/run", given)
+    assert job["parallelism"] == job["completions"] == int(given["NODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(given["GPUS"])
+
+
+def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
+    content = manifest("skypilot.yaml")
+    machine = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    folder = Path(stubs["PATH"].split(":")[0])
+    run = content["run"].replace("$PWD/.venv/bin", str(folder))
+    said = launched(["bash", "-c", run], stubs, tmp_path, SKYPILOT_NUM_GPUS_PER_NODE="8", **machine, **content["envs"])
+    check_manifest(said, "10.0.0.1", content["envs"]["OUTPUT"], content["envs"])
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch")]
+    assert len(scripts) >= 3
+    done = subprocess.run(["shellcheck", "--shell=bash", *scripts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,98 @@
+"""The comparison of hosts before a run: what is refused, what is a warning, and what may differ."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+
+from recipes.causal_lm import CausalLMConfig
+from tests.harness import ROOT
+from zerobook.errors import ConfigError
+from zerobook.launch import host_check, links
+from zerobook.launch.preflight import code, differences, facts
+
+
+@pytest.fixture(scope="module")
+def host():
+    return facts(CausalLMConfig(model_name_or_path="gpt2", dataset_name="wikitext"), "ZeRO-3") | {"host": "a"}
+
+
+def others(host, **changes):
+    """Three hosts, of which the last differs by ``changes``: a dotted key to its value."""
+    found = [copy.deepcopy(host) | {"host": name} for name in "abc"]
+    for dotted, value in changes.items():
+        *path, key = dotted.split("__")
+        place = found[2]
+        for part in path:
+            place = place[part]
+        place[key] = value
+    return found
+
+
+def test_equal_hosts_are_not_mentioned(host):
+    assert differences(others(host)) == ([], [])
+    assert differences([host]) == ([], [])
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"versions__torch": "1.0"}, r"version of torch: \S+ on a, b; 1.0 on c. Install"),
+    ({"code__zerobook": "123"}, r"code of zerobook: \w{12} on a, b; 123 on c. Update"),
+    ({"config__learning_rate": 1.0}, r"config: learning_rate: 5e-05 on a, b; 1.0 on c. Start"),
+    ({"config__hooks": ["x.py:Y"]}, r"config: hooks: \[\] on a, b; \['x.py:Y'\] on c"),
+    ({"strategy": "DDP"}, "strategy: ZeRO-3 on a, b; DDP on c"),
+])  # fmt: skip
+def test_what_would_train_something_else_is_refused(host, change, said):
+    problems, warnings = differences(others(host, **change))
+    assert len(problems) == 1 and not warnings
+    assert re.match(said, problems[0]), problems
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"environment__NCCL_ALGO": "Tree"}, "environment variable NCCL_ALGO: not set on a, b; Tree on c."),
+    ({"gpus": "8 x H100"}, "GPUs: none on a, b; 8 x H100 on c."),
+    ({"driver": "550"}, "GPU driver: "), ({"cores": 1024}, "CPU cores: "), ({"disk_free": 10**6}, "free disk"),
+    ({"memory_free": 10**6}, "free memory: 1.00 MB on c and "), ({"clock": 1e6}, "clocks: "),
+])  # fmt: skip
+def test_what_makes_a_run_slow_or_hard_to_read_is_a_warning(host, change, said):
+    problems, warnings = differences(others(host, **change))
+    assert not problems and len(warnings) == 1 and warnings[0].startswith(said), warnings
+
+
+def test_two_hosts_of_one_name_are_told(host):
+    assert "a is the name of several hosts" in differences([host, host])[1][0]
+
+
+def test_many_hosts_make_short_sentences(host):
+    hosts = [copy.deepcopy(host) | {"host": f"node{number:04d}"} for number in range(1024)]
+    hosts[700]["versions"]["torch"] = "1.0"
+    (problem,), _ = differences(hosts)
+    assert "node0003 and 1019 more; 1.0 on node0700" in problem and len(problem) < 300
+
+
+def test_a_changed_file_changes_the_code(tmp_path):
+    recipe = tmp_path / "own.py"
+    recipe.write_text("1")
+    before = code(recipe)
+    recipe.write_text("2")
+    after = code(recipe)
+    assert before["own.py"] != after["own.py"] and before["zerobook"] == after["zerobook"]
+
+
+def test_slow_links_are_compared_with_links_of_their_kind():
+    between, inside = links.links(["a", "a", "b", "b"], [1e9, 9e9, 1e8, 8e9])
+    assert between == [("b", "a", 1e9), ("a", "b", 1e8)] and inside == [("a", "a", 9e9), ("b", "b", 8e9)]
+    (said,) = links.slow_links(between)
+    assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8 Gbit/s") and not links.slow_links(inside)
+    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 64 to 72 Gbit/s"
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--num_machines", "1"], "the launch has 1 machine"),
+    (["--num_machines", "2"], "--main_process_ip: not given"),
+    (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "2 machines have ranks 0 to 1"),
+])  # fmt: skip
+def test_a_place_that_there_is_not_is_refused_before_any_connection(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        host_check.place(["--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), *flags])

@@ -1,0 +1,97 @@
+"""Slow ranks and links are found from heartbeats, named once, and only where they cost something."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerobook.health import position
+from zerobook.health.judge import Beat
+from zerobook.health.position import Window
+from zerobook.health.stragglers import Slow, Stragglers, describe
+
+
+def beats(step: int, data: list[float], forward: list[float], exchange: list[float] | None = None, per_host: int = 1):
+    """Heartbeats of ranks with these seconds a step, after 10 steps of 1 second."""
+    return {
+        rank: Beat(step, f"host{rank // per_host}", 1, "reduce", step, 1, 0.0, 30.0, "", (exchange or [0.0] * len(data))[rank],
+                   Window(step, 10, 10.0, 10 * data[rank], 10 * forward[rank]))
+        for rank in range(len(data))
+    }  # fmt: skip
+
+
+def test_the_host_that_waits_for_its_data_is_named_once_and_again_after_it_recovered():
+    found = Stragglers()
+    fine, slow = [0.01] * 4, [0.01, 0.01, 0.4, 0.01]
+    assert found.see(beats(10, fine, [0.3] * 4, per_host=2)) == []
+    assert found.see(beats(20, slow, [0.3] * 4, per_host=2)) == [Slow("data", "host1", [2], 20, 0.4, 0.01)]
+    assert found.see(beats(20, slow, [0.3] * 4, per_host=2)) == [], "the same log point"
+    assert found.see(beats(30, slow, [0.3] * 4, per_host=2)) == []
+    assert found.see(beats(40, fine, [0.3] * 4, per_host=2)) == []
+    assert len(found.see(beats(50, slow, [0.3] * 4, per_host=2))) == 1
+
+
+def test_one_of_two_ranks_is_found():
+    assert [s.host for s in Stragglers().see(beats(10, [0.0, 0.0], [0.2, 0.7]))] == ["host1"]
+
+
+def test_what_costs_little_is_not_mentioned():
+    assert Stragglers().see(beats(10, [0.0001, 0.05], [0.3, 0.31])) == []
+
+
+def test_ranks_at_different_log_points_are_not_compared():
+    mixed = beats(10, [0.0, 0.0], [0.2, 0.2])
+    mixed[1] = mixed[1]._replace(window=Window(20, 10, 10.0, 9.0, 0.1))
+    assert Stragglers().see(mixed) == []
+    mixed[1] = mixed[1]._replace(window=None)
+    assert Stragglers().see(mixed) == []
+
+
+@given(st.lists(st.floats(0.2, 0.39), min_size=1, max_size=40))
+def test_ordinary_differences_are_no_stragglers(forward):
+    assert Stragglers().see(beats(10, [0.001] * len(forward), forward)) == []
+
+
+def test_a_link_is_compared_with_its_own_past():
+    found = Stragglers()
+
+    def see(step, *exchange):
+        return found.see(beats(step, [0.0] * len(exchange), [0.3] * len(exchange), list(exchange)))
+
+    assert see(10, 0.001, 0.002, 0.002) == []
+    assert see(20, 0.001, 0.002, 0.004) == [], "twice is nothing"
+    assert see(30, 0.001, 0.002, 0.3) == [Slow("link", "host2", [2], 30, 0.3, 0.002)]
+    assert see(40, 0.001, 0.002, 0.3) == []
+    assert see(50, 0.001, 0.002, 0.002) == []
+    # all links to the first host are slow: it is the first host's
+    assert [s.host for s in see(60, 0.001, 0.2, 0.3)] == ["host0"]
+
+
+@pytest.mark.parametrize("slow, said", [
+    (Slow("data", "b", [2, 3], 9, 0.4, 0.01), "slow host: ranks 2, 3 on b waits for data 0.40 s a step, others 0.01 s"),
+    (Slow("link", "b", [2], 9, 0.3, 0.002), "slow link: a message between b and the first host takes 300 ms, 2.0 ms at best"),
+])  # fmt: skip
+def test_findings_as_text(slow, said):
+    assert describe(slow) == said
+
+
+def test_a_window_holds_the_seconds_of_each_phase():
+    position.reset()
+    for step in (1, 2):
+        position.enter("data", step)
+        time.sleep(0.05)
+        position.enter("forward")
+        time.sleep(0.02)
+        position.enter("backward")
+        time.sleep(0.03)
+    position.enter("reduce")
+    position.log_point(2)
+    found = position.window()
+    assert (found.step, found.steps) == (2, 2)
+    assert 0.1 <= found.data < 0.2 and 0.04 <= found.forward < 0.1 and found.total > 0.2 - 0.001
+    assert Beat.decode(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", 0.0, found).encode()).window == found
+    position.reset()
+    assert position.window() is None

@@ -1,0 +1,65 @@
+"""A launch on a number of machines that may change: ``accelerate launch`` through torchrun's elastic agent.
+
+accelerate's launcher takes one number of machines. Its own code makes the workers' environment and torchrun's arguments here,
+and only the number of machines becomes a range.
+"""
+
+from __future__ import annotations
+
+from zerobook.errors import ConfigError
+from zerobook.launch import accelerate_file
+
+BACKEND = "c10d"
+"""torchrun's rendezvous for a number of machines that changes."""
+RESTARTS = 100
+"""Restarts by default. Each lost machine costs its agents one."""
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With a store that agents and processes share, torch 2.13 waits without end for a machine that comes back: its agent waits for
+an address that the first agent wrote in an earlier round."""
+LAST_CALL_S, JOIN_S = 5, 600
+"""Seconds to wait for more machines once the fewest are there, and for the fewest."""
+
+
+def launch(least: int, arguments: list[str]) -> None:
+    """Start this machine's processes, and return when they have ended.
+
+    Args:
+        least: the fewest machines that the run goes on with.
+        arguments: of ``accelerate launch``, with the recipe and its flags. ``--num_machines`` is the most machines, and
+            ``--num_processes`` the processes on all of them.
+
+    Raises:
+        ConfigError: the range is none, or the launch is not one over machines.
+    """
+    import torch.distributed.run as torchrun
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils import launch as prepare
+    from accelerate.utils import patch_environment
+
+    parser = accelerate_launch.launch_command_parser()
+    args = parser.parse_args(arguments)
+    restarts, backend = args.max_restarts, args.rdzv_backend
+    accelerate_file.check(args.config_file, args.num_processes)
+    args, defaults, from_file = accelerate_launch._validate_launch_command(args)
+    most = int(args.num_machines or 1)
+    if not 1 <= least <= most or most == 1:
+        raise ConfigError(f"--min_machines: {least}, and --num_machines is {most}. Give at least 1 of at least 2.")
+    if backend not in ("static", BACKEND):
+        raise ConfigError(f"--rdzv_backend: {backend}, but a number of machines that changes needs {BACKEND}.")
+    if args.num_processes % most:
+        raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
+    args.same_network = False  # the address becomes the rendezvous, not rank 0's
+    if args.use_deepspeed:
+        fields = list(defaults.deepspeed_config) if defaults else []
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
+        args.deepspeed_multinode_launcher = "standard"
+        _, environ = prepare.prepare_deepspeed_cmd_env(args)
+    else:
+        environ = prepare.prepare_multi_gpu_env(args)
+    script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
+    ours = accelerate_launch._filter_args(args, torchrun.get_args_parser(), script)
+    ours.nnodes, ours.rdzv_backend = f"{least}:{most}", BACKEND
+    ours.max_restarts = restarts or RESTARTS
+    ours.rdzv_conf = ",".join(filter(None, [f"last_call_timeout={LAST_CALL_S},join_timeout={JOIN_S}", ours.rdzv_conf]))
+    with patch_environment(**environ | OWN_STORE):
+        torchrun.run(ours)

@@ -1,0 +1,108 @@
+"""Rates of the links between the processes of a run, measured before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PROBE, MOST = 1 << 18, 1 << 26
+"""Bytes of the first message, and at most of the second."""
+SECONDS = 0.5
+"""Seconds that the second message may take over the slowest link."""
+SLOW = 4.0
+"""A link is slow if another one of its kind is so many times as fast."""
+
+
+def ring_rate(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Return the bytes a second that come from the rank before this one while all ranks send to the next one. Collective.
+
+    Bandwidth-bound collectives send along such a ring.
+    """
+    slowest = torch.tensor(_exchange(PROBE, device, group), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    payload = int(min(max(PROBE * SECONDS / slowest.item(), PROBE), MOST))
+    return payload / _exchange(payload, device, group)
+
+
+def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """Send bytes to the next rank and receive as many; return the seconds until they had come."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = (torch.zeros(payload, dtype=torch.uint8, device=device) for _ in range(2))
+    dist.barrier(group)
+    begun = time.perf_counter()
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+    ])  # fmt: skip
+    works[0].wait()  # with NCCL there is one for both
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begun
+    for work in works[1:]:
+        work.wait()
+    return max(seconds, 1e-9)
+
+
+class Link(NamedTuple):
+    """A link of the ring. ``rate``: bytes a second."""
+
+    sender: str
+    receiver: str
+    rate: float
+
+
+def links(hosts: Sequence[str], rates: Sequence[float]) -> tuple[list[Link], list[Link]]:
+    """Return the links between hosts, and those inside of hosts.
+
+    Args:
+        hosts: the host of each rank.
+        rates: `ring_rate` of each rank.
+    """
+    every = [Link(hosts[rank - 1], hosts[rank], rate) for rank, rate in enumerate(rates)]
+    return [link for link in every if link.sender != link.receiver], [link for link in every if link.sender == link.receiver]
+
+
+def slow_links(found: Sequence[Link]) -> list[str]:
+    """Return a warning for each link that is much slower than the fastest of ``found``."""
+    best = max((link.rate for link in found), default=0.0)
+    return [
+        f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has {speed(best)}. Every step "
+        "waits for the slowest link."
+        for link in found
+        if link.rate * SLOW < best
+    ]
+
+
+def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
+    """Return the slowest and the fastest link of each kind in one line.
+
+    >>> summary([Link("a", "b", 1e9), Link("b", "a", 2e9)], [])
+    'links between hosts: 8 to 16 Gbit/s'
+    """
+    words: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}
+    parts = []
+    for where, found in words.items():
+        if found:
+            least, most = speed(min(link.rate for link in found)), speed(max(link.rate for link in found))
+            parts.append(f"{where}: {least if least == most else _span(least, most)}")
+    return f"links {', '.join(parts)}"
+
+
+def speed(rate: float) -> str:
+    """Return bytes a second as bits a second, as links are named.
+
+    >>> speed(1.25e9), speed(1.25e6), speed(3e4)
+    ('10 Gbit/s', '10 Mbit/s', '0.24 Mbit/s')
+    """
+    bits = 8 * rate
+    unit, name = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
+    return f"{bits / unit:.3g} {name}" if bits / unit < 1000 else f"{bits / unit:.0f} {name}"
+
+
+def _span(least: str, most: str) -> str:
+    low, unit = least.split()
+    return f"{low} to {most}" if most.endswith(unit) else f"{least} to {most}"

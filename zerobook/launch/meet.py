@@ -1,0 +1,85 @@
+"""The meeting of all ranks of an attempt, where torchrun restarts ranks.
+
+torchrun keeps its store from attempt to attempt, with the addresses of processes that are gone, and torch looks for its peers
+there (pytorch issue 135712). The agents of several hosts count their restarts separately, so the count is no name for an
+attempt. Here, rank 0 makes a name, and each rank answers with a name of its own, which rank 0 confirms: a name that an earlier
+rank 0 left in the store is never confirmed to a new process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+PATIENCE_S = 600.0
+"""Seconds that ranks wait for each other, as torch's own rendezvous does."""
+
+
+def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
+    """Form the process group under keys of this attempt alone, if torchrun may restart the ranks; else do nothing."""
+    environ = os.environ
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return
+    import torch.distributed as dist
+
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=timeout
+    )
+    attempt = meet(dist.PrefixStore("zerobook/meet", store), rank, world_size)
+    dist.init_process_group(
+        "gloo" if on_cpu else "cuda:nccl,cpu:gloo", store=dist.PrefixStore(f"zerobook/{attempt}", store), rank=rank,
+        world_size=world_size, timeout=timeout,
+    )  # fmt: skip
+
+
+def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S) -> str:
+    """Return a name that all ranks of this attempt share, and no earlier attempt had.
+
+    Args:
+        store: may hold keys of earlier attempts.
+        patience: seconds to wait for the other ranks.
+
+    Raises:
+        TimeoutError: some rank did not come.
+    """
+    mine, until = uuid.uuid4().hex, time.monotonic() + patience
+    if rank == 0:
+        store.set("attempt", mine)
+        others = range(1, world_size)
+        absent = [f"here/{mine}/{other}" for other in others]
+        if not _wait(store, absent, patience):
+            missing = [other for other, key in zip(others, absent, strict=True) if not store.check([key])]
+            raise TimeoutError(f"rank(s) {', '.join(map(str, missing))} did not come within {patience:.0f} s")
+        for other, key in zip(others, absent, strict=True):
+            store.set(f"confirmed/{mine}/{other}", store.get(key).decode())
+        return mine
+    while time.monotonic() < until:
+        if not _wait(store, ["attempt"], 1.0):
+            continue
+        attempt = store.get("attempt").decode()
+        store.set(f"here/{attempt}/{rank}", mine)
+        confirmed = f"confirmed/{attempt}/{rank}"
+        if _wait(store, [confirmed], 1.0):
+            if store.get(confirmed).decode() == mine:
+                return attempt
+            time.sleep(0.1)  # it was confirmed to a process that is gone
+    raise TimeoutError(f"rank 0 did not come within {patience:.0f} s")
+
+
+def _wait(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait for ``keys``; return whether they came."""
+    import torch.distributed as dist
+
+    if keys:
+        try:
+            store.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+    return True

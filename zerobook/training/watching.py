@@ -1,0 +1,64 @@
+"""The watch of a run, started and ended with it: see `zerobook.health.watch`."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerobook.config import RecipeConfig
+from zerobook.health import position
+from zerobook.health.judge import describe
+from zerobook.health.watch import PeerError, Watch
+from zerobook.strategy import Strategy
+
+
+@contextmanager
+def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]:
+    """Return a context in which the ranks watch each other; None where ``hang_timeout`` is 0. Collective."""
+    position.reset()
+    if not config.hang_timeout:
+        yield None
+        return
+    # a restarted attempt can find the store of the attempt before
+    attempt = strategy.from_main(uuid.uuid4().hex)
+    if strategy.world_size == 1:
+        store: dist.Store = dist.HashStore()
+    else:
+        of_the_group: Any = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"zerobook/health/{attempt}", of_the_group.clone())
+    first = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
+    local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
+    watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
+    try:
+        with naming_the_missing(watch):
+            yield watch
+    finally:
+        watch.stop()
+
+
+def _keep_collectives(folder: Path, rank: int) -> None:
+    """Write the newest collectives of this rank, which torch's flight recorder keeps, into ``collectives.rankN.json``."""
+    kept: bytes = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # the stub lacks it
+    (folder / f"collectives.rank{rank}.json").write_bytes(kept)
+
+
+@contextmanager
+def naming_the_missing(watch: Watch | None) -> Iterator[None]:
+    """Return a context that tells the other ranks of an error, and raises `PeerError` if it came from a rank that is gone."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except Exception as error:
+        verdict = watch.failed(error) if watch else None
+        if verdict is None:
+            raise
+        raise PeerError(f"{describe(verdict)} Start the run again with --resume_from_checkpoint auto.") from error
