@@ -126,6 +126,34 @@ def test_a_host_without_any_heartbeat_is_named_with_all_of_its_ranks():
     assert judge.missing(4.0, 2.5).ranks == [1] and judge.missing(3.0, 2.5) is None
 
 
+def test_a_rank_that_waited_long_is_behind_only_if_its_next_heartbeat_says_so():
+    """Rank 0 waited for rank 1, which came and went on to the next phase before rank 0's next heartbeat."""
+    judge = Judge(2, LIMIT, GRACE, 0.0)
+    waits = Beat(1, "a", 1, "backward", 3, 9, LIMIT + 1, LIMIT)
+    assert judge.see(50.0, {0: waits, 1: Beat(1, "b", 1, "optimizer", 3, 10, 0.1, LIMIT)}) is None
+    assert (
+        judge.see(51.0, {0: waits._replace(number=2, entered=10, seconds=0.5), 1: Beat(2, "b", 1, "data", 4, 11, 0.1, LIMIT)})
+        is None
+    )
+    assert judge.see(90.0, {0: waits._replace(number=3, entered=10), 1: Beat(3, "b", 1, "data", 4, 11, 0.1, LIMIT)}) is None
+    found = judge.see(91.0, {0: waits._replace(number=4, entered=10), 1: Beat(4, "b", 1, "data", 4, 11, 1.1, LIMIT)})
+    assert found is not None and (found.kind, found.ranks) == ("stuck", [0])
+
+
+def test_ranks_of_a_lost_host_are_named_together():
+    """Their last heartbeats were not sent at the same moment, and a rank of another host that is late for once is not named."""
+    judge = Judge(4, LIMIT, GRACE, 0.0)
+    beats = {rank: Beat(1, f"host{rank // 2}", 1, "backward", 3, 9, 0.0, LIMIT) for rank in range(4)}
+    judge.see(1.0, {2: beats[2]})
+    judge.see(1.0 + INTERVAL, beats)
+    for now in range(3, 32):
+        late = {1: beats[1]._replace(number=now)} if now < 9 or now > 30 else {}
+        found = judge.see(float(now), {0: beats[0]._replace(number=now)} | late)
+        assert found is None
+    found = judge.see(31.5, {0: beats[0]._replace(number=32)})
+    assert found is not None and (found.kind, found.ranks, found.hosts) == ("silent", [2, 3], ["host1"])
+
+
 def test_a_phase_without_a_limit_is_never_too_long_and_what_has_ended_is_not_missed():
     judge = Judge(2, LIMIT, GRACE, 0.0)
     for now in range(1, 5000, 10):

@@ -10,6 +10,8 @@ from zerobook.health.position import Window
 
 MOST_SPANS, MOST_PLACES = 16, 8
 """Limits of a verdict's size: spans of ranks, and places where ranks wait."""
+NEARLY = 0.75
+"""Part of the silence after which a rank is gone together with a silent rank of its host."""
 Kind = Literal["silent", "stuck", "together", "failed", "lost"]
 
 
@@ -72,7 +74,8 @@ class Judge:
     """Decides when a run hangs.
 
     A rank that sent no heartbeat for ``silence`` seconds is gone, whatever its phase. Otherwise, the rank that entered the
-    fewest phases is behind, and the others wait for it: only its time counts, against the limit of its phase.
+    fewest phases is behind, and the others wait for it: only its time counts, against the limit of its phase. Heartbeats of
+    two ranks are not from the same moment, so a later heartbeat has to confirm that a rank is behind.
 
     Args:
         silence: seconds without a heartbeat after which a rank counts as gone.
@@ -85,6 +88,7 @@ class Judge:
         self.beats: dict[int, Beat] = {}
         self.seen = dict.fromkeys(range(world_size), now)
         self._failed_since: float | None = None
+        self._suspects: dict[int, Beat] = {}
 
     def see(self, now: float, beats: Mapping[int, Beat]) -> Verdict | None:
         """Take in the newest heartbeat of each rank, and return the verdict if the run hangs."""
@@ -101,10 +105,17 @@ class Judge:
         return self._silent(now, silence)
 
     def _silent(self, now: float, silence: float) -> Verdict | None:
-        ranks = [
-            rank for rank, seen in self.seen.items() if now - seen > silence and self._phase(rank) not in ("ended", "failed")
-        ]
-        return self._verdict("silent", ranks, max(now - self.seen[rank] for rank in ranks)) if ranks else None
+        quiet = {
+            rank: now - seen
+            for rank, seen in self.seen.items()
+            if now - seen > silence * NEARLY and self._phase(rank) not in ("ended", "failed")
+        }
+        if max(quiet.values(), default=0.0) <= silence:
+            return None
+        # ranks of a host that is lost have sent their last heartbeats at slightly different times
+        hosts = {self._host(rank) for rank, seconds in quiet.items() if seconds > silence}
+        ranks = [rank for rank, seconds in quiet.items() if seconds > silence or self._host(rank) in hosts]
+        return self._verdict("silent", ranks, max(quiet.values()))
 
     def _failed(self, now: float) -> Verdict | None:
         ranks = [rank for rank, beat in self.beats.items() if beat.phase == "failed"]
@@ -123,9 +134,25 @@ class Judge:
         behind = [rank for rank, beat in running.items() if beat.entered == first]
         over = [rank for rank in behind if running[rank].seconds > running[rank].limit]
         if len(over) < len(behind):
+            self._suspects = {}
             return None  # one of them still works, within its limit
+        # a rank that waited for a slow one, and got on since, is behind until its next heartbeat
+        before, confirmed = self._suspects, True
+        self._suspects = {}
+        for rank in behind:
+            known = before.get(rank)
+            if known is None or known.entered != first:
+                known = running[rank]
+            confirmed = confirmed and running[rank].number > known.number
+            self._suspects[rank] = known
+        if not confirmed:
+            return None
         together = 1 < len(behind) == len(self.seen)
         return self._verdict("together" if together else "stuck", behind, min(running[rank].seconds for rank in behind))
+
+    def _host(self, rank: int) -> str:
+        """Return the rank's host, or a name of its own where the rank never sent a heartbeat."""
+        return self.beats[rank].host if rank in self.beats else f"rank {rank}"
 
     def _phase(self, rank: int) -> str:
         return self.beats[rank].phase if rank in self.beats else "start"

@@ -102,6 +102,7 @@ def check(here: Place, own: dict[str, Any], output_dir: Path | None, patience: f
         blind = _shared(store, here, output_dir, str(own["host"]))
         report.problems += _unreached(store, here, str(own["host"])) + ([blind] if blind else [])
         found = _collect(store, here, "found", {"problems": report.problems, "clock": clock}, patience)
+        _told(store, here, "tried", True, patience)  # this host listens until all have tried to reach it
     if here.number == 0:
         for host, theirs in zip(report.hosts, found, strict=True):
             host["clock"] = theirs["clock"]
