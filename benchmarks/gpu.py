@@ -46,10 +46,10 @@ from benchmarks.published.bench import Bench
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import Arm, attempt
 from zerobook.cli.plan import here
-from zerobook.plan.hardware import known
 from zerobook.runlog.writer import EVENTS, read
 from zerobook.runlog.writer import STEPS as STEPS_FILE
 from zerobook.utils import subprocess_launch
+from zerobook.utils.devices import known
 from zerobook.utils.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,8 @@ import torch
 
 from zerobook.cli.plan import here
 from zerobook.launch.resolve import Hardware
-from zerobook.plan.hardware import cluster, known
+from zerobook.plan.hardware import cluster
+from zerobook.utils.devices import known
 
 # name, GB, dense half precision and fp32 outside of tensor cores (10^12 operations a second), GB/s of memory, GB/s to each
 # other GPU of a node in one direction, NVIDIA's document. Documents give links for both directions, and newer ones half

@@ -17,13 +17,14 @@ from zerobook.cli.main import main
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.hardware import DEVICES, cluster
+from zerobook.plan.hardware import cluster
 from zerobook.plan.job import read_config
 from zerobook.plan.memory import PARTS, Memory
 from zerobook.plan.recommend import recommend
 from zerobook.plan.rows import Row, checkpoints, judge, launch_plan, rank
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import Saved
+from zerobook.utils.devices import DEVICES
 from zerobook.utils.units import size
 
 

@@ -16,7 +16,7 @@ from zerobook.cli.plan import here
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
-from zerobook.plan.hardware import CONTEXT, DEVICES, cluster, known
+from zerobook.plan.hardware import CONTEXT, cluster
 from zerobook.plan.memory import memory
 from zerobook.plan.roofline import time
 from zerobook.plan.rows import Traced, row
@@ -24,6 +24,7 @@ from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import Weight, hold
 from zerobook.plan.trace import Trace
 from zerobook.plan.traffic import Flow, flows
+from zerobook.utils.devices import DEVICES, known
 
 
 @pytest.mark.parametrize(

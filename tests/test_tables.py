@@ -27,8 +27,9 @@ from tests.test_generation import PUBLISHED_RULES
 from tests.test_published import TITAN
 from zerobook.cli.doctor import inspect_launch
 from zerobook.launch.resolve import Hardware
-from zerobook.plan.hardware import Cluster, Device
+from zerobook.plan.hardware import Cluster
 from zerobook.utils import subprocess_launch
+from zerobook.utils.devices import Device
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Cluster(gpus=2, device=Device("CPU process", 10**10, 1e10, 1e10, 1e10, 1e10), link=1e10, cpu=True)

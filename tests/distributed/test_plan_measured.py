@@ -10,10 +10,11 @@ from tests.distributed.test_parity import record
 from tests.harness import skip_without_op
 from zerobook.cli.main import main
 from zerobook.config import parse
-from zerobook.plan.hardware import Cluster, Device
+from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import job
 from zerobook.plan.measure import measure
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.devices import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 full = pytest.mark.full

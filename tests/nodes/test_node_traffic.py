@@ -13,10 +13,11 @@ from tests.nodes.bytes_sent import RESULT, TO
 from tests.nodes.hosts import Network, missing
 from tests.nodes.runs import NodeRun
 from zerobook.config import parse
-from zerobook.plan.hardware import DEVICES, Cluster
+from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import job
 from zerobook.plan.rows import Traced, row
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.devices import DEVICES
 
 NEEDS = missing()
 pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS))]

@@ -19,7 +19,7 @@ def positive(text: str) -> int:
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe a cluster. `described` reads them."""
-    from zerobook.plan.hardware import DEVICES
+    from zerobook.utils.devices import DEVICES
 
     parser.add_argument("--gpus", help="GPUs of a node (default 1)")
     parser.add_argument("--nodes", help="nodes (default 1)")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from zerobook.cli.arguments import add_hardware, described
 from zerobook.errors import ConfigError
 from zerobook.plan import table
-from zerobook.plan.hardware import Cluster, known, nearest
+from zerobook.plan.hardware import Cluster, nearest
 from zerobook.training.recipe_file import RUNS
+from zerobook.utils.devices import known
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
@@ -175,7 +176,7 @@ def here(processes: str | None) -> Cluster:
     import psutil
 
     from zerobook.launch.resolve import Hardware
-    from zerobook.plan.hardware import Device
+    from zerobook.utils.devices import Device
 
     found, host = Hardware.detect(), psutil.virtual_memory()
     if processes is not None and not (processes.isdecimal() and int(processes)):
