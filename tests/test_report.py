@@ -23,7 +23,7 @@ import pytest
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
 from zerobook.cli import report as served
 from zerobook.cli.main import main
-from zerobook.runlog import report
+from zerobook.runlog import figures, report
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import RunLog
 
@@ -203,14 +203,45 @@ def test_markdown_says_the_same_and_keeps_what_people_write_harmless(run):  # no
         assert said in text, said
 
 
+def test_speed_memory_and_held_out_losses_are_drawn(tmp_path):
+    """Two datasets are held out, a GPU waits for data, and the first evaluation of step 4 was given up."""
+    log = attempt(tmp_path, {"seed": 1})
+    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 9}
+    gpu = {"memory_used": 2**33, "memory_total": 2**34, "utilisation": 0.5, "celsius": 60}
+
+    def train(first, last, loss):
+        log.steps([{"step": step, "loss": 2.0, **common} for step in range(first, last + 1)])
+        log.event("metrics", steps=[first, last], loss=2.0, mean_loss=2.0, grad_norm=1.0, learning_rate=1e-3,
+                  tokens_per_second=100.0, all_tokens_per_second=400.0, data_wait=0.25, mfu=0.41)  # fmt: skip
+        log.event("machine", memory_used=3 * 2**30, memory_total=2**35, swap_used=0, own=2**30, gpus=[gpu], allocator=None)
+        parts = {name: {"loss": loss + add, "perplexity": 1.0, "tokens": 9} for name, add in (("chats", 0.5), ("news", 1.5))}
+        log.event("eval", step=last, seconds=0.1, samples=[], loss=loss + 1, perplexity=1.0, tokens=18, datasets=parts)
+
+    train(1, 2, 2.0)
+    train(3, 4, 9.0)
+    log.branch += 1
+    log.event("rollback", phase="outcome", step=2, steps_given_up=2, seconds=0.1, bytes_read=[1], set_aside=[], verified=[],
+              differing={})  # fmt: skip
+    train(3, 4, 1.0)
+    log.close()
+    history = History.read(tmp_path)
+    assert figures.held_out(history) == {"held out: chats": {2: 2.5, 4: 1.5}, "held out: news": {2: 3.5, 4: 2.5}}
+    page, _ = report.write(tmp_path)
+    text = page.read_text()
+    for name in ("supervised tokens/s", "all tokens/s", "waiting for data", "MFU", "host memory", "this run", "GPU 0 memory",
+                 "GPU 0 busy", "held out: chats"):  # fmt: skip
+        assert f'"name":"{name.replace("/", chr(92) + "u002f")}"' in text, name
+    assert "waited for data for 25% of the training time" in text and "41.0%" in text
+
+
 def test_thinning_loses_no_spike():
     values = [random.Random(i).gauss(2, 0.1) for i in range(100_000)]
     values[54_321], values[777] = 99.0, -5.0
     values[10] = math.nan
-    steps, kept = report.thin(list(range(100_000)), values)
-    assert len(steps) <= report.POINTS and steps == sorted(steps)
+    steps, kept = figures.thin(list(range(100_000)), values)
+    assert len(steps) <= figures.POINTS and steps == sorted(steps)
     assert (54_321, 99.0) in zip(steps, kept, strict=True) and (777, -5.0) in zip(steps, kept, strict=True) and 10 not in steps
-    assert report.thin([1, 2], [1.0, None]) == ([1], [1.0])
+    assert figures.thin([1, 2], [1.0, None]) == ([1], [1.0])
 
 
 def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeypatch):  # noqa: F811

@@ -486,8 +486,28 @@ def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
     assert len(told(capsys, "export", run, "--all")[1].splitlines()) == 55
 
 
+def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_path, capsys):
+    zero3 = {"name": "ZeRO-3", "world_size": 4, "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+    for step, plan, losses in ((0, {"name": "DDP", "world_size": 2}, [3.0, 2.5, 2.0]), (1, zero3, [2.5, 2.125])):
+        log = attempt(tmp_path, {"seed": 1}, step=step, plan=plan)
+        log.steps([{"step": number, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 9}
+                   for number, loss in enumerate(losses, step + 1)])  # fmt: skip
+        log.close()
+    (found,) = [e for e in History.read(tmp_path).events if e["type"] == "launch_diff"]
+    assert found["differing"] == {
+        "strategy": ["DDP", "ZeRO-3"], "processes": [2, 4], "deepspeed.zero_optimization.stage": [None, 3],
+    }  # fmt: skip
+    for arguments in ((tmp_path, 1, 2), (tmp_path, 2, 1)):
+        text = told(capsys, "diff", *arguments)[1]
+        assert "ZeRO-3" in text and "processes" in text and "differ from step 3 on" in text
+    told(capsys, "report", tmp_path)
+    assert "strategy DDP -&gt; ZeRO-3" in (tmp_path / "runlog" / "report.md").read_text()
+
+
 def test_comparing_replaying_and_noting(run, tmp_path, capsys):
-    assert "seed" in told(capsys, "diff", run, 1, 2)[1]
+    text = told(capsys, "diff", run, 1, 2)[1]
+    assert "seed" in text and "strategy" not in text
+    assert "losses of the 4 steps that both have are the same" in text, "steps 31 to 34 were done again"
     assert "the same, bit for bit" in told(capsys, "diff", run, run)[1]
     code, text = told(capsys, "replay", run, 18)
     assert code == 0 and "--resume_from_checkpoint" in text and "step-000010" in text

@@ -40,6 +40,10 @@ def test_one_of_two_ranks_is_found():
 
 def test_what_costs_little_is_not_mentioned():
     assert Stragglers().see(beats(10, [0.0001, 0.05], [0.3, 0.31])) == []
+    few = beats(10, [0.0] * 2, [0.0] * 2)
+    for rank, forward in enumerate((0.002, 0.008)):  # in steps of 10 ms
+        few[rank] = few[rank]._replace(window=Window(10, 10, 0.1, 0.0, 10 * forward))
+    assert Stragglers().see(few) == []
 
 
 def test_ranks_at_different_log_points_are_not_compared():

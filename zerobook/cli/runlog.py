@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import RunLogError
+from zerobook.runlog import compare
 from zerobook.runlog.event_text import QUIET, duration, sentence
 from zerobook.runlog.history import History, folder_of, is_being_written
 from zerobook.runlog.summary import summary
@@ -194,7 +195,7 @@ def diff(known: argparse.Namespace) -> int | None:
         if missing:
             raise RunLogError(f"{known.run}: it has no attempt {missing[0]}, only {', '.join(map(str, starts))}.")
         first, second = starts[int(rest[0])], starts[int(rest[1])]
-        losses = None
+        losses = [{r["step"]: r["loss"] for r in history.steps() if r["attempt"] == int(number)} for number in rest]
     elif len(rest) == 1:
         runs = [History.read(known.run), History.read(rest[0])]
         first, second = (run.of("run_start")[-1] for run in runs)
@@ -202,21 +203,23 @@ def diff(known: argparse.Namespace) -> int | None:
     else:
         raise RunLogError("zerobook runlog diff: give two runs, or a run and two of its attempts' numbers.")
     table = _table("what", "first", "second")
-    for part in ("config", "versions"):
-        was, now = first[part], second[part]
-        for key in sorted(set(was) | set(now)):
-            if was.get(key) != now.get(key):
-                table.add_row(key, str(was.get(key)), str(now.get(key)))
-    console().print(table if table.row_count else "The settings and versions are the same.")
-    if losses:
-        shared = sorted(set(losses[0]) & set(losses[1]))
-        apart = next((s for s in shared if losses[0][s] != losses[1][s]), None)
+    for was, now in (
+        (compare.launch(first), compare.launch(second)), (first["config"], second["config"]),
+        (first["versions"], second["versions"]),
+    ):  # fmt: skip
+        for key, (before, after) in compare.differences(was, now).items():
+            table.add_row(key, str(before), str(after))
+    console().print(table if table.row_count else "The launch, the settings and the versions are the same.")
+    if shared := sorted(set(losses[0]) & set(losses[1])):
+        apart = compare.first_apart(*losses)
         if apart is None:
             say(f"The losses of the {len(shared)} steps that both have are the same, bit for bit.")
         else:
             far = max(shared, key=lambda s: abs((losses[0][s] or 0) - (losses[1][s] or 0)))
             say(f"The losses differ from step {apart} on ({losses[0][apart]} and {losses[1][apart]}), most at step {far} "
                   f"({losses[0][far]} and {losses[1][far]}).")  # fmt: skip
+    else:
+        say("They have no step in common.")
     return None
 
 

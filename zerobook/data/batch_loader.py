@@ -79,12 +79,14 @@ class StepPlan:
     """The samples of one optimizer step. Every process computes them without communication.
 
     ``ids`` is int64 [global batch] in run order, fillers at the end; ``tokens`` is the
-    sum of their loss weights, for most objectives their supervised tokens; ``cursor`` is the run's position after them.
+    sum of their loss weights, for most objectives their supervised tokens; ``all_tokens`` is the sum of their lengths, without
+    padding; ``cursor`` is the run's position after them.
     """
 
     ids: np.ndarray
     cursor: int
     tokens: int
+    all_tokens: int
 
     @property
     def samples(self) -> int:
@@ -179,7 +181,9 @@ class BatchLoader:
             tokens = int(self.part.loss_weights_of(ids).sum())
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
-            self._planned.append(StepPlan(ids=padded, cursor=cursor, tokens=tokens))
+            self._planned.append(
+                StepPlan(ids=padded, cursor=cursor, tokens=tokens, all_tokens=int(self.part.lengths_of(ids).sum()))
+            )
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro
                 yield padded[start : start + layout.micro].tolist()

@@ -10,7 +10,9 @@ from zerobook.health.judge import Beat
 TIMES = 2.0
 """A rank is slow if it takes so many times as long as a typical one ..."""
 SHARE = 0.1
-"""... and the difference is this share of the time of a step."""
+"""... and the difference is this share of the time of a step ..."""
+LEAST_S = 0.01
+"""... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
 LINK_TIMES, LINK_S = 5.0, 0.05
 """A link is slow if an exchange with the store takes so many times as long as its fastest one, and so many seconds."""
 
@@ -46,7 +48,7 @@ class Stragglers:
                 each = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
                 typical = sorted(each.values())[(len(each) - 1) // 2]
                 total = min(window.total / window.steps for window in windows.values())
-                slow = [rank for rank, s in each.items() if s > TIMES * typical and s - typical > SHARE * total]
+                slow = [rank for rank, s in each.items() if s > TIMES * typical and s - typical > max(SHARE * total, LEAST_S)]
                 for host in dict.fromkeys(beats[rank].host for rank in slow):
                     ranks = [rank for rank in slow if beats[rank].host == host]
                     found.append(Slow(what, host, ranks, step, max(each[rank] for rank in ranks), typical))

@@ -119,7 +119,10 @@ def _verify(e: Event) -> str:
         return f"Done again from the same state, what happened {again}."
     first, last = e["steps"]
     apart = figure(e["largest_relative_difference"], ".1e")
-    return f"Steps {first} to {last} done again: losses within {apart} of those before."
+    words = f"Steps {first} to {last} done again: losses within {apart} of those before"
+    if e.get("first_apart") is not None:
+        words += f"; step {e['first_apart']} is the first that differs"
+    return f"{words}."
 
 
 def _skip(e: Event) -> str:
@@ -185,6 +188,7 @@ _WORDS = {
     "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",
     "run_end": _run_end,
     "config_diff": _differs("Other settings than before"),
+    "launch_diff": _differs("Another launch than before"),
     "env_diff": _differs("Another environment than before"),
     "memory_warning": lambda e: f"WARNING: {e['reason']} in use.",
     "repaired": lambda e: (

@@ -64,6 +64,10 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "config_diff": EventKind("The config differs from that of the last attempt.", {"differing": "key: [before, now]"}),
+    "launch_diff": EventKind(
+        "The launch differs from that of the last attempt: the strategy, the processes, the device, the precision.",
+        {"differing": "key: [before, now]"},
+    ),
     "env_diff": EventKind("Machine or versions differ from those of the last attempt.", {"differing": "key: [before, now]"}),
     "resume": EventKind(
         "A checkpoint was loaded at the start of an attempt.",
@@ -87,6 +91,7 @@ KINDS: dict[str, EventKind] = {
             "after": "`steps done again` or `replay`",
             "steps": "first and last step that were compared",
             "largest_relative_difference": "largest relative difference of their losses",
+            "first_apart": "first step whose loss is not the same, bit for bit; null where all are",
             "step": "step of the replay that decided",
             "reproduced": "true where the spike came again",
             "loss": "loss now",
@@ -102,7 +107,9 @@ KINDS: dict[str, EventKind] = {
             "grad_norm": "global gradient norm of the last step, before clipping",
             "learning_rate": "learning rate of the last step",
             "tokens_per_second": "supervised tokens per second, over all ranks",
+            "all_tokens_per_second": "tokens of the rows per second, without padding, over all ranks",
             "data_wait": "share of the time spent waiting for data, 0 to 1",
+            "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
             "metrics": "values that hooks and the objective add",
         },
     ),

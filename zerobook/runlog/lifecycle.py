@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from zerobook.runlog import compare
 from zerobook.runlog.jsonl import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
@@ -38,6 +39,7 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     log.event("env", **env, durable=False)
     if before["run_start"] is not None:
         _differences(log, "config_diff", before["run_start"]["config"], config)
+        _differences(log, "launch_diff", compare.launch(before["run_start"]), compare.launch(facts))
         was = {**(before["env"] or {}), **before["run_start"]["versions"]}
         _differences(log, "env_diff", was, {**env, **versions})
 
@@ -71,14 +73,10 @@ def _obituary(log: RunLog, before: dict[str, Any]) -> None:
 
 
 def _differences(log: RunLog, kind: str, was: dict[str, Any], now: dict[str, Any]) -> None:
-    keys = (set(was) | set(now)) - {"seq", "attempt", "branch", "type", "utc", "monotonic", "parent"}
-    differing = {key: [was.get(key), now.get(key)] for key in sorted(keys) if _json(was.get(key)) != _json(now.get(key))}
-    if differing:
+    common = ("seq", "attempt", "branch", "type", "utc", "monotonic", "parent")
+    was, now = ({key: value for key, value in facts.items() if key not in common} for facts in (was, now))
+    if differing := compare.differences(was, now):
         log.event(kind, differing=differing)
-
-
-def _json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def environment() -> dict[str, Any]:

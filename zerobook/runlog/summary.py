@@ -40,7 +40,7 @@ def summary(folder: Path) -> str:
     words = words.replace(f"branch {start['branch']}", f"branch {branch}")
     if metrics:
         words += f", loss {figure(metrics['loss'], '.4f')}"
-        words += f", {metrics['tokens_per_second']:,.0f} tokens/s"
+        words += f", {metrics['tokens_per_second']:,.0f} supervised tokens/s"
     words += "."
     if ended is not None and ended["type"] != "run_end":
         words += f" {sentence(ended)}"

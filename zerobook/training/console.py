@@ -64,7 +64,7 @@ class Console(Hook):
         self.bar.update(1)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        self.bar.set_postfix({"loss": f"{records[-1].loss:.4f}", "tok/s": f"{trainer.pace.tokens_per_second:.0f}"})
+        self.bar.set_postfix({"loss": f"{records[-1].loss:.4f}", "supervised tok/s": f"{trainer.pace.tokens_per_second:.0f}"})
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
         self.say(f"step {record.step}: " + held_out.describe(record.result))

@@ -61,7 +61,9 @@ class Logbook(Hook):
             "metrics", durable=False, steps=[records[0].step, last.step], loss=last.loss,
             mean_loss=sum(float(record.loss) for record in records) / len(records), grad_norm=last.grad_norm,
             learning_rate=last.learning_rate, tokens_per_second=round(trainer.pace.tokens_per_second, 1),
-            data_wait=round(trainer.pace.data_wait, 4), **metrics,
+            all_tokens_per_second=round(trainer.pace.all_tokens_per_second, 1),
+            data_wait=round(trainer.pace.data_wait, 4), mfu=None if trainer.pace.mfu is None else round(trainer.pace.mfu, 4),
+            **metrics,
         )  # fmt: skip
         self.log.take_notes()
 

@@ -6,25 +6,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zerobook.training.utilization import ModelFlops
+
 
 class Pace:
-    """Measures tokens a second, and the share of the time that the run waits for data.
+    """Measures tokens a second, the share of the time that the run waits for data, and the use of the devices.
 
     Attributes:
+        flops: operations of the model; None where they are not known.
+        peak: operations a second of all devices; None where it is not known.
         tokens_per_second: supervised tokens, over all ranks.
+        all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.
+        mfu: model FLOPs utilization, 0 to 1; None where ``flops`` or ``peak`` is.
     """
 
     def __init__(self) -> None:
-        self.tokens_per_second = 0.0
+        self.flops: ModelFlops | None = None
+        self.peak: float | None = None
+        self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
+        self.mfu: float | None = None
         self._since = time.monotonic()
-        self._tokens = 0
+        self._tokens = self._all_tokens = self._rows = 0
         self._waited = 0.0
 
-    def start(self, tokens: int) -> None:
-        """Start a measurement at ``tokens`` tokens seen."""
-        self._since, self._tokens = time.monotonic(), tokens
+    def start(self) -> None:
+        """Start a measurement."""
+        self._since = time.monotonic()
+        self._tokens = self._all_tokens = self._rows = 0
+        self._waited = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -33,9 +44,19 @@ class Pace:
         yield
         self._waited += time.monotonic() - asked
 
-    def measure(self, tokens: int) -> None:
-        """Update the attributes at ``tokens`` tokens seen, and start a new measurement."""
+    def count(self, tokens: int, all_tokens: int, rows: int) -> None:
+        """Add a step, over all ranks: its supervised tokens, the tokens of its rows, and its rows."""
+        self._tokens += tokens
+        self._all_tokens += all_tokens
+        self._rows += rows
+
+    def measure(self) -> None:
+        """Update the attributes, and start a new measurement."""
         seconds = max(time.monotonic() - self._since, 1e-9)
-        self.tokens_per_second = (tokens - self._tokens) / seconds
-        self.data_wait, self._waited = self._waited / seconds, 0.0
-        self.start(tokens)
+        self.tokens_per_second = self._tokens / seconds
+        self.all_tokens_per_second = self._all_tokens / seconds
+        self.data_wait = self._waited / seconds
+        if self.flops and self.peak and self._rows:
+            needed = self.flops.per_token(self._all_tokens / self._rows)
+            self.mfu = needed * self.all_tokens_per_second / self.peak
+        self.start()

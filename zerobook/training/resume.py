@@ -15,6 +15,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
 from zerobook.monitor.policy import joined
+from zerobook.runlog.compare import differences, first_apart
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
 from zerobook.runlog.lifecycle import decided
@@ -37,8 +38,8 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
     if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
         raise CheckpointError(
             f"{checkpoint}: it was trained on {amount(progress.data_size)} with fingerprint {progress.data_fingerprint}; "
-            f"the data is now {amount(len(train))} with fingerprint {train.fingerprint}. Bring back the data, tokenizer "
-            "and lengths of its config.json, or start a new run from the exported model."
+            f"the data is now {amount(len(train))} with fingerprint {train.fingerprint}. {_why_other_data(checkpoint, config)} "
+            "Or start a new run from the exported model."
         )
     progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
     if checkpoint:
@@ -50,6 +51,25 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
                     f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
                     "would be used twice or never. Restore the old value, or start a new run from the exported model."
                 )
+
+
+DATA_SETTINGS = frozenset({
+    "model_name_or_path", "tokenizer_name", "model_revision", "dataset_name", "dataset_config_name", "datasets", "train_file",
+    "validation_file", "validation_split_percentage", "streaming", "max_train_samples", "format", "text_column",
+    "summary_column", "chat_template", "on_bad_sample", "packing", "seed",
+})  # fmt: skip
+"""Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too."""
+
+
+def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
+    """Return the settings about data that differ from the checkpoint's, in words."""
+    saved, now = store.read_json(checkpoint / "config.json")["config"], config.model_dump(mode="json")
+    own = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
+    kept = {key for key in now if key in saved and (key in own or key in DATA_SETTINGS)}
+    found = differences({key: saved[key] for key in kept}, {key: now[key] for key in kept})
+    if not found:
+        return "The settings are the same: a data file, a dataset or the tokenizer has other content. Bring it back."
+    return f"Changed: {', '.join(f'{key} {was} -> {here}' for key, (was, here) in found.items())}. Restore these values."
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
@@ -172,8 +192,12 @@ class ResumeCheck(Hook):
         pairs = {record.step: (float(record.loss), before[record.step]) for record in records if record.step in before}
         if pairs:
             largest = max(abs(loss - was) / max(abs(was), 1e-30) for loss, was in pairs.values())
+            apart = first_apart(
+                {step: was for step, (_, was) in pairs.items()}, {step: loss for step, (loss, _) in pairs.items()}
+            )
             first, last = min(pairs), max(pairs)
-            self.log.event("verify", after="steps done again", steps=[first, last], largest_relative_difference=largest)
+            self.log.event("verify", after="steps done again", steps=[first, last], largest_relative_difference=largest,
+                           first_apart=apart)  # fmt: skip
             tqdm.write(f"steps {first} to {last} again: losses within {largest:.1e} of those before")
 
 

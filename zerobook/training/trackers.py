@@ -29,9 +29,13 @@ class Trackers(Hook):
             "grad_norm": last.grad_norm,
             "learning_rate": last.learning_rate,
             "tokens_per_second": trainer.pace.tokens_per_second,
+            "all_tokens_per_second": trainer.pace.all_tokens_per_second,
+            "data_wait": trainer.pace.data_wait,
             "epoch": trainer.progress.epoch,
             "step": last.step,
         }
+        if trainer.pace.mfu is not None:
+            values["mfu"] = trainer.pace.mfu
         values |= {f"train/{name}": value for name, value in last.metrics.items()}
         self.accelerator.log(values, step=_step(trainer, last.step))
 

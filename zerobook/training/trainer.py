@@ -46,6 +46,7 @@ from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
 from zerobook.training.state import step_seed
 from zerobook.training.trackers import Trackers
+from zerobook.training.utilization import model_flops, peak_flops
 from zerobook.training.watching import naming_the_missing
 from zerobook.utils.host_memory import freed_blocks_returned
 
@@ -154,7 +155,8 @@ class Trainer:
         """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective."""
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
-        self.pace.start(progress.tokens)
+        self.pace.flops, self.pace.peak = model_flops(strategy), peak_flops(strategy)
+        self.pace.start()
         with last_words(self.log, self.config.output_dir, strategy.rank), naming_the_missing(self.watch):
             self.hooks("on_start", self)
             if self.config.eval_on_start and progress.step == 0:
@@ -250,6 +252,7 @@ class Trainer:
         progress.epoch = state.loader.order.epoch(plan.cursor)
         progress.samples += plan.samples
         progress.tokens += plan.tokens
+        self.pace.count(plan.tokens, plan.all_tokens, plan.samples)
         record = StepRecord(
             step=progress.step, loss=total, grad_norm=norm, learning_rate=rate, tokens=plan.tokens, ids=plan.ids,
             cursor=(before, plan.cursor), metrics=self._metrics, sums=sums,
@@ -277,7 +280,7 @@ class Trainer:
             return None
         enter("reduce")
         self._read(records)
-        self.pace.measure(self.progress.tokens)
+        self.pace.measure()
         log_point(self.progress.step)
         for slow in self.watch.slow() if self.watch else ():
             self._report_slow(slow)
@@ -331,7 +334,7 @@ class Trainer:
         if action.goes_back:
             self._evaluated = self._saved = None
             self.strategy.model.train()
-            self.pace.start(self.progress.tokens)
+            self.pace.start()
         self.hooks("on_rollback", self, action)
 
     # --- evaluation, checkpoints, the end
