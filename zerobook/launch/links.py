@@ -29,22 +29,35 @@ def ring_rate(device: torch.device, group: dist.ProcessGroup | None = None) -> f
 
 
 def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Send bytes to the next rank and receive as many; return the seconds until they had come."""
+    """Send bytes to the next rank and receive as many; return the seconds until they had come.
+
+    Neighbours take turns, so that no link carries both directions at once: a host that sends slowly would receive slowly too,
+    since its acknowledgements wait behind what it sends.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     sent, received = (torch.zeros(payload, dtype=torch.uint8, device=device) for _ in range(2))
-    dist.barrier(group)
-    begun = time.perf_counter()
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
-        dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-    ])  # fmt: skip
-    works[0].wait()  # with NCCL there is one for both
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - begun
-    for work in works[1:]:
-        work.wait()
+    seconds = 0.0
+    for turn in range(2 + size % 2):
+        dist.barrier(group)
+        begun = time.perf_counter()
+        if _turn(rank, size) == turn:
+            operation = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
+        elif _turn((rank - 1) % size, size) == turn:
+            operation = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size)
+        else:
+            continue
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if operation.op is dist.irecv:
+            seconds = time.perf_counter() - begun
     return max(seconds, 1e-9)
+
+
+def _turn(rank: int, size: int) -> int:
+    """Return the turn in which a rank sends: no two neighbours of the ring have the same."""
+    return 2 if size % 2 and rank == size - 1 else rank % 2
 
 
 class Link(NamedTuple):
