@@ -1,34 +1,38 @@
-"""``zerobook launch``: ``accelerate launch`` for a run that goes on when machines are lost or come back."""
+"""``zerobook launch``: ``accelerate launch`` with short errors, and for runs that go on when machines are lost."""
 
 from __future__ import annotations
 
 import argparse
 
-from zerobook.launch import elastic
+from zerobook.launch import accelerate_cli, elastic
+from zerobook.launch.process import quietly
 
-DESCRIPTION = """Start a recipe on this machine, as accelerate launch does, for a run that goes on when machines are lost.
+DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
 
-Run it on every machine. When a machine is lost, the others continue from the last checkpoint. When it is back, start the same
-command there: all machines save, and continue together. The global batch stays the same: fewer processes accumulate more
-micro-batches. The machine of --main_process_ip must not be lost.
+The launcher adds no traceback of its own to an error or after Ctrl-C, and ends with the exit code of the recipe.
+
+With --min_machines, the run goes on when machines are lost. Run the command on every machine. When a machine is lost, the
+others continue from the last checkpoint. When it is back, start the same command there: all machines save, and continue
+together. The global batch stays the same: fewer processes accumulate more micro-batches. The machine of --main_process_ip must
+not be lost.
 """
-EXAMPLE = """example:
+EXAMPLE = """examples:
+  zerobook launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --config my.yaml
   zerobook launch --min_machines 1 --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 16 \\
     --main_process_ip 10.0.0.1 recipes/lora_finetune.py --config my.yaml --resume_from_checkpoint auto
 """
 
 
 def launch(argv: list[str]) -> int:
-    """Start the processes of this machine. Returns 0, or 1 where they failed."""
+    """Start the processes of this machine. Return the exit code of the process that failed first, or 0."""
     parser = argparse.ArgumentParser(
-        "zerobook launch", usage="zerobook launch --min_machines N [accelerate launch's flags] RECIPE [its flags]",
+        "zerobook launch", usage="zerobook launch [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
         description=DESCRIPTION, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         add_help=False,
     )  # fmt: skip
-    parser.add_argument("--min_machines", type=int, required=True, help="the fewest machines that the run goes on with")
+    parser.add_argument("--min_machines", type=int, help="the fewest machines that the run goes on with")
     if not argv or argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
     given, rest = parser.parse_known_args(argv)
-    elastic.launch(given.min_machines, rest)
-    return 0
+    return quietly(lambda: elastic.launch(given.min_machines, rest) if given.min_machines else accelerate_cli.launch(rest))

@@ -8,7 +8,9 @@ which is that of a worker's parent process.
 from __future__ import annotations
 
 import ipaddress
+import shlex
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,13 @@ def _without_machines(arguments: list[str]) -> list[str]:
     return kept
 
 
+def launch(arguments: list[str]) -> None:
+    """Start processes as ``accelerate launch`` does, and return when they have ended."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(arguments))
+
+
 def parent_flags() -> list[str] | None:
     """Return `launcher_flags` of the process that started this one."""
     import psutil
@@ -73,6 +82,26 @@ def parent_environment() -> dict[str, str]:
         return dict(psutil.Process().parent().environ())
     except (psutil.Error, AttributeError):
         return {}
+
+
+def command_to_resume() -> str:
+    """Return the command that continues this process's run from its newest checkpoint."""
+    import psutil
+
+    resume = ["--resume_from_checkpoint", "auto"]
+    arguments = sys.argv[1:]
+    for index, token in reversed(list(enumerate(arguments))):
+        if token == resume[0]:
+            del arguments[index : index + 2]
+        elif token.startswith(f"{resume[0]}="):
+            del arguments[index]
+    flags = parent_flags()
+    if flags is None:
+        return shlex.join(["python", sys.argv[0], *arguments, *resume])
+    command = psutil.Process().parent().cmdline()
+    program = ["zerobook" if Path(token).name.startswith("zerobook") else "accelerate" for token in command[:3]]
+    own = flags[: len(flags) - len(sys.argv[1:])] if flags[len(flags) - len(sys.argv[1:]) :] == sys.argv[1:] else flags
+    return shlex.join(["zerobook" if "zerobook" in program else "accelerate", "launch", *own, *arguments, *resume])
 
 
 def chose_threads() -> bool:

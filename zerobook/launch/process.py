@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import atexit
+import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from zerobook.errors import ZerobookError
-from zerobook.utils.terminal import say, say_traceback
+from zerobook.utils.terminal import plain, say, say_traceback
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with its exit code."""
+    """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with its exit code.
+
+    Any error is also written where torchrun looks for it, so that its own last lines show it.
+    """
     sys.excepthook = say_traceback
     try:
         yield
+    except KeyboardInterrupt:
+        # during the training, `zerobook.monitor.preemption` handles Ctrl-C
+        if int(os.environ.get("RANK", 0)) == 0:
+            say("\nInterrupted before the training; nothing was saved.", file=sys.stderr)
+        os._exit(INTERRUPTED)
     except ZerobookError as error:
         rank = int(os.environ.get("LOCAL_RANK", 0))
         if rank != 0:
@@ -27,7 +42,46 @@ def exit_on_error() -> Iterator[None]:
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
+        _tell_launcher(f"{type(error).__name__}: {error}")
         os._exit(error.exit_code)  # without destructors, which would wait for other ranks
+    except Exception:
+        _tell_launcher(traceback.format_exc())
+        raise
+
+
+def _tell_launcher(text: str) -> None:
+    """Write an error into the file that torchrun reads, in the format of its ``ErrorHandler``."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        kept = {"py_callstack": plain(text), "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": plain(text), "extraInfo": kept}}))
+
+
+def quietly(launcher: Callable[[], None]) -> int:
+    """Run a launcher of processes without its tracebacks: the processes have printed their errors.
+
+    Returns:
+        The exit code of the process that failed first; 130 after Ctrl-C; 0.
+    """
+    import subprocess
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    try:
+        launcher()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            say(f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}.", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except subprocess.CalledProcessError as error:  # of one process alone
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
 
 
 def launched() -> bool:

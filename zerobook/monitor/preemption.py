@@ -1,17 +1,21 @@
-"""Preemption: after a warning signal to any rank, all ranks save and exit at the same step.
+"""Preemption: after a warning signal to any rank, or Ctrl-C, all ranks save and exit at the same step.
 
 SLURM sends SIGUSR1 (``--signal=USR1@120``) or SIGTERM some time before it kills; so do spot machines and ``torchrun`` when
-another node is lost.
+another node is lost. The terminal sends SIGINT to the launcher, which sends it to its ranks.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from zerobook.launch.process import INTERRUPTED
 from zerobook.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ _ASKED = "zerobook/stop/asked"
 
 
 class Preemption:
-    """Turns SIGTERM and SIGUSR1 into a common last step.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a common last step. A second SIGINT ends this process at once.
 
     Processes may be several steps apart, since nothing between log points waits for the device. So each rank that learns of
     a signal (through the process group's store, not a collective) writes its step to the store, and from then on calls
@@ -37,7 +41,9 @@ class Preemption:
         self.received: str | None = None
         self._said = False
         self._last: int | None = None
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self._before = {
+            number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        }
 
     def restore(self) -> None:
         """Set the signal handlers that were there before."""
@@ -45,6 +51,13 @@ class Preemption:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.received == "SIGINT":
+                os._exit(INTERRUPTED)
+            if self.strategy.rank == 0:
+                os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.received = signal.Signals(number).name
 
     def due(self, step: int) -> bool:
@@ -69,3 +82,10 @@ class Preemption:
     @staticmethod
     def _key(rank: int) -> str:
         return f"zerobook/stop/{rank}"
+
+
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher has ended: a second Ctrl-C ends torchrun, which sends no signal to its ranks then."""
+    while os.getppid() == launcher:
+        time.sleep(0.1)
+    os._exit(INTERRUPTED)

@@ -182,7 +182,7 @@ _WORDS = {
     "crash": _crash,
     "straggler": lambda e: f"Step {e['step']}: {describe_slow(Slow(*(e[key] for key in Slow._fields)))}.",
     "preempted": lambda e: (
-        f"{e['signal']} received at step {e['step']}: "
+        f"{'Ctrl-C' if e['signal'] == 'SIGINT' else e['signal']} received at step {e['step']}: "
         f"{'saved' if e.get('saved', True) else 'not saved'}, left with exit code {e['exit_code']}."
     ),
     "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",

@@ -30,6 +30,8 @@ def summary(folder: Path) -> str:
         state = {"run_end": "Finished", "crash": "CRASHED", "preempted": "Preempted", "stop": "STOPPED, and handed over"}[
             ended["type"]
         ]
+        if ended.get("signal") == "SIGINT":
+            state = "Interrupted"
     elif is_being_written(folder):
         age = (datetime.now(UTC) - datetime.fromisoformat(max(own.values(), key=lambda e: e["seq"])["utc"])).total_seconds()
         state = f"Training (last word {duration(max(0.0, age))} ago)"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobook.config import ConfigSources
+from zerobook.launch.accelerate_cli import command_to_resume
 from zerobook.monitor.preemption import EXIT_CODE
 from zerobook.runlog.event_text import far_above_best
 from zerobook.runlog.lifecycle import begin, write_page
@@ -77,7 +78,7 @@ class Logbook(Hook):
         saved = step in (*good, *others)
         self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
         done = f"saved at step {step}" if saved else f"step {step} was not saved"
-        tqdm.write(f"{reason}: {done}; go on with --resume_from_checkpoint auto")
+        tqdm.write(f"{'Ctrl-C' if reason == 'SIGINT' else reason}: {done}. To go on:\n  {command_to_resume()}")
 
     def finish(self, trainer: TrainerView) -> None:
         """Write the ``run_end`` event, and the logbook's page."""
