@@ -203,3 +203,18 @@ def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
     save_adapter(wide, tmp_path / "adapter", dict(wide.named_parameters()))
     with pytest.raises(ConfigError, match="adapter_path: "):
         continue_adapter(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "adapter")
+
+
+def test_targets_can_be_a_regular_expression(tiny):
+    from transformers import AutoModelForCausalLM
+
+    def names(targets):
+        model = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+        made = add_adapter(model, "lora", rank=2, alpha=4, dropout=0.0, targets=targets, seed=0)
+        found = {name.partition(".lora_A")[0] for name, _ in made.named_parameters() if ".lora_A" in name}
+        return {name.removeprefix("base_model.model.") for name in found}
+
+    assert names([r"model\.layers\.0\..*\.(q|v)_proj"]) == {f"model.layers.0.self_attn.{which}_proj" for which in "qv"}
+    assert all(name.endswith("q_proj") for name in names(["q_proj"])) and len(names(["q_proj"])) > 1
+    with pytest.raises(ConfigError, match=r"lora_target_modules: .* Its linear layers: .*q_proj"):
+        names([r".*\.not_there$"])

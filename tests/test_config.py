@@ -131,3 +131,36 @@ def test_another_recipes_config_is_checked_as_if_it_were_given():
     assert (other.lora_r, other.train_file) == (4, __file__) and origins["lora_r"] == "advice"
     with pytest.raises(ConfigError, match=r"lora_r: got 0 \(from advice\), expected greater"):
         changed(config, sources, LoraConfig, {"lora_r": 0})
+
+
+def test_a_yaml_boolean_is_no_number(tmp_path):
+    """YAML reads yes, on and true as booleans, and pydantic takes them for 1."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "learning_rate: true\nmax_train_steps: yes\nmodel_name_or_path: m\npacking: true\nmixed_precision: no\n"
+        "datasets:\n- {path: d, weight: on}\n"
+    )
+    found = problems(["--config", str(file)])
+    assert found == [f"{key}: got True (from {file}), expected a number."
+                     for key in ("datasets.0.weight", "max_train_steps", "learning_rate")]  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("--optim", "--optimizer"), ("--bf16", "--mixed_precision bf16"), ("--lora_rank", "--lora_r"),
+    ("--cutoff_len", "--max_seq_length"), ("--eval_strategy", "--eval_steps"),
+])  # fmt: skip
+def test_flags_of_other_trainers_are_known(theirs, ours):
+    (said, *_) = problems([*BASE, theirs, "x"], LoraConfig)
+    assert said == f"{theirs}: no such flag. Did you mean {ours}?"
+
+
+def test_settings_that_exclude_each_other():
+    text = "\n".join(problems([*BASE, "--warmup_ratio", "0.1", "--num_warmup_steps", "3", "--early_stopping_patience", "2"]))
+    assert "warmup_ratio: it is 0.1, and num_warmup_steps is 3" in text and "early_stopping_patience: the run evaluates" in text
+    (said,) = problems([*BASE, "--lora_target_modules", "*_proj"], LoraConfig)
+    assert "'*_proj' is no regular expression: nothing to repeat" in said
+
+
+def test_the_warm_up_is_a_share_of_the_steps():
+    config, *_ = parse(CausalLMConfig, [*BASE, "--warmup_ratio", "0.1"])
+    assert [config.warmup_steps(total) for total in (1, 10, 101)] == [1, 1, 11]

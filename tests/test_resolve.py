@@ -550,3 +550,39 @@ def test_what_deepspeeds_checkpoint_function_alone_does_is_refused_by_its_key(tm
 def test_offload_on_a_cpu_is_said_to_be_full():
     plan, _ = plan_for(WORKER, activation_checkpointing="offload")
     assert not plan.problems and any("offload is full on a CPU" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("world, micro, accumulation", [(1, 4, 16), (2, 4, 8), (16, 4, 1), (2, 1, 32)])
+def test_the_accumulation_follows_from_the_global_batch(world, micro, accumulation):
+    environ = {"LOCAL_RANK": "0", "WORLD_SIZE": str(world)} if world > 1 else {}
+    plan, config = plan_for(environ, global_batch_size=64, per_device_train_batch_size=micro)
+    assert config.gradient_accumulation_steps == accumulation and not plan.problems
+    assert config.accumulation_on(world) == accumulation, "what the planner takes"
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"global_batch_size": 63}, "global_batch_size: 63 is no multiple of 8 samples x 2 processes = 16. Give 48 or 64,"),
+    ({"global_batch_size": 4}, "global_batch_size: 4 is no multiple of 8 samples x 2 processes = 16. Give 16,"),
+    ({"global_batch_size": 64, "gradient_accumulation_steps": 2}, "and 8 x 2 x 2 is 32. Drop one of the two."),
+])  # fmt: skip
+def test_a_global_batch_that_cannot_be_is_refused(given, said):
+    (problem,) = plan_for(WORKER, **given)[0].problems
+    assert said in problem
+
+
+def test_adapters_have_a_rate_of_their_own_by_default(tmp_path):
+    plain = {"model_name_or_path": "m", "output_dir": str(tmp_path / "run")}
+    _, config = plan_for({}, kind=LoraConfig, **plain)
+    assert (config.learning_rate, config.warmup_ratio) == (2e-4, 0.03)
+    _, config = plan_for({}, kind=LoraConfig, adapter="ia3", num_warmup_steps=5, **plain)
+    assert (config.learning_rate, config.warmup_ratio, config.num_warmup_steps) == (3e-3, 0, 5)
+    _, config = plan_for({}, kind=LoraConfig, learning_rate=1e-5, warmup_ratio=0.0, **plain)
+    assert (config.learning_rate, config.warmup_ratio) == (1e-5, 0)
+    assert plan_for({}, **{"model_name_or_path": "m"})[1].learning_rate == 5e-5, "all weights are trained"
+    # a run of an earlier version had another default, and goes on with it
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    for keys, rate in (({}, 5e-5), ({"warmup_ratio": 0.03}, 2e-4)):
+        with staged(tmp_path / "run", 3 + len(keys)) as folder:
+            (folder / "config.json").write_text(json.dumps({"config": {"adapter": "lora", **keys}, "asked": sizes}))
+            (folder / store.PROGRESS).write_text(json.dumps({"global_batch": 8}))
+        assert plan_for({}, kind=LoraConfig, resume_from_checkpoint="auto", **plain)[1].learning_rate == rate

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import sys
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from zerobook.constants import POLYNOMIAL_END
@@ -35,6 +37,20 @@ ALIASES = {
     "n_train": "max_train_samples",
     "n_val": "max_eval_samples",
 }
+OTHERS_NAMES = {
+    "optim": "optimizer", "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "global_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps", "bf16": "mixed_precision bf16", "fp16": "mixed_precision fp16",
+    "precision": "mixed_precision", "max_length": "max_seq_length", "cutoff_len": "max_seq_length",
+    "sequence_len": "max_seq_length", "lora_rank": "lora_r", "lora_target": "lora_target_modules", "use_lora": "adapter lora",
+    "use_peft": "adapter lora", "lora_modules_to_save": "modules_to_save", "flash_attn": "attn_implementation",
+    "sample_packing": "packing", "save_strategy": "save_steps", "eval_strategy": "eval_steps",
+    "evaluation_strategy": "eval_steps", "base_model": "model_name_or_path", "template": "chat_template",
+    "dataset": "dataset_name", "logging_dir": "output_dir", "overwrite_output_dir": "resume_from_checkpoint",
+    "load_best_model_at_end": "early_stopping_patience",
+}  # fmt: skip
+"""Names of other trainers -> the flag that does it here."""
 
 Precision = Literal["no", "bf16", "fp16"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -42,7 +58,25 @@ CHECKPOINTING = ("none", "full", "every:N", "selective", "offload")
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
-class DatasetSpec(BaseModel):
+class _Keys(BaseModel):
+    """Keys of a config. A YAML boolean is no number: pydantic would take ``true`` as 1."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise PydanticCustomError("number", "Input should be a number")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the classes in a union."""
+    inner = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
+    return set(inner)
+
+
+class DatasetSpec(_Keys):
     """One dataset of a mixture, an entry under ``datasets:`` in the YAML."""
 
     model_config = ConfigDict(extra="forbid")
@@ -50,6 +84,7 @@ class DatasetSpec(BaseModel):
     path: str = Field(description="hub name, local file or folder, embedded:NAME")
     name: str = Field("", description="name in the logs; unset: the last part of the path")
     config_name: str | None = Field(None, description="the hub dataset's configuration")
+    revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
     split: str | None = Field(None, description="use this split only; held-out samples are taken from it")
     format: Format | None = Field(None, description="see the recipe's format")
     weight: float | None = Field(None, gt=0, description="share of the rows; if unset for all datasets, all rows count equally")
@@ -62,7 +97,7 @@ class DatasetSpec(BaseModel):
         self.name = plain(name, lines=False)  # it begins lines of the output
 
 
-class RecipeConfig(BaseModel):
+class RecipeConfig(_Keys):
     """The keys that every recipe shares. Units: *steps* are optimizer steps, sizes are per process."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, frozen=True)
@@ -93,6 +128,7 @@ class RecipeConfig(BaseModel):
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
     dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
+    dataset_revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
     datasets: list[DatasetSpec] | None = Field(
         None, description="a mixture, as a list in YAML; each entry has path, format, weight, split, limit"
     )
@@ -119,6 +155,9 @@ class RecipeConfig(BaseModel):
     output_dir: str = Field("outputs/run", description="folder for checkpoints, runlog and the final model")
     per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch and process")
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="samples per optimizer step over all processes; gradient_accumulation_steps follows from it"
+    )
     num_train_epochs: float = Field(3.0, gt=0, description="passes over the training data")
     max_train_steps: int | None = Field(None, ge=1, description="maximum number of optimizer steps; overrides num_train_epochs")
     learning_rate: float = Field(5e-5, gt=0, description="peak learning rate")
@@ -126,6 +165,7 @@ class RecipeConfig(BaseModel):
         "linear", description="shape of the learning rate over the steps"
     )
     num_warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises from 0 to its peak")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="num_warmup_steps as a share of all steps")
     optimizer: str = Field(
         "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
     )
@@ -147,6 +187,10 @@ class RecipeConfig(BaseModel):
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
     eval_steps: int | None = Field(None, ge=1, description="evaluate every N steps, and at the end")
     eval_tasks: list[str] = Field([], description="multiple-choice task files, scored at every evaluation")
+    early_stopping_patience: int | None = Field(
+        None, ge=1, description="end the run after so many evaluations without a lower held-out loss"
+    )
+    early_stopping_threshold: float = Field(0.0, ge=0, description="least difference that counts as a lower held-out loss")
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: int | None = Field(None, ge=1, description="save a checkpoint every N steps, and at the end")
     save_total_limit: int | None = Field(None, ge=1, description="maximum number of checkpoints that are kept; unset: all")
@@ -233,10 +277,26 @@ class RecipeConfig(BaseModel):
         halves: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16"}
         return halves.get(precision, self.dtype)
 
+    def accumulation_on(self, readers: int) -> int:
+        """Return the micro-batches of a step where ``readers`` processes read different samples."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        return max(1, self.global_batch_size // (self.per_device_train_batch_size * readers))
+
+    def warmup_steps(self, total: int) -> int:
+        """Return the steps of the warm-up in a run of ``total`` steps."""
+        return self.num_warmup_steps or math.ceil(self.warmup_ratio * total)
+
+    def defaults(self) -> dict[str, Any]:
+        """Return values that this config has by default in place of its class's, where the user gave none."""
+        return {}
+
     def dataset_specs(self) -> list[DatasetSpec]:
         """Return the training datasets."""
         path = self.dataset_name or self.train_file
-        return self.datasets or [self._spec(path=str(path), config_name=self.dataset_config_name)]
+        return self.datasets or [
+            self._spec(path=str(path), config_name=self.dataset_config_name, revision=self.dataset_revision)
+        ]
 
     def validation_spec(self) -> DatasetSpec:
         """Return the validation file as a dataset of its own, all of it held out."""
@@ -273,6 +333,14 @@ class RecipeConfig(BaseModel):
         resume = self.resume_from_checkpoint
         if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
+        if self.num_warmup_steps and self.warmup_ratio:
+            found.append(
+                f"warmup_ratio: it is {self.warmup_ratio:g}, and num_warmup_steps is {self.num_warmup_steps}. Keep one of them."
+            )
+        if self.early_stopping_patience and not self.eval_steps:
+            found.append("early_stopping_patience: the run evaluates at its end only. Give --eval_steps.")
+        if self.early_stopping_threshold and not self.early_stopping_patience:
+            found.append("early_stopping_threshold: it has no effect without --early_stopping_patience.")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             found.append(
                 f"learning_rate: {self.learning_rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type polynomial "
@@ -344,7 +412,7 @@ class ConfigSources(dict[str, str]):
 
     def given(self, key: str) -> bool:
         """Return whether the user set the key, in YAML or by flag."""
-        return self.get(key, "default") != "default"
+        return not self.get(key, "default").startswith("default")
 
     def typed(self, key: str) -> bool:
         """Return whether the user set the key by flag."""
@@ -535,6 +603,10 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def nearest(name: str, names: set[str], prefix: str = "") -> str:
+    """Return ``Did you mean ...?`` with the name that is meant, or an empty string."""
+    other = OTHERS_NAMES.get(name)
+    if other is not None and other.split()[0] in names:
+        return f" Did you mean {prefix}{other}?"
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {prefix}{match[0]}?" if match else ""
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 
+_NEW = {"evaluations_without_progress"}
+"""Fields that checkpoints of earlier versions lack."""
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -53,13 +56,21 @@ class Progress:
     """the fp16 loss scaler's state"""
     best_eval_loss: float | None = None
     """lowest held-out loss so far, nats per supervised token"""
+    evaluations_without_progress: int = 0
+    """evaluations since the held-out loss last became lower, for early stopping"""
     following: dict[str, Any] = field(default_factory=dict)
     """what the next step will use (learning rate, sample ids, random numbers), for a run that goes on to compare with"""
     eval_loss: float | None = None
     """held-out loss at this very step; None where it was not evaluated here, or is not finite"""
 
-    def evaluated(self, loss: float) -> None:
-        """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best."""
+    def evaluated(self, loss: float, least: float = 0.0) -> None:
+        """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best.
+
+        Args:
+            least: difference by which the loss has to be below the best one to count as progress.
+        """
+        better = self.best_eval_loss is None or not self.best_eval_loss - loss <= least
+        self.evaluations_without_progress = 0 if better and math.isfinite(loss) else self.evaluations_without_progress + 1
         if math.isfinite(loss):
             self.eval_loss = loss
             best = self.best_eval_loss
@@ -72,7 +83,7 @@ class Progress:
     def from_json(cls, record: dict[str, Any]) -> Progress:
         """Return the record. Raises `CheckpointError` if keys are missing or unknown: part of a record would resume wrongly."""
         known = {f.name for f in fields(cls)}
-        missing, unknown = known - set(record), set(record) - known
+        missing, unknown = known - set(record) - _NEW, set(record) - known
         if missing or unknown:
             raise CheckpointError(
                 f"the progress record does not match this version: missing {sorted(missing)}, unknown {sorted(unknown)}."

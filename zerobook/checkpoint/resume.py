@@ -64,6 +64,15 @@ def hold(config: RecipeConfig) -> None:
         raise ConfigError(earlier)
 
 
+def written_before(config: RecipeConfig, key: str) -> bool:
+    """Return whether the run goes on from a checkpoint of a version that had no ``key`` in its config."""
+    try:
+        checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    except CheckpointError:
+        return False  # a problem of its own
+    return checkpoint is not None and key not in store.read_json(checkpoint / "config.json").get("config", {})
+
+
 def other_optimizer(config: RecipeConfig) -> str | None:
     """Return the error message for a checkpoint of an optimizer whose state differs; None where it can be resumed.
 

@@ -180,7 +180,9 @@ class Library:
 
     def _splits(self, spec: DatasetSpec) -> Splits:
         streaming = self.config.streaming
-        return open_source(spec.path, config_name=spec.config_name, split=spec.split, streaming=streaming)
+        return open_source(
+            spec.path, config_name=spec.config_name, revision=spec.revision, split=spec.split, streaming=streaming
+        )
 
     def _train_rows(self, splits: Splits) -> int | None:
         """Return how many rows are enough where a limit needs only a part of the source; None for the whole source."""

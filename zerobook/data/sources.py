@@ -26,12 +26,15 @@ _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", 
 _NUMBERED = re.compile(r"[-_]\d+(-of-\d+(-\w+)?)?$")
 
 
-def open_source(path: str, *, config_name: str | None = None, split: str | None = None, streaming: bool = False) -> Splits:
+def open_source(
+    path: str, *, config_name: str | None = None, revision: str | None = None, split: str | None = None, streaming: bool = False
+) -> Splits:
     """Find the dataset that ``path`` names, without reading its samples.
 
     Args:
         path: a local file or folder, ``embedded:NAME``, or a hub name.
         config_name: the hub dataset's configuration.
+        revision: branch, tag or commit on the hub.
         split: take only this split, for training; else ``train``, and ``validation`` or ``test`` to hold out.
         streaming: do not download a hub dataset, but read its shards from there.
 
@@ -51,7 +54,8 @@ def open_source(path: str, *, config_name: str | None = None, split: str | None 
         return _folder(local, split)
     if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
-    return _hub_stream(path, config_name, split) if streaming else _hub(path, config_name, split)
+    load = _hub_stream if streaming else _hub
+    return load(path, config_name, revision, split)
 
 
 def _only_train(path: str, split: str | None) -> None:
@@ -74,11 +78,11 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> 
 
 
 # --- folders and the hub
-def _hub(name: str, config_name: str | None, split: str | None) -> Splits:
+def _hub(name: str, config_name: str | None, revision: str | None, split: str | None) -> Splits:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, config_name)
+        loaded = datasets.load_dataset(name, config_name, revision=revision)
     except Exception as error:  # the hub client raises many kinds
         raise _not_loaded(name, error) from error
     return _of_dataset(name, loaded, split)
@@ -92,11 +96,11 @@ def _not_loaded(name: str, error: Exception) -> DataError:
     )
 
 
-def _hub_stream(name: str, config_name: str | None, split: str | None) -> Splits:
+def _hub_stream(name: str, config_name: str | None, revision: str | None, split: str | None) -> Splits:
     import datasets
 
     try:
-        builder = datasets.load_dataset_builder(name, config_name)
+        builder = datasets.load_dataset_builder(name, config_name, revision=revision)
         loaded = builder.as_streaming_dataset()
     except Exception as error:  # the hub client raises many kinds
         raise _not_loaded(name, error) from error

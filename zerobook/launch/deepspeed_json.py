@@ -345,7 +345,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         )
     elif lists := [f"{key} is {value}" for key, value in params.items() if isinstance(value, list)]:
         plan.problems.append(f"{where}.params.{lists[0]}; all weights train with one rate. Write one number, or auto.")
-    elif set(params.values()) == {"auto"} and draft.config.num_warmup_steps == 0:
+    elif set(params.values()) == {"auto"} and draft.config.warmup_steps(1) == 0:
         # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0
         del ds["scheduler"]
         if draft.sources.given("lr_scheduler_type"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
+from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, written_before
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fsdp_settings, model_parallel, ops, token_split, variables
@@ -115,6 +115,10 @@ def resolve(
         sources of that config's values.
     """
     draft = ConfigDraft(config, sources)
+    if not written_before(config, "warmup_ratio"):  # a run of an earlier version keeps its learning rate
+        mine = {key: value for key, value in config.defaults().items() if not sources.given(key)}
+        draft.set("default with adapters", **mine)
+        config = draft.config
     world = int(environ.get("WORLD_SIZE", 1))
     launched = int(environ.get("LOCAL_RANK", -1)) >= 0
     on_cpu = hardware.gpus == 0
@@ -154,6 +158,7 @@ def resolve(
         plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
 
     _set_accumulation(plan, environ, draft)
+    _set_global_batch(plan, draft)
     deepspeed_json.check_micro_batch(plan, draft)
     _check_optimizer(plan, config, sources)
     plan.asked = draft.config.model_dump()
@@ -233,6 +238,30 @@ def _set_accumulation(plan: LaunchPlan, environ: Mapping[str, str], draft: Confi
         where, value = next(iter(said.items()))
         if value != draft.config.gradient_accumulation_steps:
             draft.set(where, gradient_accumulation_steps=value)
+
+
+def _set_global_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+    """Set the accumulation that gives ``global_batch_size``."""
+    config, source = draft.config, draft.sources["gradient_accumulation_steps"]
+    wanted, readers = config.global_batch_size, plan.data_parallel_size
+    if wanted is None:
+        return
+    at_once = config.per_device_train_batch_size * readers
+    if draft.sources.given("gradient_accumulation_steps") and config.gradient_accumulation_steps * at_once != wanted:
+        plan.problems.append(
+            f"global_batch_size: {wanted}, but {source} says {config.gradient_accumulation_steps} accumulation steps, and "
+            f"{config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x {readers} is "
+            f"{config.gradient_accumulation_steps * at_once}. Drop one of the two."
+        )
+    elif wanted % at_once:
+        below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
+        near = f"{below} or {above}" if below else f"{above}"
+        plan.problems.append(
+            f"global_batch_size: {wanted} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
+            f"processes = {at_once}. Give {near}, or another --per_device_train_batch_size."
+        )
+    else:
+        draft.set(f"global_batch_size={wanted}", gradient_accumulation_steps=config.accumulation_on(readers))
 
 
 def _check_optimizer(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -31,6 +32,12 @@ PISSA_ITERATIONS = 16
 """Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024)."""
 
 
+RATES = {"ia3": 3e-3}
+"""Default learning rates of adapters, besides `LORA_RATE`. IA3: Liu et al., 2022 (arXiv 2205.05638)."""
+LORA_RATE, LORA_WARMUP = 2e-4, 0.03
+"""Defaults of LoRA, those of QLoRA for models up to 13B: Dettmers et al., 2023 (arXiv 2305.14314, appendix B) and its code."""
+
+
 class AdapterConfig(RecipeConfig):
     """The keys of a recipe that can train adapters."""
 
@@ -43,11 +50,21 @@ class AdapterConfig(RecipeConfig):
         32, gt=0, description="scale of the adapters; their output is multiplied by alpha / r (rslora: alpha / sqrt(r))"
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
-    lora_target_modules: list[str] = Field(["all-linear"], description="modules that get adapters")
+    lora_target_modules: list[str] = Field(
+        ["all-linear"], description="modules that get adapters, or a regular expression for their whole names"
+    )
 
     @property
     def trains_adapters(self) -> bool:
         return self.adapter is not None or self.adapter_path is not None
+
+    def defaults(self) -> dict[str, Any]:
+        if not self.trains_adapters:
+            return {}
+        found: dict[str, Any] = {"learning_rate": RATES.get(self.adapter or "lora", LORA_RATE)}
+        if not self.num_warmup_steps:
+            found["warmup_ratio"] = LORA_WARMUP
+        return found
 
     @field_validator("adapter", mode="before")
     @classmethod
@@ -60,6 +77,10 @@ class AdapterConfig(RecipeConfig):
 
     def problems(self) -> list[str]:
         found = super().problems()
+        try:
+            re.compile(pattern_of(self.lora_target_modules) or "")
+        except re.error as error:
+            found.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
         given: list[str] = [
             key for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if key in self.model_fields_set
         ]
@@ -82,6 +103,15 @@ class AdapterConfig(RecipeConfig):
                 f"{packed[0]}."
             )
         return found
+
+
+def pattern_of(targets: list[str]) -> str | None:
+    """Return the regular expression among ``targets``, as peft takes it; None where they are names.
+
+    >>> pattern_of([r".*layers\\.[0-3]\\..*_proj"]) is not None, pattern_of(["q_proj", "v_proj"]), pattern_of(["all-linear"])
+    (True, None, None)
+    """
+    return targets[0] if len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0]) else None
 
 
 def trains_adapters(values: Mapping[str, Any]) -> bool:
@@ -131,7 +161,8 @@ def add_adapter(
         rank: inner size of the adapters. IA3 reads none of this and the three that follow.
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
-        targets: module names, or ``["all-linear"]`` for every linear layer but the output head.
+        targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
+            output head.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
 
     Raises:
@@ -146,7 +177,7 @@ def add_adapter(
         return _put_in(model, IA3Config(task_type=task), revision)
     config = LoraConfig(
         r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
-        target_modules=targets[0] if targets == ["all-linear"] else targets, use_dora=method == "dora",
+        target_modules=targets[0] if targets == ["all-linear"] else pattern_of(targets) or targets, use_dora=method == "dora",
     )  # fmt: skip
     made = _put_in(model, config, revision)
     if method == "pissa":

@@ -220,7 +220,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
         **checkpoints(round(decoder.parameters / matrix.numel * saved_numbers([[matrix]], spreads)), config),
         time=time(
             flops, flows(decoder.parameters, decoder.parameters, spreads), everything, spreads, cluster,
-            accumulation=config.gradient_accumulation_steps, states=states_each,
+            accumulation=config.accumulation_on(plan.data_parallel_size), states=states_each,
         ),
         by_formula=True,
         formula={
@@ -230,7 +230,7 @@ def _row(file: Path, recipe: Recipe[Any], sources: ConfigSources, decoder: Decod
             "gathered": f"4 x {largest:,} bytes" if gathered else "nothing",
             "operations": f"{8 if checkpointing else 6} P x {rows} x {length} a micro-batch",
         },
-        tokens_per_step=rows * length * config.gradient_accumulation_steps * spreads.ranks,
+        tokens_per_step=rows * length * config.accumulation_on(plan.data_parallel_size) * spreads.ranks,
     )  # fmt: skip
     judge(made, recipe, cluster)
     return made

@@ -211,7 +211,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         return Row(file=file.stem, name=plan.name, problems=unfit)
     if why := unplanned(plan):
         return Row(file=file.stem, name=plan.name, untraced=True, problems=[why])
-    accumulation = config.gradient_accumulation_steps
+    accumulation = config.accumulation_on(plan.data_parallel_size)
     spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
     problems = unswappable(traced.weights, traced.groups, spreads)
     if problems:

@@ -188,6 +188,10 @@ _WORDS = {
     "stop": lambda e: f"STOPPED: {e.get('why') or e.get('reason')}.",
     "run_end": _run_end,
     "config_diff": _differs("Other settings than before"),
+    "early_stop": lambda e: (
+        f"Early stopping at step {e['step']}: {e['evaluations']} evaluations without a lower held-out loss than "
+        f"{figure(e['best'], '.4f')}; {e['steps_left']} steps were not done."
+    ),
     "launch_diff": _differs("Another launch than before"),
     "env_diff": _differs("Another environment than before"),
     "memory_warning": lambda e: f"WARNING: {e['reason']} in use.",

@@ -198,6 +198,15 @@ KINDS: dict[str, EventKind] = {
             "samples": "tables of the scorers, such as generated texts",
         },
     ),
+    "early_stop": EventKind(
+        "Early stopping ends the run.",
+        {
+            "step": "last step",
+            "evaluations": "evaluations without a lower held-out loss",
+            "best": "lowest held-out loss, nats per supervised token",
+            "steps_left": "steps that were not done",
+        },
+    ),
     "shard": EventKind(
         "A stream reached a shard (`--streaming`).",
         {

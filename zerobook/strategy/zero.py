@@ -145,7 +145,7 @@ class ZeroStrategy(ZeroState, Strategy):
         from accelerate.utils import DummyScheduler
 
         params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})
-        warmup = max(1, config.num_warmup_steps)  # DeepSpeed refuses 0
+        warmup = max(1, config.warmup_steps(total_steps))  # DeepSpeed refuses 0
         # accelerate would divide the total by the number of processes; steps here do not depend on it
         for key, value in (("warmup_min_lr", 0.0), ("warmup_max_lr", config.learning_rate),
                            ("warmup_num_steps", warmup), ("total_num_steps", max(total_steps, warmup + 1))):  # fmt: skip

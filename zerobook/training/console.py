@@ -34,6 +34,8 @@ class Console(Hook):
         live = trainer.strategy.describe()
         self.say(f"live engine: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
+        trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
+        self.say(f"trained parameters: {trained:,}")
         if config.num_warmup_steps > state.total_steps:
             self.say(
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"

@@ -53,7 +53,10 @@ def first_state(
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
     state.total_steps = resume.schedule_steps(state, checkpoint, log)
     state.schedule = learning_rate_schedule(
-        config.lr_scheduler_type, peak=config.learning_rate, warmup=config.num_warmup_steps, total=state.total_steps
+        config.lr_scheduler_type,
+        peak=config.learning_rate,
+        warmup=config.warmup_steps(state.total_steps),
+        total=state.total_steps,
     )
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()

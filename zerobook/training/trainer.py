@@ -157,6 +157,8 @@ class Trainer:
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
         self.pace.flops, self.pace.peak = model_flops(strategy), peak_flops(strategy)
         self.pace.start()
+        if self.config.early_stopping_patience and not self.data.held_out:
+            raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
         with last_words(self.log, self.config.output_dir, strategy.rank), naming_the_missing(self.watch):
             self.hooks("on_start", self)
             if self.config.eval_on_start and progress.step == 0:
@@ -165,6 +167,8 @@ class Trainer:
             while (action := self._until_trouble()) is not None:
                 self._recover(action)
             self.console.close()
+            if self._out_of_patience() and progress.step < self.state.end_step:
+                self._stop_early()
             if self._evaluated != progress.step:
                 self.evaluate()
             if self._saved != progress.step:
@@ -187,7 +191,7 @@ class Trainer:
         """Train until the end, or until a spike needs a measure. Return the measure; None at the end."""
         config, progress, state = self.config, self.progress, self.state
         steps = iter(state.loader)
-        while progress.step < state.end_step:
+        while progress.step < state.end_step and not self._out_of_patience():
             enter("data", progress.step + 1)
             with self.pace.waiting():
                 found = next(steps, None)
@@ -214,6 +218,11 @@ class Trainer:
             if not last and self.preemption.due(step):
                 self._leave_early()
         return None
+
+    def _out_of_patience(self) -> bool:
+        """Return whether early stopping ends the run. Every rank has the same held-out loss, and so the same answer."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.progress.evaluations_without_progress >= patience
 
     def train_step(self, plan: StepPlan, micro_batches: Iterable[dict[str, Any]]) -> StepRecord:
         """Take one optimizer step. Collective.
@@ -322,6 +331,14 @@ class Trainer:
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
             record.metrics |= dict(zip(names, summed, strict=True))
 
+    def _stop_early(self) -> None:
+        """Write that early stopping ends the run."""
+        step, best = self.progress.step, self.progress.best_eval_loss
+        count = self.progress.evaluations_without_progress
+        if self.log:
+            self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
+        self.console.say(f"early stopping at step {step}: {count} evaluations without a lower held-out loss than {best:.4f}")
+
     def _recover(self, action: RecoveryAction) -> None:
         """Carry out a measure against a spike. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
@@ -351,7 +368,7 @@ class Trainer:
             return None
         self.hooks("on_evaluate", self, record)
         if "loss" in record.result:
-            self.progress.evaluated(record.result["loss"])
+            self.progress.evaluated(record.result["loss"], self.config.early_stopping_threshold)
         self.evaluation = record.result
         return record.result
 
