@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
@@ -586,3 +587,38 @@ def test_adapters_have_a_rate_of_their_own_by_default(tmp_path):
             (folder / "config.json").write_text(json.dumps({"config": {"adapter": "lora", **keys}, "asked": sizes}))
             (folder / store.PROGRESS).write_text(json.dumps({"global_batch": 8}))
         assert plan_for({}, kind=LoraConfig, resume_from_checkpoint="auto", **plain)[1].learning_rate == rate
+
+
+def model_folder(folder, base=None):
+    folder.mkdir(parents=True)
+    (folder / ("adapter_config.json" if base else "config.json")).write_text(
+        json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"} if base else {"model_type": "llama"}))  # fmt: skip
+    return str(folder)
+
+
+def test_a_run_is_named_by_its_folder(tmp_path):
+    model = model_folder(tmp_path / "full" / "model")
+    adapter = model_folder(tmp_path / "lora" / "adapter", base=model)
+    for name in (str(tmp_path / "full"), model):
+        plan, config = plan_for({}, kind=LoraConfig, model_name_or_path=name)
+        assert (config.model_name_or_path, config.adapter_path, plan.problems) == (model, None, [])
+    for name in (str(tmp_path / "lora"), adapter):
+        plan, config = plan_for({}, kind=LoraConfig, model_name_or_path=name)
+        assert (config.model_name_or_path, config.adapter_path, plan.problems) == (model, adapter, [])
+        assert any("is an adapter for" in note and "zerobook export" in note for note in plan.notes)
+    (problem,) = plan_for({}, kind=LoraConfig, model_name_or_path=adapter, lora_r=8)[0].problems
+    assert "lora_r is given too" in problem
+    (problem,) = plan_for({}, kind=CausalLMConfig, model_name_or_path=adapter)[0].problems
+    assert "this run trains all weights" in problem and "zerobook export" in problem
+
+
+def test_a_run_without_a_model_says_what_is_missing_and_the_way_out(tmp_path):
+    run = tmp_path / "run"
+    with staged(run, 4):
+        pass
+    for name in (run, run / "checkpoints" / "step-000004"):
+        (problem,) = plan_for({}, model_name_or_path=str(name))[0].problems
+        assert f"zerobook export {run / 'checkpoints' / 'step-000004'} --output" in problem
+    (tmp_path / "empty").mkdir()
+    (problem,) = plan_for({}, model_name_or_path=str(tmp_path / "empty"))[0].problems
+    assert "neither config.json (a model) nor adapter_config.json" in problem

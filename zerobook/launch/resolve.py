@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerobook.checkpoint.result import find_result
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, written_before
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
@@ -119,6 +120,8 @@ def resolve(
         mine = {key: value for key, value in config.defaults().items() if not sources.given(key)}
         draft.set("default with adapters", **mine)
         config = draft.config
+    naming = _name_model(draft)
+    config = draft.config
     world = int(environ.get("WORLD_SIZE", 1))
     launched = int(environ.get("LOCAL_RANK", -1)) >= 0
     on_cpu = hardware.gpus == 0
@@ -132,6 +135,8 @@ def resolve(
         precision_source="default",
         optimizer=config.optimizer,
     )
+    plan.notes += naming.notes
+    plan.problems += naming.problems
     if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         plan.kind = "deepspeed"
         deepspeed_json.read(plan, environ)
@@ -189,6 +194,47 @@ def resolve(
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources
+
+
+@dataclass
+class _Naming:
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def _name_model(draft: ConfigDraft[Any]) -> _Naming:
+    """Replace the name of a run by that of its model, or of its adapter and the model beside it."""
+    config, found, name = draft.config, _Naming(), draft.config.model_name_or_path
+    if name is None:
+        return found
+    try:
+        result = find_result(name)
+    except ConfigError as error:
+        found.problems.append(f"model_name_or_path: {error}")
+        return found
+    merge = f"To merge it into its model first: zerobook export {name} --output merged"
+    if result.adapter is None:
+        if result.model != name:
+            draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model)
+            found.notes.append(f"model_name_or_path: {name} is a run; its model {result.model} is trained further")
+    elif not config.trains_adapters:
+        found.problems.append(
+            f"model_name_or_path: {result.adapter} is an adapter for {result.model}, and this run trains all weights. {merge}; "
+            "then name that folder. To train the adapter further, take recipes/lora_finetune.py."
+        )
+    elif given := [key for key in ("adapter_path", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+                   if draft.sources.given(key)]:  # fmt: skip
+        found.problems.append(
+            f"model_name_or_path: {result.adapter} is an adapter, which is trained further with its own settings, and "
+            f"{', '.join(given)} is given too. Drop one of the two. {merge}."
+        )
+    else:
+        source = draft.sources["model_name_or_path"]
+        draft.set(source, model_name_or_path=result.model, adapter_path=str(result.adapter))
+        found.notes.append(
+            f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
+        )
+    return found
 
 
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:

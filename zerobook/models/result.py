@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from zerobook.checkpoint import store
+from zerobook.checkpoint.result import find_result, holds_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
+from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,8 +64,8 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     """Load a trained model with its tokenizer.
 
     Args:
-        path: a model folder, an adapter folder (its config names the base), a run's output_dir that holds
-            ``model`` or ``adapter``, a hub name, or ``embedded:smollm2``.
+        path: a model folder, an adapter folder (its config names the base), a run's output_dir, one of its checkpoints, a hub
+            name, or ``embedded:smollm2``.
         trust_remote_code: run modelling code that comes with the model.
 
     Raises:
@@ -113,21 +116,31 @@ def locate_result(name: str) -> str:
         return name
     if not folder.is_dir():
         raise ConfigError(f"{name}: this is a file. Give the folder that holds config.json or adapter_config.json.")
-    if _holds_result(folder):
+    if (folder / store.MANIFEST).exists():
+        return str(_exported(folder))
+    if holds_result(folder):
         return str(folder)
-    inside = [folder / part for part in ("model", "adapter") if _holds_result(folder / part)]
-    if len(inside) == 1:
-        return str(inside[0])
-    if inside:
-        raise ConfigError(f"{name}: it holds both {inside[0]} and {inside[1]}. Name one of them.")
-    raise ConfigError(
-        f"{name}: found neither config.json (a model) nor adapter_config.json (an adapter), here or in model/ or adapter/. "
-        "A run writes them when it ends; its checkpoints hold weights only."
-    )
+    try:
+        result = find_result(name)
+    except ConfigError:
+        newest = store.complete(store.folder_of(name))[-1:]
+        if not newest:
+            raise
+        return str(_exported(newest[0]))
+    return str(result.adapter or result.model)
 
 
-def _holds_result(folder: Path) -> bool:
-    return (folder / "config.json").exists() or (folder / "adapter_config.json").exists()
+def _exported(checkpoint: Path) -> Path:
+    """Return a folder with the checkpoint's model, in a cache: an adapter is not merged."""
+    from zerobook.models.export import export_checkpoint
+
+    key = store.digest(checkpoint / store.MANIFEST)
+    folder = embedded.cache_dir() / "exports" / f"{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
+    if not folder.exists():
+        with redirect_stdout(sys.stderr):
+            say(f"{checkpoint}: making a model of this checkpoint in {folder}")
+            export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False)
+    return folder
 
 
 def _embedded(name: str) -> str:

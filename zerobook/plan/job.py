@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerobook.checkpoint.result import find_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
@@ -161,6 +162,7 @@ def job(recipe: Recipe[Any]) -> Job:
     name = config.model_name_or_path or config.initialised_from
     if name is None:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
+    name = find_result(name).model
     model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
     if _encoder_only(model_config):
         raise ConfigError(

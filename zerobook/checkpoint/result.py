@@ -1,0 +1,77 @@
+"""What a name of a trained model stands for: a run's folder, its model or adapter, a checkpoint, an exported folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerobook.checkpoint import store
+from zerobook.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Result:
+    """A model by its name. ``model`` is what ``from_pretrained`` takes; ``adapter`` is a folder beside it, or None."""
+
+    model: str
+    adapter: Path | None = None
+
+
+def find_result(name: str) -> Result:
+    """Return the model, and the adapter beside it, that ``name`` stands for.
+
+    Args:
+        name: a run's ``output_dir``, the model or adapter folder in it, a checkpoint, an exported folder, or a hub name,
+            which is returned as it is.
+
+    Raises:
+        ConfigError: a folder that holds no model. It says where it was looked for.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return Result(name)
+    if is_adapter(folder):
+        return Result(base_of(folder), folder)
+    if (folder / store.MANIFEST).exists():
+        raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {how_to_export(folder)}")
+    if (folder / "config.json").exists():
+        return Result(name)
+    inside = [folder / part for part in ("model", "adapter") if holds_result(folder / part)]
+    if len(inside) > 1:
+        raise ConfigError(f"{name}: it holds both {inside[0]} and {inside[1]}. Name one of them.")
+    if inside:
+        return find_result(str(inside[0]))
+    saved = store.complete(store.folder_of(name))
+    if saved:
+        raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {how_to_export(saved[-1])}")
+    raise ConfigError(
+        f"{name}: found neither config.json (a model) nor adapter_config.json (an adapter), here or in model/ or adapter/, and "
+        "no checkpoint in checkpoints/. A run writes them when it ends."
+    )
+
+
+def how_to_export(checkpoint: Path) -> str:
+    """Return the command that makes a model of a checkpoint, in a sentence."""
+    return f"Make a model of it: zerobook export {checkpoint} --output {checkpoint.name}-model"
+
+
+def holds_result(folder: Path) -> bool:
+    """Return whether a folder holds a model or an adapter."""
+    return is_adapter(folder) or ((folder / "config.json").exists() and not (folder / store.MANIFEST).exists())
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def base_of(adapter: Path) -> str:
+    """Return the name of the model that an adapter was trained beside."""
+    file = adapter / "adapter_config.json"
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
+    if not base:
+        raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
+    return str(base)
