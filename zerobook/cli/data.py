@@ -1,5 +1,6 @@
-"""``zerobook data``: prepare a recipe's data ahead, and look at it.
+"""``zerobook data``: look at a data file, or prepare a recipe's data ahead and look at it.
 
+    zerobook data inspect chats.jsonl --max_seq_length 1024
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3 --png lengths.png
 
@@ -10,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zerobook.cli.show_rows import show_rows
 from zerobook.config import parse
-from zerobook.constants import IGNORE
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
 from zerobook.training.recipe_file import RUNS, recipe_class
-from zerobook.utils.terminal import console, say, visible
+from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,14 @@ _BINS = 12
 
 def data(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
+    if (
+        arguments[:1] == ["inspect"]
+        and any(not token.startswith("-") for token in arguments[1:2])
+        and (not arguments[1].endswith(".py"))
+    ):
+        from zerobook.cli.inspect_data import inspect
+
+        return inspect(arguments[1:])
     parser = argparse.ArgumentParser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
     parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
@@ -40,7 +49,9 @@ def data(arguments: list[str]) -> int:
     _table(prepared)
     if known.action == "inspect":
         _lengths(prepared)
-        _rows(prepared, tokenizer, known.samples)
+        parts = [(f"{name}, row {number}", view[number]) for name, view in _parts(prepared)
+                 for number in range(min(known.samples, len(view)))]  # fmt: skip
+        show_rows(parts, tokenizer)
         if known.png:
             draw_lengths(prepared, known.png)
             say(f"wrote {known.png}")
@@ -104,44 +115,6 @@ def _lengths(data: PreparedData) -> None:
         for count, low, high in zip(counts, edges, edges[1:], strict=False):
             bar = "█" * max(int(count > 0), round(60 * count / counts.max()))
             out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
-
-
-def _rows(data: PreparedData, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
-    """Print rows as the model gets them, as text: supervised tokens green on a terminal, and between guillemets elsewhere.
-
-    Control characters are shown as escapes, and so are a row's own guillemets where they are marks. Rows are
-    indented, so that no row looks like the next one's heading.
-    """
-    from rich.padding import Padding
-    from rich.text import Text
-
-    out = console()
-    marks = "" if out.is_terminal else "«»"
-    for name, view in _parts(data):
-        for number in range(min(samples, len(view))):
-            row = view[number]
-            out.print(f"\n{name}, row {number}: {len(row['input_ids'])} tokens", style="bold")
-            text = Text()
-            for ids, supervised, first in _stretches(row):
-                text.append("\n" if first and len(text) else "")
-                piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), marks)
-                if supervised and not out.is_terminal:
-                    piece = f"«{piece}»"
-                text.append(piece, style="green" if supervised else "dim")
-            out.print(Padding(text, (0, 0, 0, 2), expand=False))
-    out.print("\nsupervised in " + ("green" if out.is_terminal else "«guillemets»; a row's own are shown as \\xab and \\xbb"))
-
-
-def _stretches(row: dict[str, np.ndarray]) -> list[tuple[np.ndarray, bool, bool]]:
-    """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
-    ids, labels = row["input_ids"], row["labels"]
-    if len(ids) != len(labels):
-        return [(ids, False, True), (labels[labels != IGNORE], True, True)]
-    begins = row.get("position_ids", np.arange(len(ids))) == 0
-    supervised = labels != IGNORE
-    cuts = np.flatnonzero(begins[1:] | (supervised[1:] != supervised[:-1])) + 1
-    starts = [0, *cuts.tolist()]
-    return [(ids[a:b], bool(supervised[a]), bool(begins[a])) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
 def draw_lengths(data: PreparedData, file: str) -> None:

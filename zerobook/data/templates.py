@@ -105,6 +105,7 @@ class CausalEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, length: int | None, chat_template: str | None = None):
         self.tokenizer = tokenizer
         self.length = length
+        self.chat_template = chat_template
         self.template = _template(tokenizer, chat_template)
         self._turns = TurnTokenizer(tokenizer)
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -110,7 +110,7 @@ def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, forma
     """
     refused: DataError | None = None
     for _, raw in chunk:
-        row = _parsed(raw)
+        row = parsed(raw)
         if not isinstance(row, dict):
             continue
         try:
@@ -122,13 +122,13 @@ def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, forma
     if refused:
         raise refused
     if chunk:
-        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(_parsed(chunk[0][1]))}.")
+        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(parsed(chunk[0][1]))}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
 
 
 def ignored(chunk: Chunk, reading: Reading) -> list[str]:
     """Return the columns of the first readable sample that the format does not read."""
-    rows = (row for _, raw in chunk if isinstance(row := _parsed(raw), dict))
+    rows = (row for _, raw in chunk if isinstance(row := parsed(raw), dict))
     row = next(rows, {})
     return formats.ignored(reading.format, row, own=formats.own_of(reading.encoder), **reading.columns)
 
@@ -172,7 +172,8 @@ def _work(chunk: Chunk) -> EncodedChunk:
     return _encode(_READING[0], chunk)
 
 
-def _parsed(row: object) -> object:
+def parsed(row: object) -> object:
+    """Return a sample; the object of a JSON line, or `Malformed`."""
     if not isinstance(row, bytes):
         return row
     import orjson
@@ -198,7 +199,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
     samples, places = [], []
     own = formats.own_of(reading.encoder)
     for where, raw in chunk:
-        row = _parsed(raw)
+        row = parsed(raw)
         try:
             if isinstance(row, Malformed):
                 raise formats.BadSample(row.reason)
@@ -232,15 +233,17 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
         begin = getattr(parts[0], "begins", True)
         counts["rows added for turns that the chat template rewrites later on"] += len(first.others)
         for document in (first, *first.others):
-            counts["cut to the maximum length"] += document.cut
             counts["turns given an end-of-text token"] += document.added_eos
             counts["turns of which the chat template leaves out a part"] += document.shortened
             weight = reading.weigh(document)
             if reading.format == "text" or weight:
+                counts["cut to the maximum length"] += document.cut
                 documents.append(document)
                 weights.append(weight)
                 begins.append(begin)
                 begin = False
+            elif document.cut:
+                counts["dropped, nothing supervised within the maximum length"] += 1
             else:
                 counts["dropped, nothing supervised"] += 1
     ids = Ragged.join([d.input_ids for d in documents])

@@ -1,0 +1,119 @@
+"""``zerobook data inspect FILE``: what a data file holds, before any run.
+
+    zerobook data inspect chats.jsonl
+    zerobook data inspect chats.jsonl --model meta-llama/Llama-3.1-8B-Instruct --max_seq_length 2048
+    zerobook data inspect train.jsonl --validation_file held_out.jsonl --json
+
+It shows the format, the lengths before cutting, which lines a run would cut or leave out, duplicates, and samples that are in
+training and held-out data both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerobook.cli.show_rows import show_rows
+from zerobook.data import embedded
+from zerobook.data.examine import Examined, Places, examine, in_both
+from zerobook.data.sources import open_source
+from zerobook.data.templates import CausalEncoder
+from zerobook.errors import ConfigError
+from zerobook.utils.terminal import console, say
+
+BINS = 12
+
+
+def inspect(arguments: list[str]) -> int:
+    """Entry of the command; returns the exit code: 1 where samples cannot be used."""
+    parser = argparse.ArgumentParser(
+        "zerobook data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", help="a data file, a folder, a hub dataset, or embedded:NAME")
+    parser.add_argument("--model", default="embedded:smollm2", help="model whose tokenizer counts (default: %(default)s)")
+    parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens that a sample may have (default: %(default)s)")
+    parser.add_argument("--validation_file", help="held-out data, which are compared with the training data")
+    parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
+    parser.add_argument("--chat_template", help="Jinja file with a chat template; unset: the tokenizer's")
+    parser.add_argument("--samples", type=int, default=2, help="rows to show (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    known = parser.parse_args(arguments)
+    encoder = _encoder(known.model, known.chat_template)
+    splits = open_source(known.file)
+    train = examine(splits.train, encoder, length=known.max_seq_length, format=known.format, rows=known.samples)
+    held_out = None
+    other = open_source(known.validation_file).train if known.validation_file else splits.held_out
+    if other is not None:
+        held_out = examine(other, encoder, length=known.max_seq_length, format=known.format)
+    both = in_both(train, held_out) if held_out else Places()
+    if known.json:
+        facts: dict[str, Any] = {"max_seq_length": known.max_seq_length, "train": train.summary()}
+        if held_out:
+            facts |= {"held_out": held_out.summary(), "in_both": {"count": both.count, "first": both.first}}
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        _say(train, known.max_seq_length)
+        if held_out:
+            _say(held_out, known.max_seq_length)
+            _list("held-out samples that are training samples too", both)
+        rows = [(place, {"input_ids": row.input_ids, "labels": row.labels}) for place, row in train.first]
+        show_rows(rows, encoder.tokenizer)
+    return int(bool(train.bad.count or (held_out and held_out.bad.count)))
+
+
+def _encoder(model: str, template: str | None) -> CausalEncoder:
+    from zerobook.checkpoint.result import find_result
+    from zerobook.models.load import open_tokenizer
+
+    if template is not None:
+        try:
+            template = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat_template {template}: it cannot be read: {error}.") from None
+    name = embedded.located(find_result(model).model)
+    tokenizer, _ = open_tokenizer(name, template=template, revision="main", trust_remote_code=False)
+    return CausalEncoder(tokenizer, length=None)
+
+
+def _say(found: Examined, length: int) -> None:
+    facts, out = found.summary(), console()
+    out.print(f"\n{found.name}", style="bold")
+    sizes = ", ".join(f"{what} {tokens:,}" for what, tokens in facts["lengths"].items())
+    counts = f"{facts['samples']:,} samples, {facts['tokens']:,} tokens, {found.supervised:,} of them supervised"
+    say(f"format {found.format}; {counts}")
+    say(f"tokens of a sample before cutting: {sizes or 'none'}")
+    if found.unread:
+        say(f"columns that are not read: {', '.join(found.unread)}")
+    if len(found.lengths):
+        _histogram(found.lengths, out)
+    if found.format == "text":
+        say("running text is cut into blocks, and loses nothing")
+    elif found.cut.count or found.dropped.count:
+        _list(f"cut at --max_seq_length {length}", found.cut)
+        _list(f"left out: nothing supervised within --max_seq_length {length}", found.dropped)
+        say(f"--max_seq_length {facts['needed_length']} keeps all of them whole")
+    else:
+        say(f"no sample is cut at --max_seq_length {length}; {facts['needed_length']} would do")
+    _list("exact duplicates", found.duplicates)
+    _list("samples that cannot be used", found.bad)
+
+
+def _histogram(lengths: np.ndarray, out: Any) -> None:
+    counts, edges = np.histogram(lengths, bins=min(BINS, max(1, len(np.unique(lengths)))))
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        bar = "█" * max(int(count > 0), round(60 * count / counts.max()))
+        out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
+
+
+def _list(what: str, places: Places) -> None:
+    """Print a number of places and the first ones; nothing where there are none."""
+    if places.count:
+        say(f"{places.count:,} {what}:")
+        for place in places.first:
+            say(f"    {place}")
+        if places.count > len(places.first):
+            say(f"    and {places.count - len(places.first):,} more")
