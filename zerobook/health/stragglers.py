@@ -14,7 +14,8 @@ SHARE = 0.1
 LEAST_S = 0.01
 """... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
 LINK_TIMES, LINK_S = 5.0, 0.05
-"""A link is slow if two exchanges with the store in a row take so many times as long as its fastest one, and so many seconds."""
+"""A link is slow if two exchanges with the store in a row take so many times as long as its fastest one, and so many
+seconds."""
 
 
 class Slow(NamedTuple):
