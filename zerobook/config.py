@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import math
 import os
 import re
@@ -53,6 +54,7 @@ OTHERS_NAMES = {
 """Names of other trainers -> the flag that does it here."""
 
 Precision = Literal["no", "bf16", "fp16"]
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 CHECKPOINTING = ("none", "full", "every:N", "selective", "offload")
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
@@ -214,7 +216,9 @@ class RecipeConfig(_Keys):
     hang_timeout: float = Field(
         300.0, ge=0, description="seconds without progress of a process after which the run stops and names it; 0: never"
     )
-    report_to: list[Literal["wandb", "tensorboard"]] = Field([], description="experiment trackers")
+    report_to: list[Tracker] = Field([], description="experiment trackers, each of which has to be installed")
+    project: str | None = Field(None, description="project of the trackers; unset: WANDB_PROJECT, or zerobook")
+    run_name: str | None = Field(None, description="name of the run in the trackers; unset: WANDB_NAME, or output_dir's name")
     hooks: list[str] = Field([], description="hooks of your own, each as FILE.py:Class or module:Class")
 
     @property
@@ -326,6 +330,9 @@ class RecipeConfig(_Keys):
             if value and not Path(value).expanduser().exists():
                 found.append(f"{key}: no such file or folder: {value}")
         found += _unusable_folder("output_dir", self.output_dir)
+        for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
+            if importlib.util.find_spec(tracker) is None:
+                found.append(f"report_to: {tracker} is not installed. Run: pip install {tracker.replace('_', '-')}")
         found += [problem for spec in self.hooks if (problem := user_code.problem("hooks", spec))]
         for file in self.eval_tasks:
             if not Path(file).expanduser().is_file():

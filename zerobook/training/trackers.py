@@ -1,8 +1,12 @@
-"""Experiment trackers: wandb and tensorboard, through accelerate."""
+"""Experiment trackers, through accelerate."""
 
 from __future__ import annotations
 
+import json
+import os
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zerobook.config import RecipeConfig
@@ -11,6 +15,9 @@ from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
 
+IDENTITIES = "trackers.json"
+"""File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them."""
+
 
 class Trackers(Hook):
     """Logs the last step of each log point, evaluations, and messages of the spike monitor.
@@ -18,9 +25,32 @@ class Trackers(Hook):
     Trackers take no step number twice, so theirs never goes back: it counts the steps that were given up too.
     """
 
-    def __init__(self, strategy: Strategy, config: RecipeConfig):
+    def __init__(self, strategy: Strategy, config: RecipeConfig, *, resumed: bool):
+        """Start the trackers, or continue those of a resumed run. Collective.
+
+        Args:
+            resumed: the run goes on from a checkpoint of its own folder; its config was logged by its first attempt.
+        """
         self.accelerator = strategy.accelerator
-        self.accelerator.init_trackers("zerobook", config=_flat(config.model_dump()))
+        file = Path(config.output_dir) / "runlog" / IDENTITIES
+        kept: dict[str, str] = json.loads(file.read_text()) if resumed and file.exists() else {}
+        project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
+        name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
+        identity = os.environ.get("WANDB_RUN_ID") or kept.get("wandb") or uuid.uuid4().hex[:8]
+        options: dict[str, dict[str, Any]] = {
+            "wandb": {"name": name, "id": identity, "resume": "allow"},
+            "mlflow": {"run_id": kept["mlflow"]} if "mlflow" in kept else {"run_name": name},
+            "swanlab": {"experiment_name": name},
+            "trackio": {"name": name},
+        }
+        known = set(config.report_to) <= kept.keys()
+        self.accelerator.init_trackers(project, config=None if known else _flat(config.model_dump()), init_kwargs=options)
+        if strategy.is_main:
+            found = dict.fromkeys(config.report_to, "") | kept | {"wandb": identity}
+            for tracker in self.accelerator.trackers:
+                if tracker.name == "mlflow":
+                    found["mlflow"] = tracker.active_run.info.run_id
+            file.write_text(json.dumps(found))
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         last = records[-1]

@@ -142,7 +142,9 @@ class Trainer:
 
     def _add_own_hooks(self, sources: ConfigSources) -> None:
         """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
-        trackers = [Trackers(self.strategy, self.config)] if self.config.report_to else []
+        trackers = (
+            [Trackers(self.strategy, self.config, resumed=self.manager.goes_on_in_place)] if self.config.report_to else []
+        )
         self.logbook = Logbook(self.log) if self.log else None
         if self.log and self.logbook:
             self.logbook.begin(self, sources)
