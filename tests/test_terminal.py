@@ -20,9 +20,9 @@ from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
 from zerobook.cli import chat, doctor
-from zerobook.cli import data as data_command
 from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
+from zerobook.cli.show_rows import show_rows
 from zerobook.config import ConfigSources, DatasetSpec
 from zerobook.errors import ConfigError
 from zerobook.launch import process
@@ -140,19 +140,17 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     assert capsys.readouterr().out.count(BRACKETS) == 3
 
 
-def test_samples_and_answers_steer_nothing(capsys, monkeypatch):
+def test_samples_and_answers_steer_nothing(capsys):
     tokenizer = SimpleNamespace(decode=lambda ids, **_: EVIL)
     ids = torch.tensor([1, 2]).numpy()
-    view = [{"input_ids": ids, "labels": ids}]
-    monkeypatch.setattr(data_command, "_parts", lambda data: [("x", view)])
-    data_command._rows(None, tokenizer, 1)
+    row = {"input_ids": ids, "labels": ids}
+    show_rows([("x", row)], tokenizer)
     said = capsys.readouterr().out
     assert "All is well." in said and not FORBIDDEN.search(said)
     assert r"a\x1b[2J\x1b]0;owned\x07b\x9b31mc\r\x08d\u202ee" in said.replace("\n", ""), "nothing of a row is left out"
     assert "\n[99]" not in said, "and no line of it begins where the command's own lines do"
-    row = view[0] | {"labels": ids * 0 - 100}
-    monkeypatch.setattr(data_command, "_parts", lambda data: [("x", [row])])
-    data_command._rows(None, SimpleNamespace(decode=lambda ids, **_: "«learnt»"), 1)
+    row |= {"labels": ids * 0 - 100}
+    show_rows([("x", row)], SimpleNamespace(decode=lambda ids, **_: "«learnt»"))
     assert "«learnt" not in capsys.readouterr().out, "a row's guillemets are not the command's"
     streamer = chat._Answer(tokenizer)
     for piece in ("a\x1b", "[31mb\x1b[2Jc", "\u202e\x07"):

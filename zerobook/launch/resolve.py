@@ -288,11 +288,12 @@ def _set_accumulation(plan: LaunchPlan, environ: Mapping[str, str], draft: Confi
 
 def _set_global_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     """Set the accumulation that gives ``global_batch_size``."""
-    config, source = draft.config, draft.sources["gradient_accumulation_steps"]
+    config = draft.config
     wanted, readers = config.global_batch_size, plan.data_parallel_size
     if wanted is None:
         return
     at_once = config.per_device_train_batch_size * readers
+    source = draft.sources.get("gradient_accumulation_steps", "default")
     if draft.sources.given("gradient_accumulation_steps") and config.gradient_accumulation_steps * at_once != wanted:
         plan.problems.append(
             f"global_batch_size: {wanted}, but {source} says {config.gradient_accumulation_steps} accumulation steps, and "
