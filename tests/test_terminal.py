@@ -20,6 +20,7 @@ from recipes.causal_lm import CausalLMConfig
 from tests.test_checkpoints import save_all, spread
 from tests.test_runlog import attempt
 from zerobook.cli import chat, doctor
+from zerobook.cli import data as data_command
 from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
 from zerobook.cli.show_rows import show_rows
