@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 from tests.planning import FILES, HALF, MODELS, ROOT, made, planned_rows, rows_of
 from zerobook.cli.main import main
-from zerobook.config import ConfigSources
+from zerobook.config import ConfigSources, parse
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import cluster
@@ -24,6 +25,7 @@ from zerobook.plan.recommend import recommend
 from zerobook.plan.rows import Row, checkpoints, judge, launch_plan, rank
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import Saved
+from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.devices import DEVICES
 from zerobook.utils.units import size
 
@@ -289,6 +291,21 @@ def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy
     assert main([*line, str(ROOT / "recipes" / f"{advice['recipe'] or recipe}.py"), *model, *followed]) == 0
     rows = {made["file"]: made for made in json.loads(capsys.readouterr().out)["rows"]}
     assert rows[strategy]["fits"]
+
+
+@pytest.mark.parametrize("memory, recipe", [("80GB", "causal_lm"), ("9GB", "lora_finetune")])
+def test_the_advice_ends_with_a_launch_line_that_can_be_typed(capsys, memory, recipe):
+    line = ["plan", "--gpus", "2", "--gpu_memory", memory, "--strategies", "zero2", "--recommend"]
+    given = ["--block_size", "256", "--per_device_train_batch_size", "1", "--learning_rate", "1e-4"]
+    assert main([*line, str(MODELS / "gpt2_xl.json"), *given]) == 0
+    said = capsys.readouterr().out
+    assert ("no strategy file fits with these settings" in said) == (recipe == "lora_finetune")
+    words = shlex.split(said.rstrip().splitlines()[-1])
+    place = words.index(f"recipes/{recipe}.py")
+    assert words[:place] == ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "2"]
+    flags = [word.replace("$TRAIN_FILE", str(ROOT / "README.md")) for word in words[place + 1 :]]
+    config, *_ = parse(recipe_class(str(ROOT / "recipes" / f"{recipe}.py")).config_class, flags)
+    assert config.learning_rate == 1e-4 and config.row_length == 256 and config.mixed_precision == "bf16"
 
 
 def test_where_the_host_alone_is_short_the_advice_says_that(capsys):

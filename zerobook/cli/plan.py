@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -81,7 +82,7 @@ def plan(argv: list[str]) -> int:
         return _measure(argv[place], argv[place + 1 :], where, asked)
     if asked.autotune:
         return _autotune(argv[place], argv[place + 1 :], where, asked)
-    file, _, recipe, sources = _read(argv[place], argv[place + 1 :], data=False)
+    file, flags, recipe, sources = _read(argv[place], argv[place + 1 :], data=False)
     subject, rows, traced = _plan(recipe, sources, where, asked.strategies)
     advice = _advice(file, recipe, sources, where, asked.strategies, rows, traced) if asked.recommend else None
     # where JSON is printed, nothing else is
@@ -99,9 +100,11 @@ def plan(argv: list[str]) -> int:
         tell(f"wrote {asked.png}")
     if advice is not None:
         tell(advice.words())
+        if advice.row is not None:
+            tell(f"\nto launch it:\n  {_launch_line(file, flags, recipe, sources, advice, where)}")
     elif asked.recommend:
         tell("no advice: its rules are tried on a model that can be built, and this one was planned by formula.")
-    return 0 if any(row.fits for row in rows) else 1
+    return 0 if any(row.fits for row in rows) or (advice is not None and advice.row is not None) else 1
 
 
 def _tokens(text: str | None) -> table.Tokens | None:
@@ -283,6 +286,34 @@ def _advice(
         return _rows(kind(config), origin, where, chosen)
 
     return recommend(traced, rows, where, replan)
+
+
+def _launch_line(
+    file: Path, flags: list[str], recipe: Recipe[Any], sources: ConfigSources, advice: Advice, where: Cluster
+) -> str:
+    """Return the command that trains as recommended. Data that no flag names is a variable of the shell."""
+    from zerobook.training.recipe_file import recipe_class
+
+    assert advice.row is not None
+    words = ["accelerate", "launch", "--config_file", f"accelerate_configs/{advice.row.file}.yaml"]
+    words += ["--num_processes", str(1 if advice.row.file == "single" else where.ranks)]
+    if where.nodes > 1:
+        words += ["--num_machines", str(where.nodes), "--machine_rank", "$RANK_OF_THIS_MACHINE"]
+        words += ["--main_process_ip", "$FIRST_MACHINE"]
+    if advice.recipe is not None:  # its flags have other names
+        file = file.with_name(f"{advice.recipe}.py")
+        known = recipe_class(str(file)).config_class.model_fields
+        given = {key: getattr(recipe.config, key) for key in type(recipe.config).model_fields if sources.given(key)}
+        flags = [word for key, value in given.items() if key in known for word in _flag(key, value)]
+    words += [f"recipes/{file.name}" if file.parent.name == "recipes" else str(file), *flags]
+    words += [word for key, value in advice.flags.items() for word in _flag(key, value)]
+    if not recipe.config.names_data():
+        words += ["--train_file", "$TRAIN_FILE"]
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Namespace) -> int:

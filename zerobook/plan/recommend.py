@@ -158,7 +158,8 @@ def _ladder(traced: Traced, where: Cluster) -> Iterator[tuple[str | None, dict[s
     if rows > 1:
         yield (
             "accumulation before offload",
-            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows * config.gradient_accumulation_steps},
+            {"per_device_train_batch_size": 1}
+            | ({} if config.global_batch_size else {"gradient_accumulation_steps": rows * config.gradient_accumulation_steps}),
         )
     if config.initialised_from:  # adapters need a trained base
         return
@@ -217,7 +218,8 @@ def _about(best: Row, config: RecipeConfig, where: Cluster) -> Iterator[tuple[st
         )
     if best.tight:
         yield "tight", f"{size(best.memory.total)} of {size(where.device.memory)} are planned; fragmentation may end the run"
-    samples = config.per_device_train_batch_size * config.gradient_accumulation_steps * best.spread.ranks
+    accumulation = config.accumulation_on(best.spread.ranks)
+    samples = config.per_device_train_batch_size * accumulation * best.spread.ranks
     yield (
         "effective batch",
         f"{samples} samples a step at a learning rate of {config.learning_rate:g}. With another batch, Adam's rate changes "

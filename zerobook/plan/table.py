@@ -58,7 +58,7 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
             f"{best.tokens_per_step:,} tokens, {duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
         )
     else:
-        out.print("[red]nothing fits.[/]")
+        out.print("[red]no strategy file fits with these settings.[/]")
     for line in _footer(subject, rows, where):
         out.print(f"[dim]{escape(line)}[/]")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, and errors under a launcher: what a person at a terminal sees, and what is saved."""
+"""A journey: a run is interrupted, killed and fails, in a folder outside the clone. What a person sees, and what is saved."""
 
 from __future__ import annotations
 
