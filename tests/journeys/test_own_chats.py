@@ -67,4 +67,7 @@ def test_own_chats_become_a_model_that_is_continued_and_talked_to(tmp_path, tiny
     shell("zerobook export runs/second --output merged")
     shell("zerobook chat merged --max_new_tokens 4", text="What comes after 3?\n")
     assert "Finished: step 4 of 4" in shell("zerobook runlog status runs/second")
+    listed = shell("zerobook checkpoint list runs/second --json")
+    assert [one["progress"]["step"] for one in json.loads(listed)] == [2, 4] and any(one["best"] for one in json.loads(listed))
+    assert "zerobook chat runs/second" in again and "watch it: zerobook runlog report runs/second --watch" in again
     assert "held-out loss" in shell("zerobook runlog report runs/second") or (mine / "runs/second/runlog/report.html").exists()

@@ -10,11 +10,12 @@ zerobook checkpoint prune outputs/run --keep 2
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
@@ -36,13 +37,16 @@ def checkpoint(arguments: list[str]) -> int:
     parser.add_argument(
         "--keep", type=int, help="prune: number of the newest checkpoints that are kept, besides pinned ones and the best"
     )
+    parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     known = parser.parse_args(arguments)
     path = Path(os.path.abspath(Path(known.path).expanduser()))  # ``.`` has no name to find the pin by
+    if known.json and known.action not in ("list", "verify", "inspect"):
+        raise CheckpointError(f"zerobook checkpoint {known.action}: it prints no JSON. list, verify and inspect do.")
     if known.action == "list":
-        _list(_run(path))
+        _list(_run(path), as_json=known.json)
         return 0
     if known.action == "verify":
-        return _verify(_one_or_all(path))
+        return _verify(_one_or_all(path), as_json=known.json)
     if known.action == "prune":
         if known.keep is None or known.keep < 1:
             raise CheckpointError(f"prune: --keep is {known.keep}. Say how many of the newest checkpoints stay, at least 1.")
@@ -53,7 +57,9 @@ def checkpoint(arguments: list[str]) -> int:
         return 0
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
-    if known.action == "inspect":
+    if known.action == "inspect" and known.json:
+        print(json.dumps(_facts(path), indent=2))
+    elif known.action == "inspect":
         _inspect(path)
     else:
         _pin(path, known.action == "pin")
@@ -94,9 +100,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _list(checkpoints: Path) -> None:
+def _list(checkpoints: Path, *, as_json: bool) -> None:
     from rich.text import Text
 
+    if as_json:
+        print(json.dumps([_facts(one, store.best(checkpoints)) for one in store.candidates(checkpoints)], indent=2))
+        return
     table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
     favourite = store.best(checkpoints)
     bad = store.unreadable(checkpoints)
@@ -117,13 +126,26 @@ def _list(checkpoints: Path) -> None:
     console().print(table)
 
 
+def _facts(one: Path, best: Path | None = None) -> dict[str, Any]:
+    """Return a checkpoint as JSON values."""
+    reason = store.damage(one)
+    if reason is not None:
+        return {"folder": str(one), "damage": reason}
+    index = store.read_json(one / "tensors.json")
+    return {
+        "folder": str(one), "damage": None, "best": one == best, "pinned": store.is_pinned(one),
+        "bytes": store.bytes_of(one), "written_by": index["written_by"], "held_out_loss": store.eval_loss(one),
+        "progress": store.read_json(one / store.PROGRESS),
+    }  # fmt: skip
+
+
 def _step(one: Path) -> str:
     """Return ``12``, or ``12 abandoned`` for ``step-000012.abandoned``."""
     step, _, kind = one.name.removeprefix("step-").partition(".")
     return f"{int(step)} {kind}".strip()
 
 
-def _verify(checkpoints: list[Path]) -> int:
+def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
     """Read every byte, and print one line per checkpoint. Return 1 if one is damaged, else 0."""
     from zerobook.utils.bars import tqdm
 
@@ -132,6 +154,9 @@ def _verify(checkpoints: list[Path]) -> int:
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
         for one in checkpoints:
             found[one] = store.damage(one, thorough=True, tell=bar.update)
+    if as_json:
+        print(json.dumps([{"folder": str(one), "damage": reason} for one, reason in found.items()], indent=2))
+        return int(any(found.values()))
     for one, reason in found.items():
         say(f"{one}: whole" if reason is None else f"damaged: {reason}")
     return int(any(found.values()))

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from importlib import import_module
 
 HELP = """Training recipes on Accelerate that plan, survive and log themselves.
 
-commands:
+before a run:
   init        a folder to work in: recipes, strategy files and a config to start from
-  doctor      how a strategy file is resolved on this machine, and every conflict in it
-  launch      accelerate launch for a run that goes on when machines are lost or come back
-  plan        memory, traffic and time of a run under every strategy file, before it is started
+  data        look at a data file, or prepare a recipe's data ahead
+  plan        memory, traffic and time of a run under every strategy file
   recipe      a config and a launch line for a model on your GPUs, chosen by the planner
-  data        prepare a recipe's data ahead, and look at it
-  checkpoint  what a run has saved, whether it is whole, and what is kept
+  doctor      how a strategy file is resolved on this machine, and every conflict in it
+
+a run:
+  launch      accelerate launch with short errors; also for a run that goes on when machines are lost
   runlog      what happened to a run, why, and what it cost; the logbook
-  export      a checkpoint as a plain transformers folder
+  checkpoint  what a run has saved, whether it is whole, and what is kept
+
+its result:
   chat        talk to a trained model in the terminal
   eval        accuracy of a model on multiple-choice task files
+  export      a checkpoint as a plain transformers folder
+
+  completion  completion of these commands in bash and zsh
 
 Recipes are started with accelerate, in a clone or in a folder that zerobook init has made:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
@@ -38,6 +45,7 @@ COMMANDS = {
     "export": ("zerobook.cli.export", "export"),
     "chat": ("zerobook.cli.chat", "chat"),
     "eval": ("zerobook.cli.eval", "evaluate"),
+    "completion": ("zerobook.cli.completion", "completion"),
 }
 """command -> (module, its function of the remaining arguments, which returns the exit code)"""
 
@@ -45,6 +53,11 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        print(f"zerobook {arguments[0]}: no such command." + (f" Did you mean zerobook {near[0]}?" if near else "")
+              + " zerobook --help lists all.", file=sys.stderr)  # fmt: skip
+        return 2
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)

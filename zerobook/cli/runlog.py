@@ -21,15 +21,19 @@ from __future__ import annotations
 import argparse
 import csv
 import getpass
+import json
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
 from zerobook.runlog.event_text import QUIET, duration, sentence
-from zerobook.runlog.history import History, folder_of, is_being_written
+from zerobook.runlog.history import History, folder_of, is_being_written, last_of
 from zerobook.runlog.summary import summary
+from zerobook.runlog.writer import EVENTS, LAST_WORDS
 from zerobook.utils.terminal import console, plain, say
 
 if TYPE_CHECKING:
@@ -53,12 +57,18 @@ def runlog(arguments: list[str]) -> int:
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help="export: include steps of abandoned branches")
+    parser.add_argument("--json", action="store_true", help="print JSON: for status, why, spikes, lost, good, skipped, path")
     known = parser.parse_args(arguments)
+    if known.json and known.action not in _AS_JSON:
+        raise RunLogError(f"zerobook runlog {known.action}: it prints no JSON. {', '.join(_AS_JSON)} do.")
     most = {"why": 1, "note": 1, "replay": 1, "diff": 2}.get(known.action, 0)
     if len(known.rest) > most:
         raise RunLogError(
             f"zerobook runlog {known.action}: {' '.join(known.rest)!r} are too many arguments. See zerobook runlog --help."
         )
+    if known.json:
+        print(json.dumps(_AS_JSON[known.action](known), indent=2, default=str))
+        return 0
     return _ACTIONS[known.action](known) or 0
 
 
@@ -299,6 +309,34 @@ def replay(known: argparse.Namespace) -> int | None:
         flags = f"--resume_from_checkpoint {there[-1]} --output_dir NEW --on_spike log --max_train_steps {spike['step'] + 4}"
         say(f"To do these steps again from the checkpoint before them, add to the run's own launch line:\n  {flags}")
     return None
+
+
+# --- as JSON
+def _status_json(known: argparse.Namespace) -> dict[str, Any]:
+    folder = folder_of(known.run)
+    return {"status": summary(folder), **last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *LAST_WORDS))}
+
+
+def _why_json(known: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    history = History.read(known.run)
+    return [[*history.causes(decision), *history.effects(decision)] for decision in history.of("decision")]
+
+
+def _lost_json(known: argparse.Namespace) -> dict[str, Any]:
+    spent = History.read(known.run).time()
+    return {**asdict(spent), "other": spent.other, "ratio": spent.ratio}
+
+
+_AS_JSON: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "status": _status_json,
+    "why": _why_json,
+    "spikes": lambda known: History.read(known.run).of("spike"),
+    "lost": _lost_json,
+    "good": lambda known: History.read(known.run).of("checkpoint"),
+    "skipped": lambda known: History.read(known.run).of("skip"),
+    "path": lambda known: [asdict(branch) for branch in History.read(known.run).branches()],
+}
+"""action -> what it prints with ``--json``: events as docs/reference/runlog.md describes them, seconds, or branches"""
 
 
 def story(history: History) -> list[dict[str, Any]]:

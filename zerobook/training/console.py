@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Console(Hook):
             return
         config, state, data = trainer.config, trainer.state, trainer.data
         live = trainer.strategy.describe()
+        self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
         self.say(f"live engine: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,11 +102,20 @@ def train(
             if trainer.save_results:
                 enter("export")
                 save_model(strategy, tokenizer, config)
+                if strategy.is_main:
+                    say(next_commands(config))
         finally:
             if not launched():
                 trainer.close()
                 AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
     return progress
+
+
+def next_commands(config: RecipeConfig) -> str:
+    """Return what to type after a run."""
+    run = shlex.quote(config.output_dir)
+    best = " --checkpoint best" if config.eval_steps and config.save_steps else ""
+    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{best} --output MODEL\n  zerobook runlog report {run}"
 
 
 def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:

@@ -1,0 +1,56 @@
+"""Manners of the commands: wrong names, completion, JSON, and what a run says at its end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from tests.test_runlog import run  # noqa: F401  a fixture
+from zerobook.cli.completion import ACTIONS
+from zerobook.cli.main import COMMANDS, HELP, main
+from zerobook.cli.runlog import _ACTIONS as RUNLOG_ACTIONS
+
+
+def test_a_wrong_command_is_answered_with_the_nearest(capsys):
+    assert main(["runlgo", "status"]) == 2
+    assert "zerobook runlgo: no such command. Did you mean zerobook runlog?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2 and "Did you mean" not in capsys.readouterr().err
+
+
+def test_help_names_every_command():
+    assert all(f"\n  {command} " in HELP for command in COMMANDS)
+
+
+@pytest.mark.parametrize("typed, completed", [
+    ("ru", ["runlog"]), ("", list(COMMANDS)), ("runlog sp", ["spikes"]), ("checkpoint p", ["pin", "prune"]),
+])  # fmt: skip
+def test_bash_completes_commands_and_actions(capsys, typed, completed):
+    assert main(["completion", "bash"]) == 0
+    words = ["zerobook", *typed.split(" ")]
+    line = (
+        f"COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}; _zerobook; echo ${{COMPREPLY[@]}}"
+    )
+    done = subprocess.run(
+        [shutil.which("bash"), "-c", capsys.readouterr().out + line], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == completed
+
+
+def test_completion_knows_the_actions_there_are():
+    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, "report", "test-detector"}
+
+
+def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
+    def told(*arguments):
+        assert main(["runlog", *arguments, str(run), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert told("status")["status"].startswith("Finished: step 40") and told("status")["run_end"]["progress"] == {"step": 40}
+    assert [event["onset"] for event in told("spikes")] == [18]
+    assert [event["type"] for event in told("why")[0]] == ["spike", "decision", "rollback", "skip", "rollback"]
+    assert told("lost")["steps_given_up"] and told("path")[0]["number"] == 0 and told("skipped")[0]["samples"] == 3
+    assert {event["step"] for event in told("good")} == {10, 30}
+    assert main(["runlog", "note", str(run), "x", "--json"]) == 2 and "it prints no JSON" in capsys.readouterr().err
