@@ -194,10 +194,8 @@ def test_shown_launch_resolves(line, files, clone, monkeypatch):
     for name, code in files.items():
         (clone / name).write_text(code)
     line = re.sub(r"\\\n", " ", line).replace("<your GPUs>", "8")
-    if (
-        "--config mine.yaml" in line
-    ):  # zerobook recipe writes it in the line before; tests/test_recipe_command.py has more of it
-        (clone / "mine.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\ntrain_file: chats.jsonl\nmixed_precision: bf16\n")
+    exported = dict(re.findall(r"(\w+)=(\S+)", "\n".join(re.findall(r"^export (.*)$", README, re.M))))
+    line = re.sub(r"\$(\w+)", lambda found: exported[found[1]], line)
     program, launch, *arguments = shlex.split(line)
     assert (program, launch) == ("accelerate", "launch")
     processes = int(arguments[arguments.index("--num_processes") + 1])
