@@ -67,14 +67,12 @@ def test_a_link_is_compared_with_its_own_past():
 
     assert see(10, 0.001, 0.002, 0.002) == []
     assert see(20, 0.001, 0.002, 0.004) == [], "twice is nothing"
-    assert see(25, 0.001, 0.002, 0.3) == see(25, 0.001, 0.002, 0.3) == [], "one slow exchange can be chance"
-    assert see(26, 0.001, 0.002, 0.004) == see(28, 0.001, 0.002, 0.3) == []
+    assert see(0, 0.001, 0.002, 0.3) == [], "the run loads its model"
     assert see(30, 0.001, 0.002, 0.3) == [Slow("link", "host2", [2], 30, 0.3, 0.002)]
     assert see(40, 0.001, 0.002, 0.3) == []
     assert see(50, 0.001, 0.002, 0.002) == []
     # all links to the first host are slow: it is the first host's
-    assert see(60, 0.001, 0.2, 0.3) == []
-    assert [s.host for s in see(61, 0.001, 0.2, 0.3)] == ["host0"]
+    assert [s.host for s in see(60, 0.001, 0.2, 0.3)] == ["host0"]
 
 
 @pytest.mark.parametrize("slow, said", [

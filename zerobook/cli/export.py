@@ -3,6 +3,7 @@
 zerobook export outputs/run --output exported
 zerobook export outputs/run/checkpoints/step-000200 --output exported --dtype bfloat16
 zerobook export outputs/run --checkpoint best --output adapter --keep_adapter
+zerobook export outputs/run --output exported --push me/my-model --private
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 import torch
 
 from zerobook.checkpoint import store
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.export import export_checkpoint
+from zerobook.models.push import check_push, push
 from zerobook.utils.terminal import say
 
 
@@ -32,7 +34,13 @@ def export(arguments: list[str]) -> int:
         "--trust_remote_code", action="store_true",
         help="run the code that comes with the checkpoint's model; the run's own setting does not count",
     )  # fmt: skip
+    parser.add_argument("--push", metavar="NAME", help="upload the folder to the hub as this repository, such as me/my-model")
+    parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
     known = parser.parse_args(arguments)
+    if known.push:
+        check_push(known.push)
+    elif known.private:
+        raise ConfigError("--private: it is for --push NAME, which is not given.")
     facts = export_checkpoint(
         _find(Path(known.path).expanduser().absolute(), known.checkpoint), Path(known.output).expanduser(),
         dtype=getattr(torch, known.dtype), merge=not known.keep_adapter, trust_remote_code=known.trust_remote_code,
@@ -40,6 +48,8 @@ def export(arguments: list[str]) -> int:
     for line in facts["notes"]:
         say(f"  note: {line}")
     say(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
+    if known.push:
+        say(f"uploaded to {push(facts['folder'], known.push, private=known.private)}")
     return 0
 
 

@@ -14,8 +14,7 @@ SHARE = 0.1
 LEAST_S = 0.01
 """... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
 LINK_TIMES, LINK_S = 5.0, 0.05
-"""A link is slow if two exchanges with the store in a row take so many times as long as its fastest one, and so many
-seconds."""
+"""A link is slow if an exchange with the store takes so many times as long as its fastest one, and so many seconds."""
 
 
 class Slow(NamedTuple):
@@ -35,8 +34,6 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._best: dict[str, float] = {}
-        self._slow_beat: dict[str, int] = {}
-        """host -> number of the first heartbeat after a slow exchange, while they stay slow"""
         self._given: set[tuple[str, str]] = set()
         self._step = 0
 
@@ -71,10 +68,8 @@ class Stragglers:
         for host, ranks in hosts.items():
             seconds = min(beats[rank].exchange for rank in ranks)
             best = self._best[host] = min(seconds, self._best.get(host, seconds))
-            number = max(beats[rank].number for rank in ranks)
-            if seconds <= max(LINK_TIMES * best, LINK_S):
-                self._slow_beat.pop(host, None)
-            elif number > self._slow_beat.setdefault(host, number):
+            training = beats[ranks[0]].step > 0  # a process that loads its model may answer late
+            if training and seconds > LINK_TIMES * best and seconds > LINK_S:
                 found.append(Slow("link", host, ranks, max(beats[rank].step for rank in ranks), seconds, best))
         self._forget("link", {slow.host for slow in found})
         if len(found) == len(hosts) > 1:  # they have one end in common

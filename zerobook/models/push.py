@@ -1,0 +1,54 @@
+"""Upload of an exported folder to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zerobook.errors import ConfigError
+
+
+def check_push(name: str) -> None:
+    """Check that this machine may upload to the hub, before anything is exported.
+
+    Raises:
+        ConfigError: no name of a repository, no token, or the hub is switched off.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"--push {name}: it is no name of a repository, such as me/my-model: {error}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError("--push: HF_HUB_OFFLINE is set, which forbids every request to the hub. Unset it.")
+    if get_token() is None:
+        raise ConfigError("--push: this machine has no token for the hub. Run hf auth login, or set HF_TOKEN.")
+
+
+def push(folder: Path, name: str, *, private: bool) -> str:
+    """Upload ``folder`` as the model repository ``name``, which is created where it is missing. Return its address.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by zerobook")
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        way_out = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")
+        raise ConfigError(f"--push {name}: the hub refuses: {str(error).splitlines()[0]}.{way_out} {_kept(folder)}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):  # the module's name depends on the hub client's version
+            raise
+        raise ConfigError(f"--push {name}: the hub cannot be reached: {error}. {_kept(folder)}") from error
+    return str(address)
+
+
+def _kept(folder: Path) -> str:
+    return f"The export is in {folder}: hf upload NAME {folder} uploads it later."
