@@ -89,12 +89,8 @@ def test_an_export_is_uploaded(tmp_path, hub):
     said = pushed(folder, "me/mine", HF_ENDPOINT=hub, HF_TOKEN="hf_of_a_test")
     assert "me/mine" in said
     create = next(body for path, body in Hub.asked if path == "/api/repos/create")
-    assert (
-        create["name"] == "mine"
-        and create["organization"] == "me"
-        and create.get("private")
-        or create.get("visibility") == "private"
-    )
+    assert (create["name"], create["organization"]) == ("mine", "me")
+    assert "private" in (create.get("visibility"), *create), "a new repository is private"
     files = [body["value"] for path, body in Hub.asked if path.endswith("/commit/main") and body["key"] == "file"]
     assert {file["path"]: base64.b64decode(file["content"]).decode() for file in files} == {
         "config.json": '{"model_type": "llama"}', "README.md": "# card\n",
