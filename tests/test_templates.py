@@ -19,6 +19,7 @@ from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
 from zerobook.data.skeleton import only_writes_contents
 from zerobook.data.templates import CausalEncoder, ChatTemplate, Encoded, Seq2SeqEncoder
 from zerobook.errors import ConfigError
+from zerobook.utils.chat_template import FOLDER, NAMES, template_file
 
 END = 2  # <|im_end|>, which is also the pad token
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -549,3 +550,36 @@ def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, trimmin
             content = content.strip() if template == TRIMS else content
             assert content in turn and turn.endswith("<|im_end|>")
             assert turn.removesuffix("<|im_end|>").strip() == content.strip()
+
+
+@pytest.mark.parametrize("name, ends, begins", [
+    ("chatml", "<|im_end|>", "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nHi there."),
+    ("llama-3", "<|eot_id|>",
+     "BOS<|start_header_id|>user<|end_header_id|>\n\nHello?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nHi"),
+    ("mistral", "EOS", "BOS[INST] Hello? [/INST] Hi there.EOS[INST] Who are you? [/INST] A book.EOS"),
+    ("gemma", "<end_of_turn>", "BOS<start_of_turn>user\nHello?<end_of_turn>\n<start_of_turn>model\nHi there.<end_of_turn>\n"),
+    ("falcon", "EOS", "User: Hello?\nFalcon: Hi there.EOS\nUser: Who are you?\nFalcon: A book.EOS\n"),
+    ("zephyr", "EOS", "<|user|>\nHello?EOS\n<|assistant|>\nHi there.EOS\n<|user|>\nWho are you?EOS\n"),
+])  # fmt: skip
+def test_templates_by_name(tokenizer, name, ends, begins):
+    """Each turn of the assistant is supervised with its end, also where the end is no token of this tokenizer."""
+    text = template_file(name).read_text()
+    marks = {"BOS": tokenizer.bos_token or "", "EOS": tokenizer.eos_token}
+    for mark, token in marks.items():
+        ends, begins = ends.replace(mark, token), begins.replace(mark, token)
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = text
+    rendered = made.apply_chat_template(TALK.messages, tokenize=False)
+    assert rendered.startswith(begins)
+    encoded = one(tokenizer, TALK, template=text)
+    assert tokenizer.decode(encoded.input_ids).replace(tokenizer.eos_token, "") == rendered.replace(tokenizer.eos_token, "")
+    for answer, supervised in zip(("Hi there.", "A book."), said(tokenizer, encoded), strict=True):
+        assert supervised.strip().startswith(answer) and ends in supervised and supervised.endswith(tokenizer.eos_token)
+    prompt = made.apply_chat_template(TALK.messages[:1], tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith(prompt), "a chat goes on as it was trained"
+    with_system = made.apply_chat_template(chat("Hello?", "Hi.", system="Be brief.").messages, tokenize=False)
+    assert "Be brief." in with_system and with_system.index("Be brief.") < with_system.index("Hello?")
+
+
+def test_every_template_that_is_shipped_has_a_name():
+    assert {file.stem for file in FOLDER.glob("*.jinja")} == set(NAMES)

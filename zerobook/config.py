@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
 from zerobook.utils import user_code
+from zerobook.utils.chat_template import NAMES, template_file
 from zerobook.utils.terminal import plain
 
 # Names that published command lines use for the same thing.
@@ -145,7 +146,9 @@ class RecipeConfig(_Keys):
     format: Format | None = Field(None, description="format of the samples; unset: detected from the columns")
     text_column: str | None = Field(None, description="column with the source text of a pair, if its name is not detected")
     summary_column: str | None = Field(None, description="column with the target text of a pair, if its name is not detected")
-    chat_template: str | None = Field(None, description="Jinja file with a chat template; unset: the tokenizer's")
+    chat_template: str | None = Field(
+        None, description=f"Jinja file with a chat template, or {', '.join(NAMES[:-1])} or {NAMES[-1]}; unset: the tokenizer's"
+    )
     on_bad_sample: Literal["error", "skip"] = Field("error", description="action for a sample that cannot be used")
     packing: bool = Field(False, description="put several samples into a row, with attention isolated, to reduce padding")
     group_by_length: bool = Field(False, description="put rows of similar length into a batch, to reduce padding")
@@ -327,8 +330,9 @@ class RecipeConfig(_Keys):
         found += self._streaming_problems() if self.streaming else []
         for key in ("train_file", "validation_file", "chat_template"):
             value = getattr(self, key)
-            if value and not Path(value).expanduser().exists():
-                found.append(f"{key}: no such file or folder: {value}")
+            template = key == "chat_template"
+            if value and not (template_file(value) if template else Path(value).expanduser()).exists():
+                found.append(f"{key}: no such file or folder: {value}{nearest(value, set(NAMES)) if template else ''}")
         found += _unusable_folder("output_dir", self.output_dir)
         for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
             if importlib.util.find_spec(tracker) is None:
@@ -370,7 +374,7 @@ class RecipeConfig(_Keys):
         if self.chat_template is None:
             return None
         try:
-            return Path(self.chat_template).expanduser().read_text(encoding="utf-8")
+            return template_file(self.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ConfigError(f"chat_template: {self.chat_template} cannot be read: {reason}. Give a Jinja file.") from None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from zerobook.data.examine import Examined, Places, examine, in_both
 from zerobook.data.sources import open_source
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError
+from zerobook.utils.chat_template import template_file
 from zerobook.utils.terminal import console, say
 
 BINS = 12
@@ -38,7 +38,7 @@ def inspect(arguments: list[str]) -> int:
     parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens that a sample may have (default: %(default)s)")
     parser.add_argument("--validation_file", help="held-out data, which are compared with the training data")
     parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
-    parser.add_argument("--chat_template", help="Jinja file with a chat template; unset: the tokenizer's")
+    parser.add_argument("--chat_template", help="as the recipes' --chat_template")
     parser.add_argument("--samples", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     known = parser.parse_args(arguments)
@@ -71,7 +71,7 @@ def _encoder(model: str, template: str | None) -> CausalEncoder:
 
     if template is not None:
         try:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
+            template = template_file(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat_template {template}: it cannot be read: {error}.") from None
     name = embedded.located(find_result(model).model)
