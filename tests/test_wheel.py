@@ -75,7 +75,8 @@ def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
         file.relative_to(ROOT).as_posix() for name, pattern in SHIPPED.items() for file in (ROOT / name).glob(pattern)
     }
     assert len(configs) >= 4 and len(strategies) >= 25
-    everything = code | configs | {"zerobook/runlog/report.html.j2"}
+    templates = {file.relative_to(ROOT).as_posix() for file in (ROOT / "zerobook").rglob("*.jinja")}
+    everything = code | configs | templates | {"zerobook/runlog/report.html.j2"}
     packed = {file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file()}
     assert not (everything | strategies | {"setup.py", "pyproject.toml", "LICENSE"}) - packed
     with zipfile.ZipFile(wheel) as archive:
