@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import ModelCard
 
 from tests.harness import ROOT, SETTINGS
 
@@ -65,6 +66,17 @@ def test_own_chats_become_a_model_that_is_continued_and_talked_to(tmp_path, tiny
     for name in ("runs/second", "runs/second/adapter", "runs/second/checkpoints/step-000002"):
         assert shell(f"zerobook chat {name} --max_new_tokens 4", text="What comes after 3?\n")
     shell("zerobook export runs/second --output merged")
+    shell("zerobook export runs/second --keep_adapter --output alone")
+    for folder, library in (("merged", "transformers"), ("alone", "peft")):
+        card = ModelCard.load(mine / folder / "README.md")
+        assert card.data.library_name == library and card.data.tags == ["zerobook", "lora"] and not card.data.base_model
+        assert str(tmp_path) not in card.text and str(tiny) not in card.text, "no path of this machine"
+        assert "| logbook | 1 attempts, 0 alarms" in card.text and "| held-out loss | " in card.text
+        (code,) = re.findall(r"```python\n(.*?)```", card.text, re.S)
+        code = code.replace("FOLDER_OR_NAME", folder) + "\nprint(type(model).__name__, len(tokenizer))\n"
+        done = subprocess.run([sys.executable, "-c", code], cwd=mine, env=ENVIRONMENT, capture_output=True, text=True,
+                              timeout=120, check=False)  # fmt: skip
+        assert ("Peft" if library == "peft" else "LlamaForCausalLM") in done.stdout, done.stderr
     shell("zerobook chat merged --max_new_tokens 4", text="What comes after 3?\n")
     assert "Finished: step 4 of 4" in shell("zerobook runlog status runs/second")
     listed = shell("zerobook checkpoint list runs/second --json")

@@ -15,6 +15,7 @@ from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import INITIAL, adapted, save_adapter, trains_adapters
+from zerobook.models.card import card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
@@ -80,7 +81,8 @@ def export_checkpoint(
     shutil.rmtree(staging, ignore_errors=True)
     try:
         _write(model, tokenizer, config, staging)
-        (staging / "README.md").write_text(_card(config, checkpoint, base, adapts and not merge, notes))
+        (staging / "README.md").write_text(card(config, checkpoint, seq2seq=model.config.is_encoder_decoder,
+                                               adapter=adapts and not merge, notes=notes))  # fmt: skip
         difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
         if difference > _ALLOWED:
             raise CheckpointError(
@@ -218,33 +220,3 @@ def _difference(one: Model, other: Model) -> float:
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
     mine, reloaded = (model(**batch).logits.float() for model in (one, other))
     return float((mine - reloaded).abs().max() / mine.abs().max())
-
-
-def _card(config: dict[str, Any], checkpoint: Path, base: str, adapter: bool, notes: list[str]) -> str:
-    progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
-    name = config["model_name_or_path"] or config.get("config_name")
-    data = config["dataset_name"] or config["train_file"] or ", ".join(spec["path"] for spec in config["datasets"] or [])
-    loss = store.eval_loss(checkpoint)
-    head = ["---", "library_name: peft" if adapter else "library_name: transformers"]
-    if (
-        config["model_name_or_path"]
-        and not Path(config["model_name_or_path"]).exists()
-        and ":" not in config["model_name_or_path"]
-    ):
-        head.append(f"base_model: {config['model_name_or_path']}")
-    rows = {
-        "trained from": name,
-        "trained on": data,
-        "steps": progress["step"],
-        "samples seen": f"{progress['samples']:,}",
-        "supervised tokens seen": f"{progress['tokens']:,}",
-        "global batch": progress["global_batch"],
-        "optimizer": config.get("optimizer", "adamw"),
-        "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
-        "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
-        "strategy": f"{index['written_by']['strategy']}, {index['written_by']['world_size']} processes",
-        "data fingerprint": progress["data_fingerprint"],
-    }
-    lines = [*head, "---", "", f"# {checkpoint.parents[1].name}, step {progress['step']}", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in rows.items()]
-    return "\n".join([*lines, "", *(f"Note: {note}." for note in notes)]) + "\n"

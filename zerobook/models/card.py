@@ -1,0 +1,113 @@
+"""The model card of an exported folder, in the hub's format: https://huggingface.co/docs/hub/model-cards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zerobook.checkpoint import store
+from zerobook.errors import RunLogError
+from zerobook.models.adapters import trains_adapters
+from zerobook.runlog.event_text import duration
+from zerobook.runlog.history import History
+
+LOAD = {
+    "adapter": """from peft import AutoPeftModelFor{task}
+from transformers import AutoTokenizer
+
+model = AutoPeftModelFor{task}.from_pretrained("FOLDER_OR_NAME")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
+    "model": """from transformers import AutoModelFor{task}, AutoTokenizer
+
+model = AutoModelFor{task}.from_pretrained("FOLDER_OR_NAME")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
+}
+
+
+def card(config: Mapping[str, Any], checkpoint: Path, *, seq2seq: bool, adapter: bool, notes: Sequence[str]) -> str:
+    """Return the card: the base, the data, how it was trained, the run's figures and events, and code that loads it.
+
+    It names no path of this machine: of local files and folders, only the last part.
+
+    Args:
+        config: the run's, from the checkpoint; one of an earlier version lacks newer keys.
+        adapter: the folder holds an adapter, and not the whole model.
+        notes: limits for people, each a sentence without its full stop.
+    """
+    progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
+    base = config["model_name_or_path"] or config.get("config_name")
+    on_hub = _on_hub(config["model_name_or_path"])
+    data = [config["dataset_name"] or config["train_file"], *(spec["path"] for spec in config["datasets"] or [])]
+    data = [name for name in data if name]
+    loss, method = store.eval_loss(checkpoint), _method(config)
+    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["zerobook", method]}
+    if on_hub:
+        head["base_model"] = base
+    if named := [name for name in data if _on_hub(name)]:
+        head["datasets"] = named
+    written = index["written_by"]
+    rows = {
+        "trained from": _shown(str(base)) + (f", revision {config['model_revision']}" if on_hub else ""),
+        "trained on": ", ".join(map(_shown, data)),
+        "dataset revision": config.get("dataset_revision"),
+        "method": method,
+        "steps": f"{progress['step']:,}",
+        "samples seen": f"{progress['samples']:,}",
+        "supervised tokens seen": f"{progress['tokens']:,}",
+        "global batch": progress["global_batch"],
+        "optimizer": config.get("optimizer", "adamw"),
+        "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
+        "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
+        "strategy": f"{written['strategy']}, {written['world_size']} processes",
+        "data fingerprint": progress["data_fingerprint"],
+    } | _of_run(checkpoint.parents[1])
+    load = LOAD["adapter" if adapter else "model"].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
+    lines += [f"# {checkpoint.parents[1].name}, step {progress['step']}", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in (None, "")]
+    lines += ["", "## Use", "", "```python", load, "```", "", "## Limits", ""]
+    lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
+    return "\n".join([*lines, *(f"{note[0].upper()}{note[1:]}." for note in notes)]) + "\n"
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    """Return what the runlog tells of the run; nothing where there is none."""
+    try:
+        history = History.read(folder)
+    except RunLogError:
+        return {}
+    found: dict[str, Any] = {"time": duration(history.time().total)}
+    env, starts = history.of("env"), history.of("run_start")
+    if env:
+        gpus = env[-1]["gpus"]
+        found["hardware"] = f"{len(gpus)} x {gpus[0]}" if gpus else f"{env[-1]['cpus']} CPU cores"
+    if starts:
+        versions = starts[-1]["versions"]
+        named = ("torch", "transformers", "accelerate", "deepspeed")
+        found["versions"] = ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
+    rollbacks = [event for event in history.of("rollback") if event["phase"] == "outcome"]
+    alarms, left_out = (
+        sum(event["alarm"] for event in history.of("spike")),
+        sum(event["samples"] for event in history.of("skip")),
+    )
+    counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": len(rollbacks), "samples left out": left_out}
+    found["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return found
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    if not trains_adapters(config):
+        return "full finetuning"
+    kind = config.get("adapter") or "lora"
+    return f"{kind} on 4-bit weights" if config.get("load_in_4bit") else kind
+
+
+def _on_hub(name: str | None) -> bool:
+    return name is not None and ":" not in name and not Path(name).expanduser().exists() and name.count("/") <= 1
+
+
+def _shown(name: str) -> str:
+    return name if _on_hub(name) or ":" in name else Path(name).name
