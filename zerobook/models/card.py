@@ -40,7 +40,7 @@ def card(config: Mapping[str, Any], checkpoint: Path, *, seq2seq: bool, adapter:
     progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
     base = config["model_name_or_path"] or config.get("config_name")
     on_hub = _on_hub(config["model_name_or_path"])
-    data = [config["dataset_name"] or config["train_file"], *(spec["path"] for spec in config["datasets"] or [])]
+    data = [config.get("dataset_name") or config.get("train_file"), *(spec["path"] for spec in config.get("datasets") or [])]
     data = [name for name in data if name]
     loss, method = store.eval_loss(checkpoint), _method(config)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["zerobook", method]}
@@ -50,7 +50,7 @@ def card(config: Mapping[str, Any], checkpoint: Path, *, seq2seq: bool, adapter:
         head["datasets"] = named
     written = index["written_by"]
     rows = {
-        "trained from": _shown(str(base)) + (f", revision {config['model_revision']}" if on_hub else ""),
+        "trained from": _shown(str(base)) + (f", revision {config.get('model_revision')}" if on_hub else ""),
         "trained on": ", ".join(map(_shown, data)),
         "dataset revision": config.get("dataset_revision"),
         "method": method,
