@@ -15,6 +15,7 @@ The same on a laptop's CPU, two processes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -22,11 +23,14 @@ from pydantic import Field
 from zerobook.data.templates import CausalEncoder
 from zerobook.models.adapters import AdapterConfig, Method
 from zerobook.models.quantise import int8, nf4
-from zerobook.training.recipe import Recipe
+from zerobook.training.recipe import Collator, Recipe, Scorer
 from zerobook.training.run import run
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+
+    from zerobook.data.prepare import PreparedData
 
 
 class LoraConfig(AdapterConfig):
@@ -36,6 +40,8 @@ class LoraConfig(AdapterConfig):
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
     load_in_8bit: bool = Field(False, description="int8 base weights with a scale for each row; excludes load_in_4bit")
+
+    eval_samples: int = Field(0, ge=0, description="held-out prompts that are answered at every evaluation, for people to read")
 
     @property
     def base_format(self) -> str | None:
@@ -58,6 +64,18 @@ class LoraFinetune(Recipe[LoraConfig]):
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
         # Only the assistant's text and its end of turn are supervised.
         return CausalEncoder(tokenizer, length=self.config.max_seq_length)
+
+    def scorers(
+        self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
+    ) -> Sequence[Scorer]:
+        from zerobook.data.templates import end_tokens
+        from zerobook.evaluation.answers import AnswerSampler
+
+        scorers = [*super().scorers(tokenizer, model, data, collate)]
+        if self.config.eval_samples and data.held_out:
+            rows, ends = next(iter(data.held_out.values())), end_tokens(tokenizer)
+            scorers.append(AnswerSampler(rows, tokenizer, count=self.config.eval_samples, ends=ends))
+        return scorers
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
         if self.config.base_format == "int8":

@@ -117,6 +117,11 @@ def _tables(history: History, spent: TimeSpent) -> Iterator[tuple[str, list[str]
             good = f"[{proven[e['seq']]}]" if e["seq"] in proven else ""
             rows.append([f"[{e['seq']}]", str(e["step"]), str(e["branch"]), duration(e["seconds"]), good])
     yield "Checkpoints", ["seq", "step", "branch", "took", "proven good"], rows, "None."
+    shown = [event for event in history.of("eval") if event.get("samples")][-1:]
+    for event in shown:
+        columns = list(event["samples"][0])
+        rows = [[str(sample.get(column, "")) for column in columns] for sample in event["samples"]]
+        yield f"Samples of the evaluation at step {event['step']}", columns, rows, "None."
     rows = []
     for attempt in history.attempts():
         start = next((e for e in attempt if e["type"] == "run_start"), attempt[0])
