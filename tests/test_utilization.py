@@ -54,7 +54,10 @@ def test_the_share_of_the_peak(monkeypatch):
     pace.flops, pace.peak = ModelFlops(1000.0, 10.0), 1e6
     pace.start()
     pace.count(tokens=30, all_tokens=200, rows=4)
-    now[0] = 12.0
+    now[0] = 11.0
+    with pace.apart():  # an evaluation, say
+        now[0] = 15.0
+    now[0] = 16.0
     pace.measure()
     assert (pace.tokens_per_second, pace.all_tokens_per_second) == (15.0, 100.0)
     assert pace.mfu == pytest.approx((1000 + 10 * 50) * 100 / 1e6)

@@ -224,9 +224,11 @@ def _machine(history: History) -> Any:
     if not charts:
         return None
     figure = make_subplots(rows=len(charts), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(charts))
+    colours = iter(_cycle(LINES))  # over all charts, which share a legend
     for row, (title, lines, top) in enumerate(charts, 1):
-        for (name, (x, y)), colour in zip(lines.items(), _cycle(LINES), strict=False):
-            figure.add_scatter(x=x, y=y, row=row, col=1, mode="lines", name=name, line={"color": colour, "width": 1.4})
+        for name, (x, y) in lines.items():
+            mode = "lines" if len(x) > 2 else "lines+markers"
+            figure.add_scatter(x=x, y=y, row=row, col=1, mode=mode, name=name, line={"color": next(colours), "width": 1.4})
         figure.update_yaxes(title_text=title, row=row, col=1, rangemode="tozero")
         if top is not None:
             figure.update_yaxes(range=[0, top], row=row, col=1)

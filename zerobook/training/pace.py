@@ -12,6 +12,8 @@ from zerobook.training.utilization import ModelFlops
 class Pace:
     """Measures tokens a second, the share of the time that the run waits for data, and the use of the devices.
 
+    Evaluations and saves do not count: see `apart`.
+
     Attributes:
         flops: operations of the model; None where they are not known.
         peak: operations a second of all devices; None where it is not known.
@@ -43,6 +45,13 @@ class Pace:
         asked = time.monotonic()
         yield
         self._waited += time.monotonic() - asked
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave out the time of something that is no training step. Use it as a context manager."""
+        begun = time.monotonic()
+        yield
+        self._since += time.monotonic() - begun
 
     def count(self, tokens: int, all_tokens: int, rows: int) -> None:
         """Add a step, over all ranks: its supervised tokens, the tokens of its rows, and its rows."""

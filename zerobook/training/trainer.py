@@ -364,7 +364,7 @@ class Trainer:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
         """
         self._evaluated, self.evaluation = self.progress.step, None
-        with during("evaluate", self.progress.step):
+        with during("evaluate", self.progress.step), self.pace.apart():
             record = self.evaluator.evaluate(self.progress.step)
         if record is None:
             return None
@@ -389,7 +389,7 @@ class Trainer:
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        with during("save", step):
+        with during("save", step), self.pace.apart():
             self.manager.save(self.progress, self.log)
         self.hooks("on_save", self, self.manager.folder / store.name_of(step))
 
