@@ -164,3 +164,29 @@ def test_settings_that_exclude_each_other():
 def test_the_warm_up_is_a_share_of_the_steps():
     config, *_ = parse(CausalLMConfig, [*BASE, "--warmup_ratio", "0.1"])
     assert [config.warmup_steps(total) for total in (1, 10, 101)] == [1, 1, 11]
+
+
+def test_paths_in_a_yaml_start_beside_it_too(tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "data").mkdir(parents=True)
+    elsewhere.mkdir()
+    for name in ("data/train.jsonl", "held.jsonl", "mine.py", "task.jsonl"):
+        (project / name).write_text("class Mine: ...\n")
+    (elsewhere / "held.jsonl").write_text("x")
+    (project / "run.yaml").write_text(
+        "model_name_or_path: m/n\ntrain_file: data/train.jsonl\nvalidation_file: held.jsonl\nhooks: [mine.py:Mine]\n"
+        "eval_tasks: [task.jsonl]\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    config, *_ = parse(CausalLMConfig, ["--config", "../project/run.yaml"])
+    assert config.train_file == "../project/data/train.jsonl" and config.eval_tasks == ["../project/task.jsonl"]
+    assert config.validation_file == "held.jsonl", "the working folder comes first"
+    assert config.hooks == ["../project/mine.py:Mine"] and config.model_name_or_path == "m/n"
+    (project / "run.yaml").write_text(
+        "model_name_or_path: m\ndatasets: [{path: data/train.jsonl}, {path: hub/name, name: b}]\n"
+    )
+    config, *_ = parse(CausalLMConfig, ["--config", "../project/run.yaml"])
+    assert [spec.path for spec in config.datasets] == ["../project/data/train.jsonl", "hub/name"]
+    (project / "run.yaml").write_text("model_name_or_path: m\ntrain_file: gone.jsonl\n")
+    (said,) = problems(["--config", "../project/run.yaml"])
+    assert f"gone.jsonl, looked for in {elsewhere}" in said

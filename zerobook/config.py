@@ -332,7 +332,8 @@ class RecipeConfig(_Keys):
             value = getattr(self, key)
             template = key == "chat_template"
             if value and not (template_file(value) if template else Path(value).expanduser()).exists():
-                found.append(f"{key}: no such file or folder: {value}{nearest(value, set(NAMES)) if template else ''}")
+                near = nearest(value, set(NAMES)) if template else ""
+                found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
         found += _unusable_folder("output_dir", self.output_dir)
         for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
             if importlib.util.find_spec(tracker) is None:
@@ -470,7 +471,7 @@ def parse(
             elif name in values:
                 problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
             else:
-                values[name], sources[name] = value, known.config
+                values[name], sources[name] = _beside(known.config, name, value), known.config
     for key, value in flags.items():
         values[key], sources[key] = value, f"flag --{key}"
 
@@ -611,6 +612,29 @@ def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(loaded, dict):
         return {}, [f"{path}: expected a mapping of keys to values, found a {type(loaded).__name__}."]
     return loaded, []
+
+
+PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",
+         "config_name", "adapter_path", "dataset_name")  # fmt: skip
+"""Keys that may name a file or a folder."""
+
+
+def _beside(yaml_file: str, key: str, value: Any) -> Any:
+    """Return a value of a YAML file whose relative paths start beside that file, where nothing of that name is in the working
+    folder."""
+    if isinstance(value, list):
+        return [_beside(yaml_file, key, one) for one in value]
+    if key == "datasets" and isinstance(value, dict) and isinstance(value.get("path"), str):
+        return value | {"path": _path_beside(yaml_file, value["path"])}
+    return _path_beside(yaml_file, value) if key in PATHS and isinstance(value, str) else value
+
+
+def _path_beside(yaml_file: str, name: str) -> str:
+    path, _, class_name = name.partition(":") if ".py:" in name else (name, "", "")
+    there = Path(yaml_file).expanduser().parent / path
+    if Path(path).expanduser().exists() or Path(path).is_absolute() or not there.exists():
+        return name
+    return f"{there}:{class_name}" if class_name else str(there)
 
 
 def nearest(name: str, names: set[str], prefix: str = "") -> str:
