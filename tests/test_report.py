@@ -215,7 +215,8 @@ def test_speed_memory_and_held_out_losses_are_drawn(tmp_path):
                   tokens_per_second=100.0, all_tokens_per_second=400.0, data_wait=0.25, mfu=0.41)  # fmt: skip
         log.event("machine", memory_used=3 * 2**30, memory_total=2**35, swap_used=0, own=2**30, gpus=[gpu], allocator=None)
         parts = {name: {"loss": loss + add, "perplexity": 1.0, "tokens": 9} for name, add in (("chats", 0.5), ("news", 1.5))}
-        log.event("eval", step=last, seconds=0.1, samples=[], loss=loss + 1, perplexity=1.0, tokens=18, datasets=parts)
+        log.event("eval", step=last, seconds=0.1, samples=[], loss=loss + 1, perplexity=1.0, tokens=18, datasets=parts,
+                  metrics={"arithmetic": loss / 10, "rougeL": 10 * loss})  # fmt: skip
 
     train(1, 2, 2.0)
     train(3, 4, 9.0)
@@ -226,10 +227,11 @@ def test_speed_memory_and_held_out_losses_are_drawn(tmp_path):
     log.close()
     history = History.read(tmp_path)
     assert figures.held_out(history) == {"held out: chats": {2: 2.5, 4: 1.5}, "held out: news": {2: 3.5, 4: 2.5}}
+    assert figures.scores(history) == {"arithmetic": {2: 0.2, 4: 0.1}, "rougeL": {2: 20.0, 4: 10.0}}
     page, _ = report.write(tmp_path)
     text = page.read_text()
-    for name in ("supervised tokens/s", "all tokens/s", "waiting for data", "MFU", "host memory", "this run", "GPU 0 memory",
-                 "GPU 0 busy", "held out: chats"):  # fmt: skip
+    for name in ("arithmetic", "rougeL", "supervised tokens/s", "all tokens/s", "waiting for data", "MFU", "host memory",
+                 "this run", "GPU 0 memory", "GPU 0 busy", "held out: chats"):  # fmt: skip
         assert f'"name":"{name.replace("/", chr(92) + "u002f")}"' in text, name
     assert "waited for data for 25% of the training time" in text and "41.0%" in text
 

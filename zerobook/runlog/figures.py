@@ -67,12 +67,17 @@ def _series(history: History) -> tuple[dict[str, list], dict[int, dict[str, list
 
 
 def draw(history: History) -> dict[str, str]:
-    """Return the figures as HTML by name: ``curves``, ``timeline``, and ``machine`` where something was measured."""
+    """Return the figures as HTML by name: ``curves``, ``timeline``, and ``machine`` and ``scores`` where there are any."""
     from plotly import graph_objects as go
 
     buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
     config = {"displaylogo": False, "responsive": True, "modeBarButtons": [buttons]}
-    found = {"curves": _curves(history), "timeline": _timeline(history, go), "machine": _machine(history)}
+    found = {
+        "curves": _curves(history),
+        "timeline": _timeline(history, go),
+        "machine": _machine(history),
+        "scores": _scores(history),
+    }
     return {
         name: figure.to_html(full_html=False, include_plotlyjs=name == "curves", config=config, div_id=name)
         for name, figure in found.items()
@@ -97,7 +102,7 @@ def _curves(history: History) -> Any:
         figure.add_scatter(x=x, y=y, row=row, col=1, mode="lines", line={"color": "#1f5fa8", "width": 1.4},
                            name="the run as it is", legendgroup="living", showlegend=row == 1)  # fmt: skip
     for (name, curve), colour in zip(held_out(history).items(), _cycle(HELD_OUT), strict=False):
-        figure.add_scatter(x=list(curve), y=list(curve.values()), row=1, col=1, mode="lines+markers", name=name,
+        figure.add_scatter(x=list(curve), y=list(curve.values()), row=1, col=1, mode="lines+markers", name=html.escape(name),
                            line={"color": colour, "width": 1.6, "dash": "dot"}, marker={"size": 5})  # fmt: skip
     loss_at = dict(zip(living["step"], living["loss"], strict=True))
     for kind, (colour, symbol) in MARKS.items():
@@ -147,6 +152,36 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
             if loss is not None:
                 found.setdefault(name, {})[event["step"]] = loss
     return found
+
+
+def scores(history: History) -> dict[str, dict[int, float]]:
+    """Return the scores of tasks and generated texts that are part of the run as it is: name -> step -> value."""
+    lives, found = history.lives_to(), dict[str, dict[int, float]]()
+    for event in history.of("eval"):
+        if event["step"] <= lives.get(event["branch"], math.inf):
+            for name, value in (event.get("metrics") or {}).items():
+                if value is not None:
+                    found.setdefault(name, {})[event["step"]] = value
+    return found
+
+
+MOST_SCORES = 12
+"""Scores that are drawn; the log has all."""
+
+
+def _scores(history: History) -> Any:
+    """Return the figure of scores over steps, one chart each; None where there are none."""
+    from plotly.subplots import make_subplots
+
+    drawn = list(scores(history).items())[:MOST_SCORES]
+    if not drawn:
+        return None
+    figure = make_subplots(rows=len(drawn), cols=1, shared_xaxes=True, vertical_spacing=0.15 / len(drawn))
+    for row, ((name, curve), colour) in enumerate(zip(drawn, _cycle(LINES), strict=False), 1):
+        figure.add_scatter(x=list(curve), y=list(curve.values()), row=row, col=1, mode="lines+markers", name=html.escape(name),
+                           line={"color": colour, "width": 1.4})  # fmt: skip
+    figure.update_xaxes(title_text="step", row=len(drawn), col=1)
+    return figure.update_layout(**_layout(100 + 110 * len(drawn)))
 
 
 def _mark(event: dict[str, Any]) -> int | None:
