@@ -308,6 +308,22 @@ def test_the_advice_ends_with_a_launch_line_that_can_be_typed(capsys, memory, re
     assert config.learning_rate == 1e-4 and config.row_length == 256 and config.mixed_precision == "bf16"
 
 
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_headers(capsys, monkeypatch, width):
+    from zerobook.plan import table
+
+    monkeypatch.setattr(table, "WIDTH", width)
+    line = ["plan", "--gpus", "8", "--nodes", "2", "--interconnect", "400Gbps", "--host_memory", "900GB"]
+    assert main([*line, str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1"]) == 0
+    said = capsys.readouterr().out
+    tables = [text for text in said.splitlines() if text.startswith((" zero", " ddp", " fsdp", " single", " strategy file"))]
+    assert len(tables) > 20 and max(map(len, tables)) <= width and "…" not in said
+    for header in ("total", "weights", "optim.", "tokens/s", "each rank"):
+        assert header in said
+    assert width > 80 or "left out on 80 columns: by paper, all states" in said
+    assert all(number in said for number in ("zero3_offload", "fsdp_hybrid"))
+
+
 def test_where_the_host_alone_is_short_the_advice_says_that(capsys):
     line = ["plan", "--gpus", "8", "--host_memory", "20GB", "--strategies", "zero1,zero2", "--recommend"]
     assert main([*line, str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1", "--mixed_precision", "bf16"]) == 1

@@ -46,10 +46,10 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
         out.print(f"[yellow]by formula[/], not counted or traced: {escape(subject.by_formula)}")
     by = "BY FORMULA: " if subject.by_formula else ""
     title = f"{by}GPU memory of the fullest rank at its peak, in GB (10^9 bytes)"
-    out.print(_table(title, _memory(subject, rows), rows, where))
+    _print(out, title, _memory(subject, rows), rows)
     sends = any(row.sent for row in rows)
     title = f"{by}{'sent in a step, and its time' if sends else 'time of a step; nothing is sent'}"
-    out.print(_table(title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows, where))
+    _print(out, title, [*(_traffic(subject, rows, where) if sends else ()), *_time()], rows)
     _misfits(out, rows)
     best = rows[0]
     if best.fits and best.time is not None:
@@ -63,7 +63,29 @@ def show(subject: Subject, rows: Sequence[Row], where: Cluster) -> None:
         out.print(f"[dim]{escape(line)}[/]")
 
 
-def _table(title: str, columns: Sequence[Column], rows: Sequence[Row], where: Cluster) -> Table:
+def _print(out: Console, title: str, columns: list[Column], rows: Sequence[Row]) -> None:
+    """Print a table without the columns that do not fit the terminal, the least important first, and name those."""
+    left_out = []
+    made = _table(title, columns, rows)
+    while len(columns) > 1 and out.measure(made, options=out.options.update(max_width=1000)).maximum > out.width:
+        named = [column for header in _DISPENSABLE for column in columns if column[0] == header]
+        gone = named[0] if named else columns[-1]
+        columns = [column for column in columns if column is not gone]
+        left_out.append(" ".join(gone[0].split()))
+        made = _table(title, columns, rows)
+    out.print(made)
+    if left_out:
+        out.print(f"[dim]left out on {out.width} columns: {', '.join(left_out)}; --json has all[/]")
+
+
+_DISPENSABLE = (
+    "formula of the\nstates, in bytes", "formula of what each\nrank sends, in bytes", "by 48 P/N\nbits", "by paper,\nas a ring",
+    "by\npaper", "all states,\ncounted", "buffers", "in\ntraining", "waits for",
+)  # fmt: skip
+"""Headers of columns in the order in which a narrow terminal does without them. After them, columns go from the right."""
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
     made_of = Table(title=title, title_justify="left", box=None)
