@@ -488,4 +488,5 @@ def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) ->
     except (OSError, ValueError, SafetensorError) as error:
         what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}") from error
+        advice = "" if Path(name).exists() else hub.advice(error)
+        raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}{advice}") from error

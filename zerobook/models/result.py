@@ -18,6 +18,7 @@ from zerobook.checkpoint.result import find_result, holds_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
+from zerobook.utils import hub
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def locate_result(name: str) -> str:
             raise ConfigError(
                 f"{name}: there is no such folder. Give a run's output_dir, or the model or adapter folder in it."
             )
+        hub.check_reachable(name)
         return name
     if not folder.is_dir():
         raise ConfigError(f"{name}: this is a file. Give the folder that holds config.json or adapter_config.json.")
@@ -208,7 +210,8 @@ def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTraine
 
 def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigError:
     where = "the folder is here, but" if Path(name).exists() else "there is no such folder here, and"
-    return ConfigError(f"{shown}: {where} the {what} cannot be loaded: {_first_line(error)}")
+    advice = "" if Path(name).exists() else hub.advice(error)
+    return ConfigError(f"{shown}: {where} the {what} cannot be loaded: {_first_line(error)}{advice}")
 
 
 def _first_line(error: Exception) -> str:

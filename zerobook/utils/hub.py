@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from zerobook.errors import ConfigError
 
 _WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?$")
 """Names of weights that transformers loads, the preferred kind first."""
+CONNECT_S = 5.0
+"""Seconds to wait for a connection to the hub."""
 _BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
 
@@ -23,11 +30,37 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
     """
     if Path(name).exists():
         return
+    check_reachable(name, revision)
     from huggingface_hub import HfApi, snapshot_download
 
     with suppress(Exception):  # errors of the network are of httpx's classes, whose module depends on the hub's version
         wanted = needed(HfApi().list_repo_files(name, revision=revision), weights=weights)
         snapshot_download(name, revision=revision, allow_patterns=wanted)
+
+
+def check_reachable(name: str, revision: str = "main") -> None:
+    """Check in seconds that the hub answers, where a model can only be there: its client tries for minutes.
+
+    Raises:
+        ConfigError: no connection to the hub, and nothing of the model in its cache on this machine.
+    """
+    from huggingface_hub import constants
+
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # `from_pretrained` says that there is no such folder
+    if is_path or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
+        return
+    address = urlsplit(constants.ENDPOINT)
+    if any(getproxies().get(kind) for kind in (address.scheme, "all")):
+        return  # the proxy is what has to be reached
+    try:
+        port = address.port or {"http": 80}.get(address.scheme, 443)
+        socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"model_name_or_path: {name} is no folder here ({Path.cwd()}), it is not in the hub's cache "
+            f"({constants.HF_HUB_CACHE}), and the hub cannot be reached at {constants.ENDPOINT}: {error.strerror or error}. "
+            "Give a folder, or copy the model into the cache and set HF_HUB_OFFLINE=1."
+        ) from error
 
 
 def commit(name: str, revision: str) -> str | None:
@@ -61,3 +94,26 @@ def needed(files: Iterable[str], *, weights: bool) -> list[str]:
     kinds = [[file for file in own if re.match(kind, file)] for kind in _WEIGHTS]
     chosen = next(filter(None, kinds), []) if weights else []
     return [file for file in own if file in chosen or (file.endswith(_BESIDE) and not any(file in kind for kind in kinds))]
+
+
+def advice(error: BaseException) -> str:
+    """Return the way out of an error of the hub, as a sentence after a space; an empty string where none is known."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return " HF_HUB_OFFLINE is set, so only what the cache holds is found. Unset it, or give a folder."
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]  # None ends the chain
+    for one in chain:
+        status = one.response.status_code if isinstance(one, HfHubHTTPError) and one.response is not None else None
+        if isinstance(one, GatedRepoError) or status in (401, 403):
+            return " It is gated, private or not there: ask for access on its page, and run hf auth login."
+        if type(one).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+            return (
+                " The hub cannot be reached. Give a folder, or set HF_HUB_OFFLINE=1 where the model is in the cache and there "
+                "is no network."
+            )
+    return ""

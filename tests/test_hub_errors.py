@@ -1,0 +1,60 @@
+"""Models that the hub does not give: the error comes within seconds, and names the way out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.harness import ROOT, SETTINGS
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers as the hub does for a gated repository, or with another status."""
+
+    status = 403
+
+    def do_GET(self):
+        self.send_response(self.status)
+        if self.status == 403:
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("X-Error-Message", "Access to model me/gated is restricted.")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def refuses():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("what", ["recipe", "chat"])
+@pytest.mark.parametrize("case, words", [
+    ("gated", "run hf auth login"), ("unreachable", "the hub cannot be reached at http://127.0.0.1:9: Connection refused"),
+    ("offline", "HF_HUB_OFFLINE is set"),
+])  # fmt: skip
+def test_a_model_that_the_hub_does_not_give(tmp_path, refuses, what, case, words):
+    (tmp_path / "text.txt").write_text("some text " * 200)
+    endpoint = {"gated": refuses, "unreachable": "http://127.0.0.1:9", "offline": "http://127.0.0.1:9"}[case]
+    environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint}
+    environment |= {"HF_HUB_OFFLINE": "1"} if case == "offline" else {}
+    line = [str(ROOT / "recipes" / "causal_lm.py"), "--model_name_or_path", "me/gated", "--train_file", "text.txt"]
+    line = line if what == "recipe" else ["-m", "zerobook.cli.main", "chat", "me/gated"]
+    done = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, capture_output=True, text=True, input="",
+                          timeout=60, check=False)  # fmt: skip
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2 and words in said and "me/gated" in said, said
+    assert "Traceback" not in said
