@@ -50,6 +50,7 @@ OTHERS_NAMES = {
     "sample_packing": "packing", "save_strategy": "save_steps", "eval_strategy": "eval_steps",
     "evaluation_strategy": "eval_steps", "base_model": "model_name_or_path", "template": "chat_template",
     "dataset": "dataset_name", "logging_dir": "output_dir", "overwrite_output_dir": "resume_from_checkpoint",
+    "additional_special_tokens": "new_tokens", "new_special_tokens": "new_tokens", "add_tokens": "new_tokens",
     "load_best_model_at_end": "early_stopping_patience",
 }  # fmt: skip
 """Names of other trainers -> the flag that does it here."""
@@ -146,6 +147,7 @@ class RecipeConfig(_Keys):
     format: Format | None = Field(None, description="format of the samples; unset: detected from the columns")
     text_column: str | None = Field(None, description="column with the source text of a pair, if its name is not detected")
     summary_column: str | None = Field(None, description="column with the target text of a pair, if its name is not detected")
+    new_tokens: list[str] = Field([], description="tokens to add to the tokenizer; the embeddings get trained rows for them")
     chat_template: str | None = Field(
         None, description=f"Jinja file with a chat template, or {', '.join(NAMES[:-1])} or {NAMES[-1]}; unset: the tokenizer's"
     )

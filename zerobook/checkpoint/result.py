@@ -65,6 +65,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
+def holds_whole_modules(adapter: Path) -> bool:
+    """Return whether an adapter's folder holds modules that were trained whole."""
+    try:
+        return bool(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("modules_to_save"))
+    except (OSError, ValueError, AttributeError):
+        return False  # refused where the adapter is loaded
+
+
 def base_of(adapter: Path) -> str:
     """Return the name of the model that an adapter was trained beside."""
     file = adapter / "adapter_config.json"

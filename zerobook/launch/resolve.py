@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from zerobook.checkpoint.result import find_result
+from zerobook.checkpoint.result import find_result, holds_whole_modules
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, written_before
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
@@ -121,6 +122,7 @@ def resolve(
         draft.set("default with adapters", **mine)
         config = draft.config
     naming = _name_model(draft)
+    _take_tokenizer(draft, naming)
     config = draft.config
     world = int(environ.get("WORLD_SIZE", 1))
     launched = int(environ.get("LOCAL_RANK", -1)) >= 0
@@ -222,7 +224,8 @@ def _name_model(draft: ConfigDraft[Any]) -> _Naming:
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}, and this run trains all weights. {merge}; "
             "then name that folder. To train the adapter further, take recipes/lora_finetune.py."
         )
-    elif given := [key for key in ("adapter_path", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    elif given := [key for key in ("adapter_path", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
+                                "modules_to_save", "new_tokens")
                    if draft.sources.given(key)]:  # fmt: skip
         found.problems.append(
             f"model_name_or_path: {result.adapter} is an adapter, which is trained further with its own settings, and "
@@ -235,6 +238,20 @@ def _name_model(draft: ConfigDraft[Any]) -> _Naming:
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
         )
     return found
+
+
+def _take_tokenizer(draft: ConfigDraft[Any], naming: _Naming) -> None:
+    """Take the tokenizer beside an adapter that is trained further, where that adapter holds whole modules.
+
+    It may have tokens that the model's own lacks: they came with new rows of the embeddings, which the adapter holds.
+    """
+    path = getattr(draft.config, "adapter_path", None)
+    if path is None or draft.config.tokenizer_name is not None:
+        return
+    folder = Path(path).expanduser()
+    if (folder / "tokenizer_config.json").exists() and holds_whole_modules(folder):
+        draft.set(f"the adapter in {path}", tokenizer_name=path)
+        naming.notes.append(f"tokenizer_name: {path}, whose adapter was trained with that tokenizer")
 
 
 def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
@@ -408,6 +425,12 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
         frozen_by_its_config = config.trains_adapters and config.dtype == "auto"  # known when the model is loaded
         if not (computes_in_half(config, plan.precision, config.dtype) or frozen_by_its_config):
             plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+    whole = [key for key in ("modules_to_save", "new_tokens") if getattr(config, key, None)]
+    if config.trains_adapters and whole and plan.precision == "no" and config.dtype in ("bfloat16", "float16"):
+        plan.problems.append(
+            f"{whole[0]}: modules that are trained whole are fp32, and a frozen base in {config.dtype} takes no fp32 without "
+            "mixed precision. Pass --mixed_precision bf16, or --dtype float32."
+        )
     if config.activation_checkpointing == "offload" and on_cpu:
         plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
     if config.device_map and plan.world_size > 1:

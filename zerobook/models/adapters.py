@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
+from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftConfig, PeftModel
@@ -38,6 +39,10 @@ LORA_RATE, LORA_WARMUP = 2e-4, 0.03
 """Defaults of LoRA, those of QLoRA for models up to 13B: Dettmers et al., 2023 (arXiv 2305.14314, appendix B) and its code."""
 
 
+LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save")
+"""Keys of a recipe that a saved adapter has its own values of."""
+
+
 class AdapterConfig(RecipeConfig):
     """The keys of a recipe that can train adapters."""
 
@@ -52,6 +57,10 @@ class AdapterConfig(RecipeConfig):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     lora_target_modules: list[str] = Field(
         ["all-linear"], description="modules that get adapters, or a regular expression for their whole names"
+    )
+
+    modules_to_save: list[str] = Field(
+        [], description="modules that are trained whole beside the adapters, such as embed_tokens lm_head"
     )
 
     @property
@@ -81,9 +90,9 @@ class AdapterConfig(RecipeConfig):
             re.compile(pattern_of(self.lora_target_modules) or "")
         except re.error as error:
             found.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
-        given: list[str] = [
-            key for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if key in self.model_fields_set
-        ]
+        given: list[str] = [key for key in (*LORA_KEYS, "new_tokens") if key in self.model_fields_set]
+        if not self.trains_adapters and "new_tokens" in given:
+            given.remove("new_tokens")  # of a run that trains all weights
         if self.adapter_path is not None:
             given += ["adapter"] * ("adapter" in self.model_fields_set)
             found += [
@@ -140,7 +149,8 @@ def adapted(
         return continue_adapter(model, Path(values["adapter_path"]).expanduser(), revision=revision)
     return add_adapter(
         model, values.get("adapter", "lora"), rank=values["lora_r"], alpha=values["lora_alpha"], dropout=values["lora_dropout"],
-        targets=values["lora_target_modules"], seed=values["seed"], revision=revision,
+        targets=values["lora_target_modules"], seed=values["seed"], revision=revision, whole=values.get("modules_to_save", ()),
+        vocabulary=bool(values.get("new_tokens")),
     )  # fmt: skip
 
 
@@ -154,6 +164,8 @@ def add_adapter(
     targets: list[str],
     seed: int,
     revision: str = "main",
+    whole: Sequence[str] = (),
+    vocabulary: bool = False,
 ) -> PeftModel:
     """Freeze ``model`` and put new adapters beside its ``targets``.
 
@@ -164,6 +176,8 @@ def add_adapter(
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
             output head.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
+        whole: names of modules that are trained whole.
+        vocabulary: also train the input and output embeddings whole.
 
     Raises:
         ConfigError: a target that the model does not have, or an architecture for which peft has no targets of IA3.
@@ -175,9 +189,18 @@ def add_adapter(
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     if method == "ia3":
         return _put_in(model, IA3Config(task_type=task), revision)
+    embeddings = embedding_names(model)
+    modules = _whole_modules(model, [*whole, *(embeddings if vocabulary else ())])
+    tied = are_tied(model) and embeddings[0] in modules
+    if tied and model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"{'new_tokens' if vocabulary else 'modules_to_save'}: encoder, decoder and output of a {model.config.model_type} "
+            "share their embeddings, and peft would train a copy that none of them reads. Train all weights: drop --adapter."
+        )
     config = LoraConfig(
         r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
         target_modules=targets[0] if targets == ["all-linear"] else pattern_of(targets) or targets, use_dora=method == "dora",
+        modules_to_save=modules or None, ensure_weight_tying=tied,
     )  # fmt: skip
     made = _put_in(model, config, revision)
     if method == "pissa":
@@ -198,10 +221,12 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
 
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False
+    weights = load_peft_weights(str(folder), device="cpu")
+    grow_for_adapter(model, folder)
     facts = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     made = _put_in(model, config, revision)
     try:
-        result: Any = set_peft_model_state_dict(made, load_peft_weights(str(folder), device="cpu"))
+        result: Any = set_peft_model_state_dict(made, weights)
     except RuntimeError as error:
         raise ConfigError(f"adapter_path: {folder} does not fit this model: {error}") from error
     lost = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{ADAPTER}" in key)]
@@ -214,6 +239,18 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     if base is not None:
         base["adapter"] = facts
     return made
+
+
+def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Give the embeddings of ``model`` as many rows as those have that a saved adapter holds whole."""
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.exists():
+        return
+    with safe_open(file, "pt") as held:
+        names = [key for key in held.keys() if key.endswith(tuple(f".{name}.weight" for name in embedding_names(model)))]  # noqa: SIM118
+        grow_embeddings(model, max((held.get_slice(key).get_shape()[0] for key in names), default=0))
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -232,11 +269,40 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
             side = 0 if ".lora_A." in name else 1
             start = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
             joined[name] = torch.cat([weights[name], start.to(weights[name])], side)
-    model.save_pretrained(str(folder), state_dict=joined, selected_adapters=[ADAPTER])
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(parameter, name)  # peft asks for tied weights under each of their names
+        if first in joined:
+            joined[name] = joined[first]
+    # the embeddings that a run changes are among the modules that it trains whole
+    model.save_pretrained(str(folder), state_dict=joined, selected_adapters=[ADAPTER], save_embedding_layers=False)
     if pissa:
         file = folder / "adapter_config.json"
         facts = json.loads(file.read_text())
         file.write_text(json.dumps(facts | {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}, indent=2) + "\n")
+
+
+def _whole_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return the names of modules to train whole, each once.
+
+    Raises:
+        ConfigError: the model has no such module, or its weights are quantised.
+    """
+    there = dict(model.named_modules())
+    if are_tied(model):  # one weight under two names: peft takes the first, and ties the copies
+        paths = {id(module): path for path, module in there.items()}
+        last, first = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1], embedding_names(model)[0]
+        names = [first if name == last else name for name in names]
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        found = [path for path in there if f".{path}".endswith(f".{name}")]
+        if not found:
+            named = sorted({path.rsplit(".", 1)[-1] for path, module in there.items() if [*module.parameters(recurse=False)]})
+            raise ConfigError(f"modules_to_save: the model has no module {name}. Its modules: {', '.join(named)}.")
+        packed = [path for path in found for weight in there[path].parameters() if not weight.is_floating_point()]
+        if packed:
+            raise ConfigError(f"modules_to_save: {packed[0]} is quantised, and integers are not trained. Drop {name}.")
+    return wanted
 
 
 def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
@@ -271,6 +337,7 @@ def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
 
     frozen = copy.deepcopy(config)
     frozen.lora_dropout = 0.0  # type: ignore[attr-defined]  # a LoraConfig
+    frozen.modules_to_save = None  # type: ignore[attr-defined]
     model.add_adapter(INITIAL, frozen)
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
@@ -311,7 +378,7 @@ def _unusable_adapter(folder: Path) -> list[str]:
         return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
     try:
         facts = json.loads(file.read_text())
-        kind, start, others = facts["peft_type"], facts.get("init_lora_weights"), facts.get("modules_to_save")
+        kind, start = facts["peft_type"], facts.get("init_lora_weights")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [f"adapter_path: {file} is not an adapter's config: {error!r}."]
     if kind not in ("LORA", "IA3"):
@@ -321,6 +388,4 @@ def _unusable_adapter(folder: Path) -> list[str]:
             f"adapter_path: {folder} was initialised with {start}, which changed its base. Convert it first: peft's "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         ]
-    if others:
-        return [f"adapter_path: {folder} holds whole modules beside the adapter ({', '.join(others)}), which is not supported."]
     return []

@@ -14,9 +14,10 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.adapters import INITIAL, adapted, save_adapter, trains_adapters
+from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter, trains_adapters
 from zerobook.models.card import card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer
+from zerobook.models.vocabulary import grow_embeddings
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
@@ -63,6 +64,7 @@ def export_checkpoint(
             f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
         )
     adapts = trains_adapters(config)
+    grow_embeddings(found, (kept.get("base") or {}).get("embedding_rows", 0))
     if adapts:
         recorded = (kept.get("base") or {}).get("adapter")
         model = adapted(found, config, revision=revision, recorded=recorded)
@@ -129,7 +131,10 @@ def _tokenizer(
     name = base
     if config["tokenizer_name"]:
         name, revision = embedded.located(config["tokenizer_name"]), config["model_revision"]
-    tokenizer, _ = open_tokenizer(name, template=template, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer, _ = open_tokenizer(
+        name, template=template, revision=revision, trust_remote_code=trust_remote_code,
+        tokens=config.get("new_tokens", ()),
+    )  # fmt: skip
     return tokenizer
 
 
@@ -200,6 +205,7 @@ def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_rem
         base_class = type(cast("PreTrainedModel", cast("PeftModel", model).get_base_model()))
         revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
         whole = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
+        grow_for_adapter(whole, folder)  # as AutoPeftModel does
         return PeftModel.from_pretrained(whole, folder).eval()
     kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
     return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,7 @@ from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_atten
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
+from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
@@ -75,14 +77,16 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> PreTrainedTokeni
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
     tokenizer, padded = open_tokenizer(
         locate(name, strategy, config.model_revision), template=config.chat_template_text,
-        revision=config.model_revision, trust_remote_code=config.trust_remote_code,
+        revision=config.model_revision, trust_remote_code=config.trust_remote_code, tokens=config.new_tokens,
     )  # fmt: skip
     if padded and strategy.is_main:
         print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
     return tokenizer
 
 
-def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remote_code: bool) -> tuple[Any, bool]:
+def open_tokenizer(
+    name: str, *, template: str | None, revision: str, trust_remote_code: bool, tokens: Sequence[str] = ()
+) -> tuple[Any, bool]:
     """Load a tokenizer as training uses it.
 
     Where it has no pad token, the end-of-text token pads: padding is masked from attention and loss by position, not by
@@ -91,6 +95,7 @@ def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remo
     Args:
         name: a hub name or a folder.
         template: the chat template's text, in place of the tokenizer's own.
+        tokens: tokens to add.
 
     Returns:
         (the tokenizer, whether it was given a pad token).
@@ -104,6 +109,7 @@ def open_tokenizer(name: str, *, template: str | None, revision: str, trust_remo
     tokenizer = _from_pretrained(AutoTokenizer, name, "tokenizer_name", options)
     if template is not None:
         tokenizer.chat_template = template
+    add_tokens(tokenizer, tokens)
     if tokenizer.pad_token_id is not None:
         return tokenizer, False
     if tokenizer.eos_token is None:
@@ -387,8 +393,8 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 def absolute_positions(model: PreTrainedModel) -> int | None:
     """Return the rows of the model's table of positions; None where it has none (rotary or relative ones have no limit)."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    words = {id(module) for module in model.get_input_embeddings().modules()}  # several where adapters train a copy
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in words]
     tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines
     return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
 

@@ -155,6 +155,8 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
     from peft import PeftModel
     from transformers import GenerationConfig
 
+    from zerobook.models.adapters import grow_for_adapter
+
     file = Path(folder) / "adapter_config.json"
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
@@ -177,6 +179,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
     try:
         if (Path(folder) / "generation_config.json").exists():  # the run's own: it names the tokens that end its chats
             model.generation_config = GenerationConfig.from_pretrained(folder)
+        grow_for_adapter(model, Path(folder))
         return PeftModel.from_pretrained(model, folder), base, options
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(f"{folder}: the adapter does not load onto {asked}: {_first_line(error)}") from error

@@ -20,6 +20,7 @@ from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.models import recompute
 from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers
 from zerobook.models.quantise import base_of, check_layers
+from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
@@ -117,6 +118,8 @@ class Job:
             if base is not None:
                 check_layers(model, base)
                 _quantise(model, base, compute_dtype(precision))
+            if added := len(self.config.new_tokens):
+                grow_embeddings(model, model.get_input_embeddings().num_embeddings + added)
             model = self.recipe.adapt(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:

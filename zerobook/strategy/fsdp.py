@@ -83,7 +83,7 @@ class FullyShardedStrategy(Strategy):
             self.accelerator._prepare_cp = lambda *objects: objects
         special = getattr(model.config, "is_encoder_decoder", False)
         encoders = _encoder_decoder(model) if special else nullcontext()
-        with _hidden_buffers(model, self.mesh.device), encoders, weights_freed_as_sharded():
+        with _hidden_buffers(model, self.mesh.device), encoders, _tied_as_before(model), weights_freed_as_sharded():
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
@@ -223,6 +223,29 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del model.get_input_embeddings, model.get_output_embeddings
+
+
+@contextmanager
+def _tied_as_before(model: nn.Module) -> Iterator[None]:
+    """Let ``tie_weights``, which accelerate calls once the weights are on the meta device, tie all that is tied now.
+
+    That of transformers does not know the copies of modules which peft trains.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+
+    def tie_weights() -> None:
+        for first, *others in names.values():
+            for name in others:
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+
+    model.tie_weights = tie_weights  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del model.tie_weights
 
 
 @contextmanager

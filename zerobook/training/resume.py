@@ -56,7 +56,7 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
 DATA_SETTINGS = frozenset({
     "model_name_or_path", "tokenizer_name", "model_revision", "dataset_name", "dataset_config_name", "datasets", "train_file",
     "validation_file", "validation_split_percentage", "streaming", "max_train_samples", "format", "text_column",
-    "summary_column", "chat_template", "on_bad_sample", "packing", "seed",
+    "summary_column", "chat_template", "on_bad_sample", "packing", "seed", "new_tokens",
 })  # fmt: skip
 """Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too."""
 
@@ -84,7 +84,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
         return
     kept, values = store.read_json(checkpoint / "config.json"), config.model_dump()
     facts, adapts = getattr(model, "base_facts", None), config.trains_adapters
-    for key in ("adapter", "lora_r", "lora_alpha", "lora_target_modules") if adapts else ():
+    for key in ("adapter", "lora_r", "lora_alpha", "lora_target_modules", "modules_to_save") if adapts else ():
         before, here = kept["config"].get(key), values[key]
         if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
             raise CheckpointError(
@@ -92,7 +92,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
                 "the old value, or start a new run from the exported model."
             )
     recorded, found = ((part or {}).get("adapter") or {} for part in (kept.get("base"), facts))
-    for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules"):
+    for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save"):
         if recorded.get(key) != found.get(key):
             raise CheckpointError(
                 f"{checkpoint}: its adapter was continued from one whose {key} was {recorded.get(key)}, and --adapter_path "

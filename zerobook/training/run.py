@@ -69,6 +69,7 @@ def train(
     from zerobook.data.prepare import prepare
     from zerobook.models.load import check_fit, load_config, load_tokenizer
     from zerobook.models.save import save_model
+    from zerobook.models.vocabulary import fit_embeddings
     from zerobook.training.trainer import Trainer
     from zerobook.training.watching import watching
 
@@ -89,8 +90,11 @@ def train(
         preflight.check_data(strategy, data.fingerprints)
         enter("load")
         model = recipe.model(tokenizer, strategy)
-        check_fit(model, tokenizer, data)
+        note = fit_embeddings(model, tokenizer)
+        if note and strategy.is_main:
+            say(f"  note: {note}")
         adapted = recipe.adapt(model)
+        check_fit(model, tokenizer, data)
         collate = recipe.collator(tokenizer, adapted)
         scorers = recipe.scorers(tokenizer, adapted, data, collate)
         trainer = Trainer(
