@@ -19,6 +19,7 @@ from zerobook.launch.accelerate_cli import chose_threads, file_and_processes, le
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
+from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain
 
 if TYPE_CHECKING:
@@ -66,10 +67,15 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     accelerators only, gets the small shim below.
     """
     import torch
+    from transformers.utils import logging as transformers_logging
 
     on_cpu = plan.device == "cpu"
     set_environment(plan)
-    _hush(plan)
+    hush()
+    if plan.kind == "deepspeed":
+        hush_deepspeed_builds()
+    transformers_logging.disable_progress_bar()
+    keep_logs_plain("transformers")
     _let_later_groups_wait()
     if plan.host_threads:
         torch.set_num_threads(plan.host_threads)
@@ -168,23 +174,6 @@ def _let_later_groups_wait() -> None:
     from torch.distributed import distributed_c10d
 
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
-
-
-def _hush(plan: LaunchPlan) -> None:
-    """Silence messages of libraries that a user can do nothing about."""
-    import logging
-    import warnings
-
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    keep_logs_plain("transformers")
-    # the order in which sharded weights are gathered for a checkpoint, under tensor parallelism
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would load from the hub for a CPU
-    # nothing changes logits in place
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")  # DeepSpeed's old calls
 
 
 def _wandb_key() -> bool:

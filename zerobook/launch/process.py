@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zerobook.errors import ZerobookError
+from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
 
 INTERRUPTED = 130
@@ -69,6 +70,7 @@ def quietly(launcher: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    hush()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     try:
         launcher()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
+from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -99,8 +98,7 @@ def _hush() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that a CPU would fetch from the hub
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")  # names that peft still uses
+    hush()
 
 
 def locate_result(name: str) -> str:

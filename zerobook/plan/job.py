@@ -26,6 +26,7 @@ from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
 from zerobook.utils.dtypes import HALF, compute_dtype
+from zerobook.utils.library_messages import hush
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -321,14 +322,13 @@ def _to_fake(model: nn.Module) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the libraries' messages about a model that will not be used."""
-    import logging
     import warnings
 
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it mentions kernels that a CPU would download from the hub
+    hush()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -231,9 +231,9 @@ def _tied_as_before(model: nn.Module) -> Iterator[None]:
 
     That of transformers does not know the copies of modules which peft trains.
     """
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[int, list[str]] = {}  # by identity: a reference would keep the weights in memory
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(id(parameter), []).append(name)
 
     def tie_weights() -> None:
         for first, *others in names.values():

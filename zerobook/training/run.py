@@ -20,6 +20,7 @@ from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
+from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 
     A user's error is printed without a traceback, and the process exits with 2.
     """
+    hush()
     with exit_on_error():
         config, sources, dry_run = parse(recipe_class.config_class)
         plan, config, sources = resolve_this_process(config, sources)

@@ -1,0 +1,37 @@
+"""Messages of libraries that a user can do nothing about."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from importlib import import_module
+
+_LIBRARIES = r"(transformers|peft|torch|accelerate|deepspeed|bitsandbytes|huggingface_hub)(\.|$)"
+
+
+def hush() -> None:
+    """Silence messages of libraries about their own and each other's code, before those libraries are imported.
+
+    Deprecation notices are for this project. Other warnings of libraries are shown by rank 0 alone.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would load from the hub for a CPU
+    # the order in which sharded weights are gathered for a checkpoint, under tensor parallelism
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_says_more_than_the_device)
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+    # nothing changes logits in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    if os.environ.get("RANK", "0") != "0":
+        warnings.filterwarnings("ignore", module=_LIBRARIES)
+
+
+def hush_deepspeed_builds() -> None:
+    """Silence the line that DeepSpeed prints on each rank for its op of communication between CPUs."""
+    # `deepspeed.comm.torch` by attribute is torch itself
+    import_module("deepspeed.comm.torch").__dict__["print"] = lambda *_: None  # there is no logger and no option
+
+
+def _says_more_than_the_device(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")  # so does the line about the strategy
