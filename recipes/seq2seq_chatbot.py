@@ -131,7 +131,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
     ) -> Sequence[Scorer]:
         from zerobook.evaluation.generation import GenerationScorer
-        from zerobook.evaluation.tasks import task_scorers
+        from zerobook.evaluation.scorers import task_scorers
 
         config = self.config
         scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]

@@ -193,7 +193,9 @@ class RecipeConfig(_Keys):
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
     eval_steps: int | None = Field(None, ge=1, description="evaluate every N steps, and at the end")
-    eval_tasks: list[str] = Field([], description="multiple-choice task files, scored at every evaluation")
+    eval_tasks: list[str] = Field(
+        [], description="task files (.jsonl) and tasks of lm-evaluation-harness (names or .yaml), measured at every evaluation"
+    )
     early_stopping_patience: int | None = Field(
         None, ge=1, description="end the run after so many evaluations without a lower held-out loss"
     )
@@ -341,9 +343,14 @@ class RecipeConfig(_Keys):
             if importlib.util.find_spec(tracker) is None:
                 found.append(f"report_to: {tracker} is not installed. Run: pip install {tracker.replace('_', '-')}")
         found += [problem for spec in self.hooks if (problem := user_code.problem("hooks", spec))]
-        for file in self.eval_tasks:
-            if not Path(file).expanduser().is_file():
-                found.append(f"eval_tasks: no such file: {file}")
+        by_name = [task for task in self.eval_tasks if not task.endswith((".jsonl", ".json"))]
+        files = [task for task in self.eval_tasks if task not in by_name or task.endswith((".yaml", ".yml"))]
+        found += [f"eval_tasks: no such file: {file}" for file in files if not Path(file).expanduser().is_file()]
+        if by_name and importlib.util.find_spec("lm_eval") is None:
+            found.append(
+                f"eval_tasks: {by_name[0]} is a task of lm-evaluation-harness, which is not installed. Run: pip install "
+                "'zerobook[eval]'. A task file ends in .jsonl."
+            )
         resume = self.resume_from_checkpoint
         if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
             found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")

@@ -1,22 +1,35 @@
-"""``zerobook eval``: the accuracy of a model on multiple-choice task files."""
+"""``zerobook eval``: the accuracy of a model on task files, and on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerobook.cli.arguments import positive
-from zerobook.evaluation.tasks import TaskScorer, read_task
+from zerobook.evaluation.harness import HarnessScorer
+from zerobook.evaluation.scorers import check_causal, split
+from zerobook.evaluation.tasks import Task, TaskScorer, read_task
 from zerobook.utils.terminal import console
+
+if TYPE_CHECKING:
+    from zerobook.models.result import Loaded
 
 
 def evaluate(argv: list[str]) -> int:
-    """Print the accuracy of a model on task files. Return 0."""
+    """Print what a model scores on tasks. Return 0."""
     parser = argparse.ArgumentParser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
-    parser.add_argument("--task", action="append", required=True, metavar="FILE.jsonl", help="may be given several times")
+    parser.add_argument("--task", action="append", default=[], metavar="FILE.jsonl", help="may be given several times")
+    parser.add_argument(
+        "--tasks",
+        default="",
+        metavar="NAMES",
+        help="of lm-evaluation-harness, with commas between: arc_easy,my_task.yaml",
+    )
+    parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
+    parser.add_argument("--num_fewshot", type=int, help="examples before a question of the harness (default: the task's)")
     parser.add_argument("--batch_size", type=positive, default=8, help="choices in a forward (default: 8)")
     parser.add_argument(
         "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
@@ -24,11 +37,33 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     asked = parser.parse_args(argv)
-    tasks = [read_task(file) for file in asked.task]  # before the model, which takes longer
+    files, named = split([*asked.task, *filter(None, asked.tasks.split(","))])
+    if not files and not named:
+        parser.error("no task is named: give --task FILE.jsonl or --tasks NAMES")
+    tasks = [read_task(file) for file in files]  # before the model, which takes longer
 
     from zerobook.models.result import load_result
 
     loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
+    results: dict[str, Any] = {"path": asked.path, "apply_chat_template": asked.apply_chat_template}
+    if named:
+        check_causal(named, loaded.kind)
+        harness = HarnessScorer(
+            named, loaded.tokenizer, asked.batch_size, max_length=loaded.context, limit=asked.limit, shots=asked.num_fewshot,
+            apply_chat_template=asked.apply_chat_template,
+        )  # fmt: skip
+        results["lm_evaluation_harness"] = harness.measure(None, loaded.model, progress=True)
+        if not asked.json:
+            print_harness(asked.path, results["lm_evaluation_harness"])
+    if files:
+        results |= _score_files(asked, tasks, loaded)
+    if asked.json:
+        print(json.dumps(results))
+    return 0
+
+
+def _score_files(asked: argparse.Namespace, tasks: list[Task], loaded: Loaded) -> dict[str, Any]:
+    """Score task files, and print the table unless JSON was asked for. Return the results."""
     scorer = TaskScorer(
         tasks, loaded.tokenizer, asked.batch_size, loaded.kind,
         apply_chat_template=asked.apply_chat_template, max_length=loaded.context, prefix=loaded.source_prefix,
@@ -39,14 +74,12 @@ def evaluate(argv: list[str]) -> int:
             f"{scorer.cut} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
             file=sys.stderr,
         )
-    if asked.json:
-        print(json.dumps(_as_json(asked, scorer.cut, table)))
-    else:
+    if not asked.json:
         print_table(asked.path, table)
-    return 0
+    return _as_json(scorer.cut, table)
 
 
-def _as_json(asked: argparse.Namespace, cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for row in table:
         values = {key: value for key, value in row.items() if key not in ("step", "task", "subject")}
@@ -54,7 +87,22 @@ def _as_json(asked: argparse.Namespace, cut: int, table: list[dict[str, Any]]) -
             tasks[row["task"]] = values | {"subjects": {}}
         else:
             tasks[row["task"]]["subjects"][row["subject"]] = values
-    return {"path": asked.path, "apply_chat_template": asked.apply_chat_template, "cut_prompts": cut, "tasks": tasks}
+    return {"cut_prompts": cut, "tasks": tasks}
+
+
+def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
+    """Print the metrics of lm-evaluation-harness, a row per task and metric."""
+    from rich.table import Table
+
+    shown = Table(title=path, title_justify="left", caption="measured with lm-evaluation-harness", caption_justify="left")
+    shown.add_column("task", overflow="fold")
+    shown.add_column("metric", overflow="fold")
+    for name in ("value", "samples"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        error = "" if row["stderr"] is None else f" ± {row['stderr']:.3f}"
+        shown.add_row(row["task"], row["metric"], f"{row['value']:.3f}{error}", str(row["samples"] or ""))
+    console().print(shown)
 
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:

@@ -31,9 +31,8 @@ from zerobook.evaluation.held_out import rows_at_once
 from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
-    from zerobook.config import RecipeConfig
     from zerobook.models.result import Kind
     from zerobook.strategy import Strategy
 
@@ -221,7 +220,7 @@ class Encoder:
 
 
 @torch.no_grad()
-def log_likelihoods(
+def likelihoods(
     model: nn.Module,
     sequences: Sequence[Scored],
     *,
@@ -232,8 +231,11 @@ def log_likelihoods(
     world_size: int = 1,
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     progress: bool = False,
-) -> list[float]:
-    """Return log P(choice | prompt) of every sequence, in nats, summed over the tokens of the choice; on every rank.
+) -> list[list[float]]:
+    """Return two numbers of every sequence, on every rank.
+
+    They are log P(choice | prompt) in nats, summed over the tokens of the choice; and 1 where each of these tokens is the one
+    that the model predicts, otherwise 0.
 
     Batches do not depend on the number of ranks: rank r takes batches r, r + world_size, ... of one common list. So
     the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
@@ -245,7 +247,7 @@ def log_likelihoods(
     """
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids) - len(sequences[i].source or ()))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    scores = torch.zeros(len(sequences), device=device)
+    scores = torch.zeros(len(sequences), 2, device=device)
     for start in tqdm(range(0, len(batches), world_size), desc="scoring", leave=False, disable=None if progress else True):
         mine = start + rank
         batch = batches[min(mine, len(batches) - 1)]
@@ -256,7 +258,7 @@ def log_likelihoods(
 
 
 def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device | str) -> torch.Tensor:
-    """Return summed log-likelihoods, float32 [rows]."""
+    """Return summed log-likelihoods, and whether all tokens are the model's first choice, float32 [rows, 2]."""
     ids, mask = _padded([row.ids for row in rows], pad, device)
     choice = mask.bool()
     for i, row in enumerate(rows):
@@ -269,10 +271,11 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
         labels = ids.masked_fill(mask == 0, -100)  # the model makes its decoder's input from the labels
         logits = model(input_ids=source, attention_mask=source_mask, labels=labels, use_cache=False).logits
     # only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run
-    likelihoods = logits[choice].float().log_softmax(-1).gather(1, ids[choice].unsqueeze(1)).squeeze(1)
-    by_position = torch.zeros(choice.shape, device=device)
-    by_position[choice] = likelihoods
-    return by_position.sum(1)
+    predicted = logits[choice].float().log_softmax(-1)
+    by_position, missed = torch.zeros(choice.shape, device=device), torch.zeros(choice.shape, device=device)
+    by_position[choice] = predicted.gather(1, ids[choice].unsqueeze(1)).squeeze(1)
+    missed[choice] = (predicted.argmax(-1) != ids[choice]).float()
+    return torch.stack([by_position.sum(1), (missed.sum(1) == 0).float()], dim=1)
 
 
 def _padded(rows: list[list[int]], pad: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,12 +357,12 @@ class TaskScorer:
         was_training = model.training
         model.eval()
         try:
-            scores = log_likelihoods(
+            found = likelihoods(
                 model, self.sequences, pad_token_id=self.pad_token_id, batch_size=self.batch_size, progress=progress, **spread
             )
         finally:
             model.train(was_training)
-        return self._summary(scores, step)
+        return self._summary([value for value, _ in found], step)
 
     def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         broken = sum(math.isnan(score) for score in scores)
@@ -390,17 +393,3 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
     """Return whether the summed and the byte-normalised likelihoods pick the right choice."""
     per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
     return scores.index(max(scores)) == question.answer, per_byte.index(max(per_byte)) == question.answer
-
-
-# --- the command
-def task_scorers(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind, prefix: str = ""
-) -> list[TaskScorer]:
-    """Return the scorer of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
-    from zerobook.models.result import context_of
-
-    if not config.eval_tasks:
-        return []
-    tasks = [read_task(file) for file in config.eval_tasks]
-    length = context_of(cast("PreTrainedModel", model).config)
-    return [TaskScorer(tasks, tokenizer, config.per_device_eval_batch_size, kind, max_length=length, prefix=prefix)]

@@ -100,7 +100,7 @@ class Recipe(ABC, Generic[ConfigT]):
         self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
     ) -> Sequence[Scorer]:
         """Return the scorers, which measure more than the loss at every evaluation."""
-        from zerobook.evaluation.tasks import task_scorers
+        from zerobook.evaluation.scorers import task_scorers
 
         return task_scorers(self.config, tokenizer, model, "causal")
 

@@ -1,0 +1,136 @@
+"""Tasks of lm-evaluation-harness: its own model and ours agree, on one process and spread, from YAML files and local data."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.harness import ROOT, launch
+from zerobook.cli.eval import evaluate
+from zerobook.errors import ConfigError
+from zerobook.evaluation.harness import HarnessScorer
+from zerobook.evaluation.tasks import TaskScorer, read_task
+
+QUESTIONS = ROOT / "tests" / "fixtures" / "tasks"
+CHOICES = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}\\nAnswer:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+TEXT = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Task files of the harness: one of choices, whose letters are indices, and one of running text."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "questions.jsonl"
+    questions = [q for file in sorted(QUESTIONS.glob("*.jsonl")) for q in read_task(file).questions]
+    lines = [{"question": q.question, "choices": [*q.choices], "answer": q.answer} for q in questions]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, text in (
+        ("choices", CHOICES),
+        ("text", TEXT),
+        ("spoken", TEXT.replace("loglikelihood_rolling", "generate_until")),
+    ):
+        (folder / f"{name}.yaml").write_text(text.format(name=f"zerobook_{name}", data=data))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(tiny / "llama").eval(), AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+def test_it_computes_what_the_harness_own_model_computes(llama, tasks):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model, tokenizer = llama
+    names = ["zerobook_choices", "zerobook_text"]
+    theirs = simple_evaluate(
+        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=512), tasks=names, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )["results"]  # fmt: skip
+    state, drawn = torch.get_rng_state(), random.getstate()
+    files = [str(tasks / "choices.yaml"), str(tasks / "text.yaml")]
+    ours, table = HarnessScorer(files, tokenizer, 4, max_length=512)(None, model)
+    assert table == [] and not model.training
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == drawn, "training goes on as without it"
+    wanted = {f"task/{name}/{key.removesuffix(',none')}": value for name in names for key, value in theirs[name].items()
+              if key.endswith(",none") and "stderr" not in key}  # fmt: skip
+    assert {name.rsplit("/")[-1] for name in wanted} == {"acc", "acc_norm", "word_perplexity", "bits_per_byte"}
+    assert ours == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_task_file_and_the_harness_agree(llama, tasks):
+    model, tokenizer = llama
+    found = HarnessScorer([str(tasks / "choices.yaml")], tokenizer, 4)(None, model)[0]
+    files = [read_task(file) for file in sorted(QUESTIONS.glob("*.jsonl"))]
+    metrics, _ = TaskScorer(files, tokenizer, 4, "causal")(None, model)
+    count = sum(len(file.questions) for file in files)
+    right = sum(metrics[f"task/{file.name}/acc"] * len(file.questions) for file in files)
+    assert found["task/zerobook_choices/acc"] == pytest.approx(right / count)
+
+
+@pytest.mark.parametrize(
+    "task, words",
+    [
+        ("arc_eazy", "no such task. Did you mean .*arc_easy"),
+        ("spoken.yaml", "generates text"),
+        ("none.yaml", "is not a task file"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(llama, tasks, task, words):
+    with pytest.raises(ConfigError, match=words):
+        HarnessScorer([str(tasks / task) if task.endswith("yaml") else task], llama[1], 4)
+
+
+def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
+    line = [str(tiny / "llama"), "--tasks", f"{tasks / 'choices.yaml'},{tasks / 'text.yaml'}", "--limit", "3"]
+    own = ["--task", str(sorted(QUESTIONS.glob("*.jsonl"))[0])]
+    assert evaluate([*line, *own, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["task"] for row in found["lm_evaluation_harness"]} == {"zerobook_choices", "zerobook_text"}
+    assert found["tasks"]
+    assert evaluate(line) == 0
+    assert "zerobook_choices" in capsys.readouterr().out
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_spread_over_ranks_is_one_process(tiny, tasks, tmp_path, strategy):
+    given = dict(
+        model_name_or_path=tiny / "llama", dataset_name="embedded:stdlib", block_size=64, max_train_samples=32,
+        max_train_steps=4, eval_steps=2, logging_steps=1, max_eval_samples=4, per_device_eval_batch_size=4,
+        eval_tasks=[tasks / "choices.yaml", tasks / "text.yaml"],
+    )  # fmt: skip
+    alone = launch("single", 1, "causal_lm", tmp_path / "alone", per_device_train_batch_size=2, **given)
+    run = launch(strategy, 2, "causal_lm", tmp_path / "run", per_device_train_batch_size=1, **given)
+    plain = launch("single", 1, "causal_lm", tmp_path / "plain", per_device_train_batch_size=2, **given | {"eval_tasks": []})
+    assert plain.losses == alone.losses, "measuring does not change the training"
+    measured = [[event["metrics"] for event in one.events if event["type"] == "eval"] for one in (alone, run)]
+    assert len(measured[0]) >= 2 and "task/zerobook_choices/acc" in measured[0][0]
+    for theirs, ours in zip(*measured, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
