@@ -406,7 +406,7 @@ def score_in_a_launch() -> None:
     strategy.model.train()
     metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32, "causal")(strategy, strategy.model, 3)
     result = {"metrics": metrics, "table": table, "forwards": len(forwards), "training": strategy.model.training}
-    result["scores"] = scores[-1]
+    result["scores"] = [value for value, _ in scores[-1]]
     (Path(config.output_dir) / f"rank{strategy.rank}.json").write_text(json.dumps(result))
     strategy.barrier()
 
