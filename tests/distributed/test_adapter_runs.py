@@ -86,6 +86,19 @@ def test_a_saved_adapter_is_trained_further(launches, tmp_path, strategy):
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("recipe", ["lora_finetune", pytest.param("causal_lm", marks=pytest.mark.full)])
+def test_a_checkpoint_is_trained_further_by_its_name(launches, tmp_path, recipe):
+    """As the folder that `zerobook export` makes of it, which the first process makes and the others wait for."""
+    before = launches("single", 1, 4, 1, recipe, save_steps=2)
+    first = store.complete(store.folder_of(before.output))[0]
+    export([str(first), "--output", str(tmp_path / "kept"), "--keep_adapter"])
+    flags = dict(lora_r=None, lora_alpha=None) if recipe == "lora_finetune" else {}
+    run, same = (launches("zero3", 2, 2, 1, recipe, model_name_or_path=name, **flags) for name in (first, tmp_path / "kept"))
+    assert run.losses == same.losses and run.losses[0] < before.losses[0]
+    assert run.text.count("making a model of this checkpoint") <= 1
+
+
+@pytest.mark.launch
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_an_adapter_is_stacked_on_a_merged_one(launches, tmp_path, strategy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from contextlib import redirect_stdout
@@ -130,14 +131,23 @@ def locate_result(name: str) -> str:
     return str(result.adapter or result.model)
 
 
+def exported_checkpoint(name: str) -> str:
+    """Return a folder with the model of a checkpoint, or ``name`` where that is no checkpoint."""
+    folder = Path(name).expanduser()
+    return str(_exported(folder)) if (folder / store.MANIFEST).exists() else name
+
+
 def _exported(checkpoint: Path) -> Path:
-    """Return a folder with the checkpoint's model, in a cache: an adapter is not merged."""
+    """Return a folder with the checkpoint's model, in a cache: an adapter is not merged. Other processes wait meanwhile."""
     from zerobook.models.export import export_checkpoint
 
+    checkpoint = checkpoint.resolve()
     key = store.digest(checkpoint / store.MANIFEST)
     folder = embedded.cache_dir() / "exports" / f"{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
-    if not folder.exists():
-        with redirect_stdout(sys.stderr):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock, redirect_stdout(sys.stderr):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
             export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False)
     return folder

@@ -39,6 +39,10 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     hush()
     with exit_on_error():
         config, sources, dry_run = parse(recipe_class.config_class)
+        if config.model_name_or_path and not dry_run:
+            from zerobook.models.result import exported_checkpoint
+
+            config = config.model_copy(update={"model_name_or_path": exported_checkpoint(config.model_name_or_path)})
         plan, config, sources = resolve_this_process(config, sources)
         if dry_run:
             print_dry_run(config, sources, plan)
