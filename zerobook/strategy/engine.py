@@ -128,7 +128,8 @@ class Engine(TrainingState):
         Call it after the last backward pass of a step and before `optimizer_step`, which it does not affect.
         """
         self._unscale()
-        return total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])  # to walk the model takes longer
+        return total_norm([p.grad for p in trained if p.grad is not None])
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's part of the gradient) of every trained weight, before clipping. No collective.

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _ROW = 4096
 """Numbers that are summed in fp32 at a time on a CPU; the rows are added in fp64."""
+_SMALL = 4 * _ROW
+"""Tensors up to this size are joined before they are summed."""
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -35,15 +37,16 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], torch.Tensor] = {}
+    whole: list[torch.Tensor] = []
+    sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor):
-            key = (gradient.device_mesh, gradient.placements)
-            sharded[key] = sharded.get(key, 0) + _sum_of_squares(gradient.to_local())
+            sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
         else:
-            total += _sum_of_squares(gradient)
-    for (mesh, placements), part in sharded.items():
-        total += _over_shards(part, mesh, placements)
+            whole.append(gradient)
+    total += _sum_of_squares(whole)
+    for (mesh, placements), parts in sharded.items():
+        total += _over_shards(_sum_of_squares(parts), mesh, placements)
     return total.sqrt().float()
 
 
@@ -61,12 +64,22 @@ def _alike(gradients: Sequence[torch.Tensor]) -> bool:
     return len(meshes) == 1 and plain
 
 
-def _sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares, fp64."""
-    flat = tensor.detach().reshape(-1)
-    rows = flat.numel() // _ROW * _ROW
-    norms = torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1).double()
-    return norms.square().sum() + flat[rows:].double().square().sum()
+def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares over all tensors, fp64. Small ones are joined: each operation costs more than they do."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    small = [tensor for tensor in flat if tensor.numel() <= _SMALL]
+    large = [tensor for tensor in flat if tensor.numel() > _SMALL]
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in small:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    total = torch.zeros((), dtype=torch.float64, device=flat[0].device if flat else None)
+    for vector in [*(torch.cat(kind) for kind in kinds.values()), *large]:
+        rows = vector.numel() // _ROW * _ROW
+        if rows:
+            total += torch.linalg.vector_norm(vector[:rows].view(-1, _ROW), dim=1).double().square().sum()
+        if rows < vector.numel():
+            total += vector[rows:].double().square().sum()
+    return total
 
 
 def _over_shards(part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:

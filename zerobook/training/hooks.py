@@ -155,10 +155,12 @@ class Hooks:
     def __init__(self, user: Sequence[Hook]):
         self._own: list[Hook] = []
         self._user = [*user]
+        self._by_method: dict[str, list[Hook]] = {}
 
     def add(self, *own: Hook) -> None:
         """Add the trainer's own hooks."""
         self._own += own
+        self._by_method.clear()
 
     def __call__(self, name: str, *given: Any) -> list[Any]:
         """Call the method ``name`` of every hook that overrides it; return the results that are not None."""
@@ -171,14 +173,21 @@ class Hooks:
 
     @contextmanager
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> Iterator[None]:
+        hooks = self._overriding("around_loss")
+        if not hooks:
+            yield
+            return
         with ExitStack() as stack:
-            for hook in self._overriding("around_loss"):
+            for hook in hooks:
                 with self._named(hook, "around_loss"):
                     stack.enter_context(hook.around_loss(trainer, batch))
             yield
 
     def _overriding(self, name: str) -> list[Hook]:
-        return [hook for hook in (*self._own, *self._user) if getattr(type(hook), name) is not getattr(Hook, name)]
+        if name not in self._by_method:
+            hooks = (*self._own, *self._user)
+            self._by_method[name] = [hook for hook in hooks if getattr(type(hook), name) is not getattr(Hook, name)]
+        return self._by_method[name]
 
     @contextmanager
     def _named(self, hook: Hook, method: str) -> Iterator[None]:

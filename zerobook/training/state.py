@@ -105,3 +105,14 @@ class RunState:
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return one seed per (run, step, rank). SplitMix64's increment spreads neighbours apart."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators, as `torch.manual_seed` does.
+
+    Without a GPU, that function formats a stack trace in each call, for an error that a later start of CUDA may have.
+    """
+    if torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

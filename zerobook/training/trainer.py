@@ -44,7 +44,7 @@ from zerobook.training.pace import Pace
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
-from zerobook.training.state import step_seed
+from zerobook.training.state import seed_generators, step_seed
 from zerobook.training.trackers import Trackers
 from zerobook.training.utilization import model_flops, peak_flops
 from zerobook.training.watching import naming_the_missing
@@ -237,7 +237,7 @@ class Trainer:
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
         # also within a group that shares a row: its processes drop out different tokens' activations
-        torch.manual_seed(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
+        seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
         total = torch.zeros((), device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
