@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.harness import ROOT
-from zerobook.cli.doctor import inspect_launch
+from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
@@ -68,6 +69,18 @@ def test_json_and_a_flag_without_its_value(written):
         worker_environment(["--num_processes", "2", "--config_file"])
     with pytest.raises(ConfigError, match="invalid int value: 'two'"):
         worker_environment(["--num_processes", "two"])
+
+
+@pytest.mark.parametrize("name, code", [("zero2", 0), ("none", 1)])
+def test_the_findings_as_json(capsys, name, code):
+    """The same problems and exit code as in the text, and nothing else on stdout."""
+    line = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "--num_processes", "2"]
+    assert doctor([*line, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert bool(found["problems"]) == bool(code) and (found["strategy"] is None) == bool(code)
+    assert doctor(line) == code
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(problem.split()) in text for problem in found["problems"])
 
 
 def test_doctor_counts_the_processes_of_one_machine(monkeypatch):

@@ -6,6 +6,7 @@ Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, a
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -34,6 +35,7 @@ USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its fl
 
 To read its flags, {RUNS}; nothing is trained.
 
+  --json       print one JSON object: the strategy, notes and problems.
   --all_ranks  also meet the other machines of the launch, compare them with this one, and measure the links between them.
                Run it on every machine, with the flags of the launch. It waits {PATIENCE_S:.0f} s for the others.
 
@@ -51,7 +53,10 @@ def doctor(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
+    as_json, argv = "--json" in argv, [token for token in argv if token != "--json"]
     out = console()
+    out.quiet = as_json
+    plan: LaunchPlan | None = None
     hardware = Hardware.detect()
     problems = _machine(out, hardware)
     all_ranks, argv = "--all_ranks" in argv, [token for token in argv if token != "--all_ranks"]
@@ -73,6 +78,9 @@ def doctor(argv: list[str]) -> int:
         problems.append("--all_ranks: give the flags of the launch as well.")
     elif hardware.unused:
         problems.append(hardware.unused)
+    if as_json:
+        line, notes = (plan.line, plan.notes) if plan else (None, [])
+        print(json.dumps({"strategy": line, "notes": notes, "problems": problems}))
     for number, problem in enumerate(problems, 1):
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)

@@ -71,7 +71,8 @@ def quietly(launcher: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     hush()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         launcher()
     except ChildFailedError as error:
