@@ -50,10 +50,12 @@ def test_a_step_makes_few_calls_besides_those_of_the_model_and_the_optimizer(tin
         return real_close(trainer)
 
     real_close = Trainer.close
-    with mock.patch.object(Trainer, "train_step", step), mock.patch.object(Trainer, "close", ended):
+    # accelerate looks for this library on the whole import path in each step: the calls depend on the path's length
+    without_lomo = mock.patch("accelerate.optimizer.is_lomo_available", lambda: False)
+    with without_lomo, mock.patch.object(Trainer, "train_step", step), mock.patch.object(Trainer, "close", ended):
         train(
             tmp_path, LoraFinetune, model_name_or_path=str(tiny / "llama"), train_file=str(tiny / "chats.jsonl"),
             max_seq_length=64, max_train_steps=20, logging_steps=10, per_device_train_batch_size=4, on_spike="log",
         )  # fmt: skip
     added = counted["recipe"] - counted["bare"]
-    assert added < 1300, counted  # some 300 of them are accelerate's
+    assert added < 1100, counted
