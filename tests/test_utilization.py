@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
+from zerobook.health.position import Spent
 from zerobook.training.pace import Pace
 from zerobook.training.utilization import ModelFlops, model_flops, peak_flops
 
@@ -49,15 +51,17 @@ def test_the_share_of_the_peak(monkeypatch):
     assert peak_flops(strategy) == 8 * 19.5e12
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Abacus 9000")
     assert peak_flops(strategy) is None
-    pace, now = Pace(), [10.0]
+    pace, now = Pace(torch.device("cpu")), [10.0]
     monkeypatch.setattr("zerobook.training.pace.time.monotonic", lambda: now[0])
-    pace.flops, pace.peak = ModelFlops(1000.0, 10.0), 1e6
+    pace.flops, pace.peak, pace.devices = ModelFlops(1000.0, 10.0), 1e6, 8
     pace.start()
     pace.count(tokens=30, all_tokens=200, rows=4)
     now[0] = 11.0
     with pace.apart():  # an evaluation, say
         now[0] = 15.0
     now[0] = 16.0
-    pace.measure()
+    pace.measure(Spent({"forward": 2.0, "data": 0.5}, 0.25))
+    assert pace.seconds == {"forward": 2.0, "data": 0.5} and pace.waited == 0.25
     assert (pace.tokens_per_second, pace.all_tokens_per_second) == (15.0, 100.0)
     assert pace.mfu == pytest.approx((1000 + 10 * 50) * 100 / 1e6)
+    assert pace.tflops == pytest.approx((1000 + 10 * 50) * 100 / 8 / 1e12)

@@ -220,6 +220,9 @@ class RecipeConfig(_Keys):
     )
     rollback_lr_steps: int = Field(500, ge=1, description="steps in which the lowered rate returns to its schedule")
     logging_steps: int = Field(10, ge=1, description="log losses, gradient norms and rates every N steps")
+    profile: str | None = Field(
+        None, description="steps to profile, as 12 or 10-12; each rank writes a Chrome trace into the runlog's folder"
+    )
     hang_timeout: float = Field(
         300.0, ge=0, description="seconds without progress of a process after which the run stops and names it; 0: never"
     )
@@ -264,6 +267,22 @@ class RecipeConfig(_Keys):
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML 1.1 reads a bare no as false
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _steps(cls, value: Any) -> Any:
+        found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
+        if value is not None and (found is None or int(found[1]) > int(found[2] or found[1])):
+            raise PydanticCustomError("choice", "Input should be a step or a range of steps, as 12 or 10-12")
+        return None if value is None else str(value)
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step to profile; None for none."""
+        if self.profile is None:
+            return None
+        first, _, last = self.profile.partition("-")
+        return int(first), int(last or first)
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
 from zerobook.constants import IGNORE
+from zerobook.head import SUPERVISED, LossHead
 
 Metrics = Mapping[str, torch.Tensor]
 
@@ -81,6 +82,26 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
+def model_loss(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Run the model. Return (summed cross-entropy of ``targets`` in fp32 nats, the model's output).
+
+    Where the output layer can, it computes the loss itself: see `zerobook.head`. The output then has no logits.
+
+    Args:
+        inputs: the model's arguments, and `zerobook.head.SUPERVISED`, the positions that have a target, if they are known.
+        targets: int64 [rows, length]; IGNORE where nothing is predicted.
+        options: further arguments of the model.
+    """
+    positions = inputs.pop(SUPERVISED, None)
+    head: LossHead | None = getattr(unwrap(model), "loss_head", None)
+    if head is None:
+        output = model(**inputs, **options)
+        return _summed(output.logits, targets), output
+    with head.computing(targets, positions):
+        output = model(**inputs, **options)
+    return output.logits, output
+
+
 class Objective(ABC):
     """The loss that a run minimises: ``loss(model, batch)``, summed over rows, divided by the sum of ``weight(row)``.
 
@@ -126,6 +147,11 @@ class Objective(ABC):
         """
         return False
 
+    @property
+    def takes_positions(self) -> bool:
+        """Return whether `loss` takes the positions with a target, `zerobook.head.SUPERVISED`, of a causal model's batch."""
+        return False
+
     def splits_tokens(self, model: nn.Module) -> bool:
         """Return whether `loss` takes a part of each row's tokens: a sum over tokens, each by its own logits and target.
 
@@ -161,19 +187,23 @@ class NextToken(Objective):
         inputs, targets = with_targets(batch)
         balance = self._balance(model)
         if balance == 0:
-            return _summed(model(**inputs).logits, targets)
-        output = model(**inputs, output_router_logits=True)
+            return model_loss(model, inputs, targets)[0]
+        loss, output = model_loss(model, inputs, targets, output_router_logits=True)
         supervised = (targets != IGNORE).sum()
         # also if no token is supervised: the backward passes of all ranks must run the same modules
-        router = output.aux_loss.to(output.logits.device) * supervised
+        router = output.aux_loss.to(loss.device) * supervised
         metrics = {"router_aux_loss": router.detach()}
         if chosen := experts_per_token(unwrap(model).config):
             load = expert_load(output.router_logits, chosen, inputs.get("attention_mask"))
             metrics["expert_load"] = load.to(router.device) * supervised
-        return _summed(output.logits, targets) + balance * router, metrics
+        return loss + balance * router, metrics
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
         return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
+
+    @property
+    def takes_positions(self) -> bool:
+        return type(self).loss is NextToken.loss  # a subclass may pass the whole batch to the model
 
     def splits_tokens(self, model: nn.Module) -> bool:
         # a subclass may have another loss; and the load of experts is one of a whole micro-batch
@@ -237,7 +267,7 @@ class TargetTokens(Objective):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
         inputs, labels = without_labels(batch)
-        return seq2seq_loss(model(**inputs).logits, labels)
+        return model_loss(model, inputs, labels)[0]
 
     def weight(self, row: Mapping[str, np.ndarray]) -> int:
         return int(np.count_nonzero(row["labels"] != IGNORE))

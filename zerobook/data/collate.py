@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from zerobook.constants import IGNORE
+from zerobook.head import SUPERVISED
+from zerobook.objective import shifted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,6 +119,20 @@ def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
+def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the positions of the flattened rows that predict a supervised token, int64 [supervised].
+
+    On the host they are known without waiting for a device.
+
+    Args:
+        labels: int64 [rows, length]; IGNORE where nothing is supervised.
+
+    >>> supervised_positions(torch.tensor([[5, -100, 7], [-100, 8, -100]])).tolist()
+    [1, 3]
+    """
+    return (shifted(labels).flatten() != IGNORE).nonzero().flatten()
+
+
 @dataclass(frozen=True)
 class CausalCollator:
     """Pads a list of rows on the right.
@@ -127,10 +143,11 @@ class CausalCollator:
         mask: add an attention mask. A model with causal attention needs none: see `zerobook.models.isolation.settled`.
         lengths: add the `sequence_lengths`, for flash attention.
         no_cache: add a `NoCache`.
+        supervised: add `zerobook.head.SUPERVISED`, the positions that have a target.
 
     Returns (by calling):
         ``input_ids``, ``labels``: int64 [rows, length]; with ``mask`` also ``attention_mask``, int64 [rows, length]; with
-        ``lengths`` and ``no_cache`` also the arguments that they add.
+        ``lengths``, ``no_cache`` and ``supervised`` also what they add.
 
     >>> batch = CausalCollator(0)([{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist(), batch["attention_mask"].tolist()
@@ -142,6 +159,7 @@ class CausalCollator:
     mask: bool = field(default=True, kw_only=True)
     lengths: bool = field(default=False, kw_only=True)
     no_cache: bool = field(default=False, kw_only=True)
+    supervised: bool = field(default=False, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids = [row["input_ids"] for row in rows]
@@ -156,6 +174,8 @@ class CausalCollator:
             batch |= sequence_lengths(torch.arange(length).expand(count, -1))
         if self.no_cache:
             batch["past_key_values"] = NoCache()
+        if self.supervised:
+            batch[SUPERVISED] = supervised_positions(batch["labels"])
         return batch
 
 
@@ -195,6 +215,7 @@ class PackedCollator:
     at_least: int = field(default=0, kw_only=True)
     lengths: bool = field(default=False, kw_only=True)
     no_cache: bool = field(default=False, kw_only=True)
+    supervised: bool = field(default=False, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
@@ -214,6 +235,8 @@ class PackedCollator:
             batch |= sequence_lengths(batch["position_ids"])
         if self.no_cache:
             batch["past_key_values"] = NoCache()
+        if self.supervised:
+            batch[SUPERVISED] = supervised_positions(batch["labels"])
         return batch
 
 

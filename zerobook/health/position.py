@@ -7,7 +7,7 @@ which of two ranks is behind. A heartbeat reads the position from another thread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -53,11 +53,27 @@ class Window(NamedTuple):
     forward: float
 
 
+WORK = ("forward", "backward", "optimizer")
+"""Phases in which a CPU process computes, or waits for the other processes."""
+
+
+class Spent(NamedTuple):
+    """Seconds of this process between two log points: by phase, and those in which its main thread did not run in `WORK`."""
+
+    phases: dict[str, float]
+    waited: float
+
+
 _here = Position("start", 0, 0, time.monotonic(), time.monotonic())
 _first_step: int | None = None
 _spent: dict[str, float] = {}
+_waited = 0.0
+_ran = time.thread_time()
 _window: Window | None = None
 _logged = (0, time.monotonic())
+
+
+_listeners: list[Callable[[str], None]] = []
 
 
 def here() -> Position:
@@ -71,23 +87,36 @@ def enter(phase: str, step: int | None = None) -> None:
     Args:
         step: optimizer step that the phase belongs to, counted from 1; None: the same step as before.
     """
-    global _here, _first_step
-    now, before = time.monotonic(), _here
-    _spent[before.phase] = _spent.get(before.phase, 0.0) + now - before.began
+    global _here, _first_step, _waited, _ran
+    now, ran, before = time.monotonic(), time.thread_time(), _here
+    took = now - before.began
+    _spent[before.phase] = _spent.get(before.phase, 0.0) + took
+    if before.phase in WORK:
+        _waited += max(0.0, took - (ran - _ran))
+    _ran = ran
+    for listener in _listeners:
+        listener(phase)
     step = before.step if step is None else step
     if _first_step is None and phase == "data":
         _first_step = step
     _here = Position(phase, step, before.entered + 1, now, now, step == _first_step and phase in OF_A_STEP)
 
 
-def log_point(step: int) -> None:
-    """Close the window of the steps since the last log point."""
-    global _window, _logged
+def on_enter(listener: Callable[[str], None]) -> None:
+    """Call ``listener`` with the name of each phase that is entered, until `reset`."""
+    _listeners.append(listener)
+
+
+def log_point(step: int) -> Spent:
+    """Close the window of the steps since the last log point, and return the seconds in it."""
+    global _window, _logged, _waited
     now = time.monotonic()
     before, then = _logged
     _window = Window(step, max(1, step - before), now - then, _spent.get("data", 0.0), _spent.get("forward", 0.0))
+    spent = Spent(_spent.copy(), _waited)
     _spent.clear()
-    _logged = (step, now)
+    _logged, _waited = (step, now), 0.0
+    return spent
 
 
 def window() -> Window | None:
@@ -112,7 +141,8 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
 
 def reset() -> None:
     """Return to the start, for another run in the same process."""
-    global _here, _first_step, _window, _logged
-    now = time.monotonic()
+    global _here, _first_step, _window, _logged, _waited, _ran
+    now, _waited, _ran = time.monotonic(), 0.0, time.thread_time()
     _here, _first_step, _window, _logged = Position("start", 0, 0, now, now), None, None, (0, now)
+    _listeners.clear()
     _spent.clear()

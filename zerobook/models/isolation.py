@@ -28,20 +28,23 @@ models with experts, of 24 and 48 layers in bf16, with a rounding error added to
 their noise where they kept samples apart, and 7 to 130 times where they did not."""
 
 
-def settled(strategy: Strategy, collate: Collate, *, keep_mask: bool = False) -> Collate:
+def settled(strategy: Strategy, collate: Collate, *, keep_mask: bool = False, supervised: bool = False) -> Collate:
     """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
 
     A few tiny forward passes decide, in evaluation mode. A collator of another class is returned as it is.
 
     Args:
         keep_mask: the objective needs the mask of padded rows.
+        supervised: the objective takes the positions that have a target.
 
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
     """
     if isinstance(collate, PackedCollator):
-        return isolating(strategy, collate)
-    return unmasked(strategy, collate) if isinstance(collate, CausalCollator) and not keep_mask else collate
+        return replace(isolating(strategy, collate), supervised=supervised)
+    if isinstance(collate, CausalCollator):
+        return replace(collate if keep_mask else unmasked(strategy, collate), supervised=supervised)
+    return collate
 
 
 def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerobook import head
 from zerobook.checkpoint.result import find_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -122,6 +123,7 @@ class Job:
             if added := len(self.config.new_tokens):
                 grow_embeddings(model, model.get_input_embeddings().num_embeddings + added)
             model = self.recipe.adapt(model)
+            head.install(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()

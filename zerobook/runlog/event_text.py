@@ -129,6 +129,12 @@ def _skip(e: Event) -> str:
     return f"{e['samples']} samples of steps {e['steps'][0]} to {e['steps'][1]} are left out of all that follows."
 
 
+def _profile(e: Event) -> str:
+    first = e["ranks"][0]
+    parts = ", ".join(f"{first[part]:.0%} {part}" for part in ("compute", "communication", "idle"))
+    return f"Steps {e['steps'][0]} to {e['steps'][1]} were profiled; rank 0: {parts}. Traces: {e['folder']}."
+
+
 def _crash(e: Event) -> str:
     who = f"Attempt {e['of_attempt']}: " if e.get("of_attempt") else "CRASH: "
     return f"{who}{e['reason']}."
@@ -178,6 +184,7 @@ _WORDS = {
         f"{e['cut'][2]} steps."
     ),
     "eval": _eval,
+    "profile": _profile,
     "note": lambda e: f"Note by {e['by']}: {e['text']}",
     "crash": _crash,
     "straggler": lambda e: f"Step {e['step']}: {describe_slow(Slow(*(e[key] for key in Slow._fields)))}.",

@@ -110,6 +110,10 @@ KINDS: dict[str, EventKind] = {
             "all_tokens_per_second": "tokens of the rows per second, without padding, over all ranks",
             "data_wait": "share of the time spent waiting for data, 0 to 1",
             "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
+            "tflops": "10^12 operations of the model per second and device; null where they are not known",
+            "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is writing it",
+            "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
+            "a core; null on a GPU, where `--profile` measures it",
             "metrics": "values that hooks and the objective add",
         },
     ),
@@ -216,6 +220,15 @@ KINDS: dict[str, EventKind] = {
             "tokens": "tokens of the shard",
             "report": "samples, tokens and lengths of the shard",
             "bad_samples": "samples of it that could not be used",
+        },
+    ),
+    "profile": EventKind(
+        "The steps that `--profile` names were done.",
+        {
+            "steps": "first and last step",
+            "ranks": "of each rank: `seconds` of these steps, and the shares of `compute`, of `communication` that no "
+            "computation hides, and of `idle`, on its device",
+            "folder": "folder of the traces, which chrome://tracing and ui.perfetto.dev open",
         },
     ),
     "memory": EventKind(

@@ -67,7 +67,8 @@ def _series(history: History) -> tuple[dict[str, list], dict[int, dict[str, list
 
 
 def draw(history: History) -> dict[str, str]:
-    """Return the figures as HTML by name: ``curves``, ``timeline``, and ``machine`` and ``scores`` where there are any."""
+    """Return the figures as HTML by name: ``curves``, ``timeline``, and ``machine``, ``scores`` and ``steps`` where there
+    are any."""
     from plotly import graph_objects as go
 
     buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
@@ -77,6 +78,7 @@ def draw(history: History) -> dict[str, str]:
         "timeline": _timeline(history, go),
         "machine": _machine(history),
         "scores": _scores(history),
+        "steps": _step_times(history),
     }
     return {
         name: figure.to_html(full_html=False, include_plotlyjs=name == "curves", config=config, div_id=name)
@@ -269,6 +271,60 @@ def _machine(history: History) -> Any:
             figure.update_yaxes(range=[0, top], row=row, col=1)
     figure.update_xaxes(title_text="time (UTC)", row=len(charts), col=1)
     return figure.update_layout(**_layout(60 + 170 * len(charts)))
+
+
+PHASES = {
+    "data": ("waiting for data", "#9a6700"),
+    "forward": ("forward", "#1f5fa8"),
+    "backward": ("backward", "#0f8a8a"),
+    "optimizer": ("optimizer", "#7b3fa0"),
+    "waited": ("waiting for ranks", "#d55e00"),
+    "reduce": ("log points", "#5b6775"),
+    "evaluate": ("evaluation", "#c2185b"),
+    "save": ("saving", "#1a7f37"),
+}
+"""Phase of a step -> (its name in the figure, colour)."""
+
+
+def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
+    """Return phase -> (steps, ms a step) of all log points that say so.
+
+    ``waited`` is the time in which a process waited for the others, taken out of its phases in proportion to their length.
+    """
+    points = [event for event in history.of("metrics") if event.get("seconds")]
+    points = points[:: -(-len(points) // 400) or 1]
+    steps = [event["steps"][1] for event in points]
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for event in points:
+        seconds, waited = event["seconds"], event.get("waited") or 0.0
+        work = sum(seconds.get(phase, 0.0) for phase in WORK) or 1.0
+        count = event["steps"][1] - event["steps"][0] + 1
+        for phase, values in found.items():
+            own = waited if phase == "waited" else seconds.get(phase, 0.0)
+            own *= 1 - min(1.0, waited / work) if phase in WORK else 1.0
+            values.append(1000 * own / count)
+    return {phase: (steps, values) for phase, values in found.items() if any(values)}
+
+
+WORK = ("forward", "backward", "optimizer")
+
+
+def _step_times(history: History) -> Any:
+    """Return the figure of a step's time by phase, stacked; None where no log point says so."""
+    from plotly import graph_objects as go
+
+    found = step_times(history)
+    if not found:
+        return None
+    figure = go.Figure()
+    for phase, (steps, values) in found.items():
+        name, colour = PHASES[phase]
+        figure.add_bar(x=steps, y=values, name=name, marker={"color": colour, "line": {"width": 0}})
+    usual = [values for phase, (_, values) in found.items() if phase not in ("evaluate", "save")]
+    totals = sorted(map(sum, zip(*usual, strict=True)))
+    if totals and totals[-1] > 0:  # the first steps compile and allocate
+        figure.update_yaxes(range=[0, 1.25 * totals[int(0.9 * (len(totals) - 1))]])
+    return figure.update_layout(**_layout(340), barmode="stack", bargap=0, xaxis_title="step", yaxis_title="ms a step")
 
 
 Line = tuple[list[Any], list[float]]

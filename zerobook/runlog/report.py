@@ -79,8 +79,10 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
         cards.append((f"{metrics[-1]['tokens_per_second']:,.0f}", "supervised tokens/s"))
         if "all_tokens_per_second" in metrics[-1]:
             cards.append((f"{metrics[-1]['all_tokens_per_second']:,.0f}", "all tokens/s"))
-        if metrics[-1].get("mfu") is not None:
-            cards.append((f"{metrics[-1]['mfu']:.1%}", "MFU"))
+        if metrics[-1].get("tflops") is not None:
+            mfu = metrics[-1].get("mfu")
+            cards.append((figure(metrics[-1]["tflops"], ".3g"), "TFLOPS a device"))
+            cards.append(("n/a" if mfu is None else f"{mfu:.1%}", "MFU"))
     memory = history.of("memory")
     if memory:
         cards.append((f"{memory[-1]['trained_parameters']:,}", "trained parameters"))

@@ -56,14 +56,15 @@ class Logbook(Hook):
         for facts in trainer.state.loader.order.news():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
-        last = records[-1]
+        last, pace = records[-1], trainer.pace
         metrics: dict[str, Any] = {"metrics": last.metrics} if last.metrics else {}
         self.log.event(
             "metrics", durable=False, steps=[records[0].step, last.step], loss=last.loss,
             mean_loss=sum(float(record.loss) for record in records) / len(records), grad_norm=last.grad_norm,
-            learning_rate=last.learning_rate, tokens_per_second=round(trainer.pace.tokens_per_second, 1),
-            all_tokens_per_second=round(trainer.pace.all_tokens_per_second, 1),
-            data_wait=round(trainer.pace.data_wait, 4), mfu=None if trainer.pace.mfu is None else round(trainer.pace.mfu, 4),
+            learning_rate=last.learning_rate, tokens_per_second=round(pace.tokens_per_second, 1),
+            all_tokens_per_second=round(pace.all_tokens_per_second, 1),
+            data_wait=round(pace.data_wait, 4), mfu=_rounded(pace.mfu, 4), tflops=_rounded(pace.tflops, 6),
+            seconds={phase: round(seconds, 4) for phase, seconds in pace.seconds.items()}, waited=_rounded(pace.waited, 4),
             **metrics,
         )  # fmt: skip
         self.log.take_notes()
@@ -93,6 +94,10 @@ class Logbook(Hook):
         write_page(self.log)
         if far:  # printed at exit, as the last line: the recipe still has to save the model
             atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 class MemoryRecord(Hook):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
+import torch
+
+from zerobook.health import position
 from zerobook.training.utilization import ModelFlops
 
 
@@ -20,12 +25,25 @@ class Pace:
         tokens_per_second: supervised tokens, over all ranks.
         all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.
+        tflops: 10^12 operations of the model a second and device; None where ``flops`` is.
         mfu: model FLOPs utilization, 0 to 1; None where ``flops`` or ``peak`` is.
+        seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
+            phase ends when the device has done its work. Writing the log counts as ``reduce``.
+        waited: of the seconds in forward passes, backward passes and optimizer, those in which this process waited for the
+            others, or for a core; None on a GPU, where `zerobook.training.profiling` measures it.
+
+    Args:
+        device: device of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.flops: ModelFlops | None = None
         self.peak: float | None = None
+        self.devices = 1
+        self.tflops: float | None = None
+        self.seconds: dict[str, float] = {}
+        self.waited: float | None = None
+        self._clock = DeviceClock() if device.type == "cuda" else None
         self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
         self.mfu: float | None = None
@@ -59,13 +77,40 @@ class Pace:
         self._all_tokens += all_tokens
         self._rows += rows
 
-    def measure(self) -> None:
-        """Update the attributes, and start a new measurement."""
+    def measure(self, spent: position.Spent) -> None:
+        """Update the attributes, and start a new measurement. The device has done all its work.
+
+        Args:
+            spent: seconds of the host since the last measurement.
+        """
+        self.seconds, self.waited = (spent.phases, spent.waited) if self._clock is None else (self._clock.read(), None)
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
         self.data_wait = self._waited / seconds
-        if self.flops and self.peak and self._rows:
-            needed = self.flops.per_token(self._all_tokens / self._rows)
-            self.mfu = needed * self.all_tokens_per_second / self.peak
+        if self.flops and self._rows:
+            done = self.flops.per_token(self._all_tokens / self._rows) * self.all_tokens_per_second
+            self.tflops = done / self.devices / 1e12
+            self.mfu = done / self.peak if self.peak else None
         self.start()
+
+
+class DeviceClock:
+    """Measures phases on a GPU, by an event at each change of phase. The host does not wait for the events."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        position.on_enter(self._record)
+
+    def _record(self, phase: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append((phase, event))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call. The device has done its work up to the newest event."""
+        seconds: dict[str, float] = defaultdict(float)
+        for (phase, begin), (_, end) in pairwise(self._events):
+            seconds[phase] += begin.elapsed_time(end) / 1000
+        del self._events[:-1]
+        return dict(seconds)

@@ -64,8 +64,8 @@ class Trackers(Hook):
             "epoch": trainer.progress.epoch,
             "step": last.step,
         }
-        if trainer.pace.mfu is not None:
-            values["mfu"] = trainer.pace.mfu
+        known = {"mfu": trainer.pace.mfu, "tflops": trainer.pace.tflops}
+        values |= {name: value for name, value in known.items() if value is not None}
         values |= {f"train/{name}": value for name, value in last.metrics.items()}
         self.accelerator.log(values, step=_step(trainer, last.step))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
 
+from zerobook import head
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
@@ -41,6 +43,7 @@ from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
 from zerobook.training.logbook import Logbook, MemoryRecord
 from zerobook.training.pace import Pace
+from zerobook.training.profiling import Profiler
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
@@ -93,7 +96,7 @@ class Trainer:
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)
         strategy, data = self.strategy, self.data  # a hook may have replaced them
-        self.pace = Pace()
+        self.pace = Pace(strategy.device)
         self.console = Console(silent=not strategy.is_main)
         self.manager = CheckpointManager(strategy, config)
         self.log: RunLog | None = None
@@ -104,6 +107,7 @@ class Trainer:
         self.state, tried = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
         progress = self.progress
         self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=tried)
+        in_head = head.install(model) is not None
         with freed_blocks_returned():
             strategy.prepare(model, config, self.state.total_steps)
         parts = [data.train, *data.held_out.values()]
@@ -116,7 +120,8 @@ class Trainer:
         strategy.model.train()
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
-        self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask)
+        supervised = in_head and self.objective.takes_positions and strategy.token_split is None
+        self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask, supervised=supervised)
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None
@@ -150,14 +155,16 @@ class Trainer:
             self.logbook.begin(self, sources)
             self.hooks.add(self.logbook, resume.ResumeCheck(self.log))
         self.console.introduce(self)
-        self.hooks.add(MemoryRecord(self.log), self.console, *trackers)
+        steps = self.config.profiled_steps
+        profiler = [Profiler(*steps, Path(self.config.output_dir) / "runlog")] if steps else []
+        self.hooks.add(MemoryRecord(self.log), self.console, *trackers, *profiler)
 
     # --- training
     def run(self) -> Progress:
         """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective."""
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
-        self.pace.flops, self.pace.peak = model_flops(strategy), peak_flops(strategy)
+        self.pace.flops, self.pace.peak, self.pace.devices = model_flops(strategy), peak_flops(strategy), strategy.world_size
         self.pace.start()
         if self.config.early_stopping_patience and not self.data.held_out:
             raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
@@ -291,8 +298,7 @@ class Trainer:
             return None
         enter("reduce")
         self._read(records)
-        self.pace.measure()
-        log_point(self.progress.step)
+        self.pace.measure(log_point(self.progress.step))
         for slow in self.watch.slow() if self.watch else ():
             self._report_slow(slow)
         asked = self.hooks("on_log", self, records)

@@ -1,0 +1,123 @@
+"""Where a step's time goes: phases in every run's log, and profiles of some steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.lora_finetune import LoraFinetune
+from tests.alone import train
+from tests.harness import launch
+from zerobook.config import parse
+from zerobook.errors import ConfigError
+from zerobook.health import position
+from zerobook.runlog.figures import step_times
+from zerobook.runlog.history import History
+from zerobook.training.profiling import length, shares, union
+
+PHASES = {"data", "forward", "backward", "optimizer", "reduce"}
+
+
+def settings(tiny):
+    return {
+        "model_name_or_path": str(tiny / "llama"), "train_file": str(tiny / "chats.jsonl"), "max_seq_length": 64,
+        "per_device_train_batch_size": 2, "on_spike": "log",
+    }  # fmt: skip
+
+
+def test_a_log_point_says_where_the_time_went(tiny, tmp_path):
+    began = time.monotonic()
+    run = train(tmp_path, LoraFinetune, **settings(tiny), max_train_steps=6, logging_steps=2, eval_steps=4, save_steps=4)
+    took = time.monotonic() - began
+    points = [event for event in run.events if event["type"] == "metrics"]
+    assert len(points) == 3
+    assert all(point["seconds"].keys() | {"reduce"} >= PHASES for point in points)
+    assert "evaluate" in points[2]["seconds"] and "save" in points[2]["seconds"], "they belong to the steps after them"
+    assert 0 < sum(sum(point["seconds"].values()) for point in points) < took
+    for point in points:
+        assert 0 <= point["waited"] <= sum(point["seconds"][phase] for phase in position.WORK)
+        assert point["tflops"] > 0 and point["mfu"] is None
+    found = step_times(History.read(tmp_path / "runlog"))
+    assert {"forward", "backward", "optimizer", "evaluate", "save"} <= found.keys()
+    assert found["forward"][0] == [2, 4, 6]
+    page = (tmp_path / "runlog" / "report.html").read_text()
+    assert "Where a step" in page and "TFLOPS a device" in page
+
+
+def test_waiting_is_told_from_computing():
+    position.reset()
+    position.enter("forward", 1)
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    position.enter("backward")
+    time.sleep(0.2)
+    position.enter("data", 2)
+    time.sleep(0.1)
+    position.enter("reduce")
+    spent = position.log_point(1)
+    assert 0.19 < spent.waited < spent.phases["backward"] + spent.phases["forward"] - 0.04
+    assert spent.phases["data"] > 0.09
+    assert position.log_point(2).waited == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
+def test_a_union_covers_the_same_points_once(given):
+    intervals = [(begin, begin + size) for begin, size in given]
+    merged = union(intervals)
+    assert all(a[1] < b[0] for a, b in pairwise(merged))
+    points = {p + 0.5 for begin, end in intervals for p in range(begin, end)}
+    assert length(merged) == len(points)
+
+
+def event(name, start, end, device="CPU", children=()):
+    from torch.autograd import DeviceType
+
+    time_range = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=time_range, device_type=getattr(DeviceType, device), cpu_children=children)
+
+
+def test_shares_of_a_gpu_are_those_of_its_kernels():
+    events = [
+        event("aten::mm", 0, 1000),  # the host's time does not count
+        event("gemm", 0, 40, "CUDA"), event("ncclDevKernel_AllReduce", 30, 60, "CUDA"), event("gemm", 80, 100, "CUDA"),
+    ]  # fmt: skip
+    assert shares(events, on_gpu=True) == {"seconds": 0.0001, "compute": 0.6, "communication": 0.2, "idle": 0.2}
+    assert shares([], on_gpu=True)["seconds"] == 0
+
+
+def test_shares_of_a_cpu_are_those_of_operations_and_collectives():
+    inner = event("aten::mm", 10, 20)
+    events = [event("aten::linear", 0, 50, children=(inner,)), inner, event("gloo:all_reduce", 15, 30)]
+    assert shares(events, on_gpu=False) == {"seconds": 2e-5, "compute": 0.5, "communication": 0.5, "idle": 0.0}
+
+
+@pytest.mark.parametrize("said", ["0", "5-3", "a", "3-", "-4", "1-2-3"])
+def test_a_wrong_range_of_steps_is_an_error(said, tiny):
+    flags = [word for key, value in settings(tiny).items() for word in (f"--{key}", str(value))]
+    with pytest.raises(ConfigError, match="profile"):
+        parse(LoraFinetune.config_class, [*flags, f"--profile={said}"])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_every_rank_writes_a_trace_of_the_steps(strategy, tiny, tmp_path):
+    run = launch(strategy, 2, "lora_finetune", tmp_path, **settings(tiny), max_train_steps=5, profile="3-4")
+    found = run.event("profile")
+    assert found["steps"] == [3, 4] and len(found["ranks"]) == 2
+    for rank, parts in enumerate(found["ranks"]):
+        assert parts["compute"] > 0 and parts["seconds"] > 0
+        assert parts["compute"] + parts["communication"] + parts["idle"] == pytest.approx(1, abs=1e-3)
+        packed = (tmp_path / "runlog" / "profile" / f"steps-3-4.rank{rank}.json.gz").read_bytes()
+        trace = json.loads(gzip.decompress(packed))
+        names = {entry.get("name", "") for entry in trace["traceEvents"]}
+        assert any(name.startswith("aten::") for name in names)
+    assert any(parts["communication"] > 0 for parts in found["ranks"]), "two processes exchange gradients"
+    assert len(run.losses) == 5

@@ -1,0 +1,212 @@
+"""A language model's output layer (its head), and the cross-entropy that is computed in it, a chunk of tokens at a time.
+
+The logits of a micro-batch are its largest tensor: with a vocabulary of 128,000, one position has 0.5 MB of them in fp32. Here
+a chunk of positions is multiplied with the output layer, its loss and gradients are computed, and its logits are dropped. No
+position is computed twice: the gradients with respect to the layer's input and weight are made in the forward pass, since
+they differ from those of the backward pass by a factor only. Positions without a target are left out where the batch says
+which ones have a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, log_softmax
+
+from zerobook.constants import IGNORE
+
+CHUNK = {"cpu": 2**23, "cuda": 2**27}
+"""Device type -> logits that are computed at once: 32 MiB in fp32 on a CPU; on a GPU 512 MiB, which are 1,024 positions at a
+vocabulary of 128,000."""
+HALF_SCALE = 1024.0
+"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0."""
+
+
+SUPERVISED = "supervised"
+"""Name of the positions in a batch that have a target: int64 [supervised], in the flattened rows."""
+
+
+def install(model: nn.Module) -> LossHead | None:
+    """Let the model's output layer compute the loss, if the model returns that layer's output unchanged as its logits.
+
+    Other models are left as they are: those that scale or cap their logits (Gemma 2, Cohere) or add to them (BART), and those
+    whose output layer is quantised, has an adapter, or was divided among processes while it was loaded. Call it before the
+    model is distributed. It computes nothing.
+    """
+    owner: Any = getattr(model, "get_base_model", lambda: model)()
+    layer = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
+    if type(layer) is not nn.Linear or hasattr(layer.weight, "device_mesh"):
+        return None
+    head = LossHead(layer)
+    if not _returned_unchanged(owner, layer):
+        del layer.forward
+        return None
+    model.loss_head = head  # type: ignore[assignment]  # not a module, so it is no part of the state dict
+    return head
+
+
+def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
+    """Return whether the model's logits are the tensor that its output layer returns. The layers below do not run."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Output(BaseModelOutput):
+        """Output of the layers below. What else a model asks for is None."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    made = torch.zeros(1, 1, 1)
+    states = Output(last_hidden_state=torch.zeros(1, 1, layer.in_features))
+    others = [module for module in owner.modules() if module is not owner and module is not layer]
+    forwards: list[tuple[nn.Module, Any]] = [(module, lambda *_, **__: states) for module in others]
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if owner.config.is_encoder_decoder else {})
+    with _replaced([*forwards, (layer, lambda *_, **__: made)]):
+        try:
+            output = owner.forward(**inputs, use_cache=False)
+        except Exception:  # architectures raise different errors where they need more than that
+            return False
+    return getattr(output, "logits", None) is made
+
+
+@contextmanager
+def _replaced(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    before = [vars(module).get("forward") for module, _ in forwards]
+    for module, forward in forwards:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for (module, _), own in zip(forwards, before, strict=True):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+class LossHead:
+    """The output layer of a model, which returns the loss in place of logits inside of `computing`.
+
+    The layer keeps its class, its hooks and its place in the model, so strategies gather its weight as before.
+
+    Args:
+        layer: the output layer. Its ``forward`` is replaced.
+    """
+
+    def __init__(self, layer: nn.Linear):
+        self.layer = layer
+        self._targets: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+        layer.forward = self._forward  # type: ignore[assignment]  # of this instance
+
+    @contextmanager
+    def computing(self, targets: torch.Tensor, positions: torch.Tensor | None) -> Iterator[None]:
+        """Return a context in which the model's ``logits`` are the summed cross-entropy, a scalar in fp32.
+
+        Args:
+            targets: int64 [rows, length]; IGNORE where nothing is predicted.
+            positions: int64 [supervised], the flattened positions that have a target; None: all are computed.
+        """
+        self._targets, self._positions = targets, positions
+        try:
+            yield
+        finally:
+            self._targets = self._positions = None
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        if self._targets is None:
+            return linear(hidden, weight, bias)
+        hidden, targets = hidden.flatten(0, -2), self._targets.flatten()
+        if self._positions is not None:
+            hidden, targets = hidden.index_select(0, self._positions), targets.index_select(0, self._positions)
+        return linear_cross_entropy(hidden, weight, bias, targets)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return the summed cross-entropy of ``linear(hidden, weight, bias)``, without all of its logits in memory.
+
+    Products are computed in autocast's dtype or in that of ``weight``, the softmax and sums in fp32. The gradient can be
+    computed once.
+
+    Args:
+        hidden: float [positions, width].
+        weight: float [vocabulary, width].
+        bias: float [vocabulary], or None.
+        targets: int64 [positions]; IGNORE where nothing is predicted.
+
+    Returns:
+        Scalar, fp32, in nats.
+    """
+    return cast("torch.Tensor", _LinearCrossEntropy.apply(hidden, weight, bias, targets))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps the gradients for a gradient of 1, and multiplies them by the real one in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> torch.Tensor:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        with torch.autocast(device, enabled=False):
+            cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            grads = _Gradients(
+                torch.empty_like(hidden, dtype=torch.float32 if dtype == torch.float16 else None) if needs_hidden else None,
+                torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None,
+                torch.zeros_like(cast("torch.Tensor", bias), dtype=torch.float32) if needs_bias else None,
+            )
+            positions = max(1, CHUNK.get(device, CHUNK["cuda"]) // len(weight))
+            for start in range(0, len(targets), positions):
+                part = slice(start, start + positions)
+                inputs = hidden[part].to(dtype)
+                scores = log_softmax(linear(inputs, cast_weight, cast_bias).float(), dim=-1)
+                supervised = targets[part, None] != IGNORE
+                wanted = targets[part, None].clamp(min=0)
+                total -= (scores.gather(1, wanted) * supervised).sum()
+                if needs_hidden or needs_weight or needs_bias:
+                    of_logits = scores.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=scores.dtype))
+                    grads.add(part, of_logits.mul_(supervised), inputs, cast_weight)
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("the gradient of linear_cross_entropy can be computed once")
+        return (*grads.times(given[0]), None)
+
+
+class _Gradients:
+    """The gradients with respect to the layer's input, weight and bias; None where one is not needed."""
+
+    def __init__(self, hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None):
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+
+    def add(self, part: slice, of_logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add a chunk, by the gradient of its logits (fp32), its ``inputs`` and the layer's ``weight`` in one dtype."""
+        half = weight.dtype == torch.float16
+        if self.hidden is not None:
+            product = (of_logits * HALF_SCALE if half else of_logits).to(weight.dtype) @ weight
+            self.hidden[part] = product.float() / HALF_SCALE if half else product
+        if self.weight is not None and (half or weight.dtype == torch.float32):  # a scaled sum could exceed fp16's range
+            self.weight.addmm_(of_logits.T, inputs.float())
+        elif self.weight is not None:  # sums over chunks are in fp32
+            self.weight += of_logits.to(weight.dtype).T @ inputs
+        if self.bias is not None:
+            self.bias += of_logits.sum(0)
+
+    def times(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients multiplied by ``factor``, a scalar. Changes them in place."""
+        return tuple(None if grad is None else grad.mul_(factor) for grad in (self.hidden, self.weight, self.bias))

@@ -1,0 +1,118 @@
+"""Profiles of some steps (``--profile 10-12``): a Chrome trace of every rank, and where the time of its device went.
+
+A device computes, waits for communication that no computation hides (exposed), or waits for its host. On a GPU these are
+intervals of kernels: NCCL's are communication, all others compute. On a CPU they are intervals of torch's operations, and
+gloo's collectives, which run on threads of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from zerobook.training.hooks import Hook, TrainerView
+
+if TYPE_CHECKING:
+    from zerobook.runlog.records import StepRecord
+
+Interval = tuple[float, float]
+FOLDER = "profile"
+"""Folder in the runlog with the traces."""
+_COLLECTIVES = ("nccl", "gloo:")
+"""Beginnings of the names of communication: NCCL's kernels, gloo's collectives."""
+
+
+class Profiler(Hook):
+    """Profiles the steps ``first`` to ``last``, and writes a ``profile`` event.
+
+    Profiling slows these steps down, so the shares are right, and the seconds are more than those of other steps.
+    """
+
+    def __init__(self, first: int, last: int, folder: Path):
+        self.first, self.last, self.folder = first, last, folder / FOLDER
+        self._profile: profile | None = None
+
+    def before_step(self, trainer: TrainerView, step: int) -> None:
+        if step != self.first:
+            return
+        on_gpu = trainer.strategy.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        self._profile = profile(activities=kinds, acc_events=True)
+        self._profile.start()
+
+    def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
+        if record.step == self.last:
+            self._stop(trainer, record.step)
+
+    def on_end(self, trainer: TrainerView) -> None:
+        self._profile = None  # a run that ends within these steps writes nothing: ranks may have ended at different steps
+
+    def _stop(self, trainer: TrainerView, step: int) -> None:
+        if self._profile is None:
+            return
+        strategy = trainer.strategy
+        if strategy.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._profile.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"steps-{self.first}-{step}.rank{strategy.rank}.json.gz"
+        self._profile.export_chrome_trace(str(file))
+        every = strategy.gather(shares(self._profile.events() or (), on_gpu=strategy.device.type == "cuda"))
+        self._profile = None
+        if trainer.log:
+            trainer.log.event("profile", steps=[self.first, step], ranks=every, folder=str(self.folder))
+
+
+def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
+    """Return ``seconds`` from the first to the last event of a profile, and of these the shares of ``compute``, of exposed
+    ``communication`` and of ``idle``.
+
+    Args:
+        events: of `torch.profiler.profile.events`.
+        on_gpu: the device is a GPU, so only its kernels count.
+    """
+    compute: list[Interval] = []
+    communication: list[Interval] = []
+    for event in events:
+        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        if event.name.startswith(_COLLECTIVES):
+            communication.append(interval)
+        elif on_gpu or (event.name.startswith("aten::") and not event.cpu_children):
+            compute.append(interval)
+    busy, both = union(compute), union([*compute, *communication])
+    if not both:
+        return {"seconds": 0.0, "compute": 0.0, "communication": 0.0, "idle": 0.0}
+    whole = both[-1][1] - both[0][0] or 1.0
+    computed, used = length(busy), length(both)
+    return {
+        "seconds": round(whole / 1e6, 6),  # a profile counts microseconds
+        "compute": round(computed / whole, 4),
+        "communication": round((used - computed) / whole, 4),
+        "idle": round(1 - used / whole, 4),
+    }
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Return the union of intervals as disjoint ones, ascending.
+
+    >>> union([(5, 7), (0, 2), (1, 3)])
+    [(0, 3), (5, 7)]
+    """
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the summed length of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
