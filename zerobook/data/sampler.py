@@ -127,6 +127,8 @@ class SampleOrder:
     """Number of rows of similar length that stay together; these groups come in random order."""
     SORTED = 64 * GROUP
     """Number of positions that are sorted by length at a time."""
+    AHEAD = 4096
+    """Number of positions whose rows `take` computes at once: a permutation of a few costs as much."""
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class SampleOrder:
         self.passed: list[list[int]] | None = None  # rows of shards: a stream's
         self._permutations: dict[tuple[int, ...], Permutation] = {}
         self._sorted: tuple[int, np.ndarray] | None = None
+        self._held: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
 
     def ids(self, start: int, end: int) -> np.ndarray:
         """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
@@ -204,12 +207,19 @@ class SampleOrder:
         missing = count
         while missing and cursor < end:
             stop = min(cursor + missing, end)
-            ids = self.ids(cursor, stop)
+            ids = self._ahead(cursor, stop)
             kept = ids if self.dropped is None else ids[~self.dropped[ids]]
             taken.append(kept)
             missing -= len(kept)
             cursor = stop
         return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+
+    def _ahead(self, start: int, end: int) -> np.ndarray:
+        """Return what `ids` returns, from rows that are computed `AHEAD`."""
+        first, held = self._held
+        if not first <= start <= end <= first + len(held):
+            first, held = self._held = (start, self.ids(start, max(end, start + self.AHEAD)))
+        return held[start - first : end - first]
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
         """Return the next ``rows`` row numbers."""

@@ -101,8 +101,9 @@ class Engine(TrainingState):
                 gradients, whatever the split.
         """
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
+        factor = self.mesh.token_parallel_size * self.accelerator.gradient_accumulation_steps
         with self.split_attention():
-            self.accelerator.backward(loss * (self.mesh.token_parallel_size * self.accelerator.gradient_accumulation_steps))
+            self.accelerator.backward(loss if factor == 1 else loss * factor)
 
     @contextmanager
     def split_tokens(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -172,15 +173,18 @@ class Engine(TrainingState):
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_grad_norm or float("inf"), norm)
         finite = torch.isfinite(norm)
+        # accelerate's wrapper steps fp16's scaler; without one, it only searches the import path for an optimizer's library
+        wrapped = self.accelerator.scaler is not None
+        optimizer = self.optimizer if wrapped else self._torch_optimizer()
         if self._skips_on_device:
             # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
             cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~finite).float()
-            self.optimizer.step()
-        elif self.accelerator.scaler is not None or finite.item():  # the scaler checks the flag, and waits, itself
-            self.optimizer.step()
+            optimizer.step()
+        elif wrapped or finite.item():  # the scaler checks the flag, and waits, itself
+            optimizer.step()
         self._applied = self._applied + finite.int()
         self._unscaled = False
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         return norm
 
     def inference(self) -> AbstractContextManager[None]:
