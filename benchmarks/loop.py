@@ -171,7 +171,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        self.reads += func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
+        self.reads += func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero")
         return func(*args, **(kwargs or {}))
 
 

@@ -66,11 +66,11 @@ def answers(adapter: Path | None) -> list[str]:
     """Return greedy answers to `QUESTIONS`, of the base model or with the adapter."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     from zerobook.data import embedded
+    from zerobook.utils.library_messages import hush_loading
 
-    logging.disable_progress_bar()
+    hush_loading()
     folder = embedded.smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)

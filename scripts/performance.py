@@ -1,4 +1,4 @@
-"""Write docs/measured/performance.md from the results of benchmarks/checkpoint.py, data.py and runlog.py.
+"""Write docs/measured/performance.md, and its picture, from the results of the programs in benchmarks/.
 
 usage: performance.py
 """
@@ -12,22 +12,39 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured" / "performance.md"
+PICTURE = PAGE.with_name("growth.png")
+ARMS = {"zerobook": "this project", "trl": "TRL", "trl, bare": "TRL without its metrics", "trainer": "Trainer"}
+JOBS = {
+    "lora": "LoRA r 16, SmolLM2-135M, 4 x 128 tokens", "full": "all weights, SmolLM2-135M, 2 x 128 tokens",
+    "packed": "LoRA r 16, packed into 2 rows of 256 tokens", "seq2seq": "all weights, a T5 of 20 million, 8 x 64 to 64 tokens",
+}  # fmt: skip
+GOALS = {"lora": ("trl, bare", 1.25), "full": ("trl, bare", 1.15), "packed": ("trl, bare", 1.0), "seq2seq": ("trainer", 1.05)}
+"""Job -> (the arm that it is compared with, the goal for the ratio)."""
 
 
 def main() -> None:
     PAGE.write_text(page())
     print(f"wrote {PAGE}")
+    draw(load("growth"), PICTURE)
+    print(f"wrote {PICTURE}")
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def page() -> str:
     """Return the page as Markdown."""
-    saved, data, log = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("checkpoint", "data", "runlog"))
+    saved, data, log = load("checkpoint"), load("data"), load("runlog")
     machine, data_date = saved["machine"], data["packing"]["date"]
     parts = [
         "# Performance\n",
         "<!-- written by scripts/performance.py -->\n",
         "Ratios compare two things that were measured in turns in one run, so a slow machine slows both. Training speed on\n"
         "GPUs is measured by the part `speed` of `python benchmarks/gpu.py all`: [gpu.md](gpu.md) says what has run.\n",
+        of_the_loop(load("loop")),
+        of_peers(load("peers")),
+        of_growth(load("growth")),
         section(
             "Checkpoints",
             "benchmarks/checkpoint.py",
@@ -76,6 +93,152 @@ def of_data(data: dict[str, Any]) -> list[list[str]]:
         if "bytes" in found
     ]
     return [*rows, ["supervised tokens a second, packed against padded", str(data["saving"]["figures"]["ratio"])]]
+
+
+def where(found: dict[str, Any]) -> str:
+    """Return hardware, date and versions of a result."""
+    kept = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "transformers", "accelerate"))
+    return f"{found.get('cores', 2)} cores, one thread a process, {found['date']}, {kept}."
+
+
+def of_the_loop(found: dict[str, Any]) -> str:
+    """Return the section on the loop's own cost."""
+    rows, counts = [], []
+    for file, facts in found["strategies"].items():
+        for pair, spread in facts["ms more"].items():
+            low, high = spread["quartiles"]
+            one, other = pair.split(" - ")
+            rows.append([file, f"{one} over {other}", f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
+        for loop, counted in facts["counts"].items():
+            counts.append([file, loop, f"{counted['calls']:,}", f"{counted['reads']}", f"{counted['blocks kept']:,}"])
+    single = found["strategies"]["single"]["ms more"]["recipe - accelerate"]["median"]
+    met = "met" if single <= 0.1 else "missed"
+    return (
+        "## The loop\n\n"
+        f"By `python benchmarks/loop.py`. {where(found)}\n\n"
+        "A tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, so that the loop's share of a step is large. In each\n"
+        f"of {found['rounds']} rounds, every loop takes one step on the same model. *compute*: the model, clipping and AdamW.\n"
+        "*+ wrapper*: through DDP or FSDP2. *+ data*: with a DataLoader. *accelerate*: the loop of accelerate's\n"
+        "documentation. *recipe*: the recipe's run, with spike monitor, runlog, watch and a log point every 10 steps.\n\n"
+        f"Goal: at most 0.10 ms a step above accelerate's own loop. One process: {single:+.2f} ms ({met}).\n\n"
+        + table(["strategy", "difference", "ms, median of pairs", "quartiles"], rows)
+        + "\nCounts of one step between log points:\n\n"
+        + table(["strategy", "loop", "Python and C calls", "times the host reads a tensor", "memory blocks kept"], counts)
+    )
+
+
+def of_peers(found: dict[str, Any]) -> str:
+    """Return the section on the same finetuning by others."""
+    rows, goals = [], []
+    for job, title in JOBS.items():
+        if job not in found:
+            continue
+        arms = found[job]["arms"]
+        for arm, facts in arms.items():
+            rows.append([
+                title if arm == "zerobook" else "", ARMS[arm], f"{facts['supervised tokens/s']:.1f}",
+                f"{facts['seconds a step']:.2f} ({facts['quartiles'][0]:.2f} to {facts['quartiles'][1]:.2f})",
+                f"{facts['peak memory, MB']:,}", f"{facts['first step after, s']:.0f}", f"{facts['mean loss']:.3f}",
+            ])  # fmt: skip
+        other, goal = GOALS[job]
+        for one in [other, *(["trainer"] if other != "trainer" and "trainer" in arms else [])]:
+            wanted = goal if one == other else 1.05
+            ratio = arms["zerobook"]["supervised tokens/s"] / arms[one]["supervised tokens/s"]
+            goals.append([title, ARMS[one], f"{ratio:.2f}", f"{wanted:.2f}", "met" if ratio >= wanted else "missed"])
+    first = next(found[job] for job in JOBS if job in found)
+    names = ["job", "by", "supervised tokens/s", "seconds a step (quartiles)", "peak memory, MB", "first step after, s", "loss"]
+    return (
+        "## The same finetuning by TRL and by Trainer\n\n"
+        f"By `python benchmarks/peers.py`. {where(first | {'cores': found['cores']})}\n"
+        f"{found['packages'][0].replace('==', ' ')}, fp32. All have the same model, data, rows and optimizer, and see each\n"
+        "sample once, each in its own order. Runs alternate. TRL computes token accuracy and entropy in each step.\n\n"
+        + table(names, rows) + "\n"
+        + table(["job", "against", "ratio of supervised tokens/s", "goal", ""], goals)
+    )  # fmt: skip
+
+
+def of_growth(found: dict[str, Any]) -> str:
+    """Return the section on growth."""
+    run, data, model = (found[name]["figures"] for name in ("run", "data", "model"))
+    rows = [
+        [f"step time over {run['steps']:,} steps", f"{run['step time, growth']:+.2%}", "below 1 %"],
+        ["resident memory over these steps", f"{run['rss, growth']:+.2%}", "below 1 %"],
+    ]
+    more = [[f"{one['rows']:,}", f"{one['prepared and started, s']:.1f}", f"{one['started again, s']:.1f}",
+             f"{1000 * one['seconds a step']:.1f}", f"{one['rss'] / 1e6:,.0f}"] for one in data]  # fmt: skip
+    resumes = [[f"{one['step']:,}", f"{one['until training, s']:.1f}"] for one in run["resumes"]]
+    sizes = [
+        [f"{one['parameters']:,}", f"{one['checkpoint'] / one['parameters']:.1f}", f"{one['save, s']:.2f}"] for one in model
+    ]
+    return (
+        "## Growth\n\n"
+        f"By `python benchmarks/growth.py`. {where(found['run'] | {'cores': found['cores']})}\n"
+        "Llamas with random weights, fp32.\n\n"
+        "![time and memory against processes, length, rows, data, steps and parameters](growth.png)\n\n"
+        + table(["a long run", "growth", "goal"], rows)
+        + "\n" + table(["rows of data", "prepared and started, s", "started again, s", "ms a step", "memory, MB"], more)
+        + "\n" + table(["resumed at step", "until training, s"], resumes)
+        + "\n" + table(["parameters", "bytes of a checkpoint for each", "save, s"], sizes)
+    )  # fmt: skip
+
+
+def draw(found: dict[str, Any], file: Path) -> None:
+    """Draw the growth: points are measured, dashed lines are laws."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
+    figures = {name: found[name]["figures"] for name in ("ranks", "length", "rows", "data", "run", "model")}
+
+    def plot(axis: Any, x: list[float], y: list[float], title: str, label: str, law: list[float], said: str) -> None:
+        axis.plot(x, y, "o-", color="#1f5fa8", label="measured")
+        axis.plot(x, law, "--", color="#d55e00", label=said)
+        axis.set(title=title, xlabel=label, ylim=(0, 1.15 * max([*y, *law])))
+        axis.legend(frameon=False)
+
+    cores = found["cores"]
+    one = figures["ranks"]
+    x = [r["processes"] for r in one]
+    law = [one[0]["tokens/s"] * min(n, cores) for n in x]
+    plot(
+        axes[0, 0], x, [r["tokens/s"] for r in one], "tokens a second, DDP", "processes", law, f"one process x cores ({cores})"
+    )
+    one = figures["length"]
+    x, y = [r["tokens"] for r in one], [1000 * r["seconds a step"] for r in one]
+    plot(axes[0, 1], x, y, "ms a step", "tokens of a row", *fitted(x, y, 2))
+    one = figures["rows"]
+    x, y = [r["rows"] for r in one], [1000 * r["seconds a step"] for r in one]
+    plot(axes[0, 2], x, y, "ms a step", "rows of a micro-batch", *fitted(x, y, 1))
+    one = figures["data"]
+    x, y = [r["rows"] for r in one], [1000 * r["seconds a step"] for r in one]
+    plot(axes[1, 0], x, y, "ms a step", "rows of data", [y[0]] * len(y), "constant")
+    axes[1, 0].set_xscale("log")
+    one = figures["run"]["step, seconds, rss"]
+    x, y = [p[0] for p in one], [1000 * p[1] for p in one]
+    axes[1, 1].plot(x, y, ".", color="#1f5fa8", markersize=3, label="ms a step, median of 100")
+    axes[1, 1].plot(x, [p[2] / 1e6 / 100 for p in one], "-", color="#1a7f37", label="resident memory, 100 MB")
+    axes[1, 1].set(title="a long run", xlabel="step", ylim=(0, None))
+    axes[1, 1].legend(frameon=False)
+    one = figures["model"]
+    x, y = [r["parameters"] / 1e6 for r in one], [r["checkpoint"] / 1e6 for r in one]
+    plot(axes[1, 2], x, y, "MB of a checkpoint", "million parameters", [12 * n for n in x], "12 bytes a parameter (fp32 AdamW)")
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+def fitted(x: list[float], y: list[float], degree: int) -> tuple[list[float], str]:
+    """Return (a fitted polynomial at ``x``, its description)."""
+    import numpy as np
+
+    coefficients = np.polyfit(x, y, degree, w=1 / np.array(y))
+    return np.polyval(coefficients, x).tolist(), {1: "a + b n", 2: "a + b n + c n²"}[degree]
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def span(values: Any) -> str:

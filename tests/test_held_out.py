@@ -28,11 +28,8 @@ def test_an_evaluation_takes_fewer_rows_where_their_logits_would_be_too_many(tin
         def loss(self, model, batch):
             if torch.is_grad_enabled():
                 return super().loss(model, batch)
-            seen_by = model.register_forward_hook(lambda _, __, output: seen.append(output.logits.shape))
-            try:
-                return super().loss(model, batch)
-            finally:
-                seen_by.remove()
+            seen.append(torch.Size([*batch["labels"].shape, model.config.vocab_size]))  # of the logits, if all were computed
+            return super().loss(model, batch)
 
     class Asked(recipe):
         def objective(self):

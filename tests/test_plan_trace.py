@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.planning import made, planned_rows, rows_of
+from zerobook import head
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.models.load import DTYPES
@@ -60,7 +61,9 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     # a decoder without a mask: fake tensors cannot tell that there is nothing to mask
     exact = planned.model_config.model_type != "bart"
     assert found.saved == measured.saved if exact else found.saved == pytest.approx(measured.saved, rel=0.02)
-    assert found.peak == pytest.approx(measured.peak, rel=0.001 if exact else 0.02)
+    # T5's peak is in its attention, whose kernel with a trained bias is simulated
+    close = exact and planned.model_config.model_type != "t5"
+    assert found.peak == pytest.approx(measured.peak, rel=0.001 if close else 0.02)
     assert found.flops == pytest.approx(measured.flops, rel=0.35)  # real attention is not counted on a CPU
     if flags.get("attn_implementation") == "eager":
         assert found.flops == measured.flops
@@ -92,6 +95,7 @@ def real_model(planned: Job, shape: BatchShape):
     recompute.enable(model, config.activation_checkpointing)
     if planned.config.trains_adapters:
         model = planned.recipe.adapt(model)
+    head.install(model)
     batch = {key: torch.ones_like(value) for key, value in planned.recipe.example_batch(shape).items()}
     if "attention_mask" in batch:
         batch["attention_mask"][0, -3:] = 0
@@ -102,8 +106,9 @@ def real_model(planned: Job, shape: BatchShape):
 
 def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
     """One row is trained, and more are evaluated: their logits alone are more than the step has."""
-    facts = {"model_type": "llama", "vocab_size": 50_257, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    (tmp_path / "small.json").write_text(json.dumps(facts))
+    # Granite scales its logits, so its output layer cannot compute the loss
+    sizes = {"vocab_size": 50_257, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "small.json").write_text(json.dumps({"model_type": "granite", **sizes}))
     model, where = tmp_path / "small", cluster(gpus="1", gpu="a100-80gb")
     flags = {
         "mixed_precision": "bf16",

@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite_are_told_as_such(run, capsys):  # noqa: F81
     assert main(["runlog", "report", str(run)]) == 0
     for name in ("report.html", "report.md"):
         text = (run / "runlog" / name).read_text()
-        for said in ("held-out loss not finite", "rouge not finite", "losses within not finite of those before"):
+        for said in ("held-out loss not finite", "rouge not finite", "difference of the losses is not finite"):
             assert said in text, (name, said)
     assert "- held-out loss: not finite" in (run / "runlog" / "report.md").read_text()
 

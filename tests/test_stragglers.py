@@ -76,7 +76,8 @@ def test_a_link_is_compared_with_its_own_past():
 
 
 @pytest.mark.parametrize("slow, said", [
-    (Slow("data", "b", [2, 3], 9, 0.4, 0.01), "slow host: ranks 2, 3 on b waits for data 0.40 s a step, others 0.01 s"),
+    (Slow("data", "b", [2, 3], 9, 0.4, 0.01),
+     "slow host: waiting for data on b (ranks 2, 3): 0.40 s a step; on the other ranks: 0.01 s"),
     (Slow("link", "b", [2], 9, 0.3, 0.002), "slow link: a message between b and the first host takes 300 ms, 2.0 ms at best"),
 ])  # fmt: skip
 def test_findings_as_text(slow, said):

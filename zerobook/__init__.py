@@ -1,4 +1,4 @@
-"""Zerobook: training recipes on Accelerate that plan, survive and log themselves."""
+"""Zerobook: training recipes on Hugging Face Accelerate that plan a run, recover from failures and write a runlog."""
 
 from __future__ import annotations
 

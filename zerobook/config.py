@@ -122,6 +122,9 @@ class RecipeConfig(_Keys):
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = Field(
         "auto", description="attention kernel; auto chooses the fastest that this device supports"
     )
+    torch_compile: bool = Field(
+        False, description="compile the model's layers with torch.compile: fewer, fused operations, after a minute at the start"
+    )
     device_map: str | None = Field(None, description="transformers' device map; one process only")
     activation_checkpointing: str = Field(
         "none", description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
@@ -477,6 +480,8 @@ def parse(
     """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if known.config and (unread := _unreadable(known.config)):
+        raise ConfigError(unread)  # what the file would have set is not known
     flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
     names = set(config_class.model_fields) | set(ALIASES)
     problems = [
@@ -624,11 +629,17 @@ class _OnceLoader(yaml.SafeLoader):
         return node
 
 
-def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+def _unreadable(path: str) -> str | None:
+    """Return why a YAML file cannot be read; None where it can."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return {}, [f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."]
+        return f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."
+    return None
+
+
+def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
+    text = Path(path).expanduser().read_text(encoding="utf-8")
     try:
         loaded = yaml.load(text, Loader=_OnceLoader)
     except yaml.YAMLError as error:
@@ -681,5 +692,6 @@ def _explain(error: Any, sources: ConfigSources) -> str:
         return f"{source}: {path}: no such key.{nearest(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
     if error["type"] == "missing":
         return f"{source}: {path}: the key is missing."
-    message = error["msg"].removeprefix("Input should be ").rstrip(".")
+    # "a valid number, unable to parse string as a number": the first half says it
+    message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
     return f"{path}: got {error['input']!r} (from {source}), expected {message}."

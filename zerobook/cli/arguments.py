@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import difflib
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from zerobook.plan.hardware import Cluster
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with short errors that name the nearest flag or word, and a docstring as its description."""
+
+    def __init__(self, prog: str, *, description: str | None = None, **options: Any):
+        super().__init__(prog, description=description and description.replace("``", ""), **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error in one line, and exit with 2."""
+        known = [flag for action in self._actions for flag in action.option_strings]
+        wrong: list[str] = []
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            wrong, known = [found[1]], re.findall(r"[\w-]+", found[2])
+        elif message.startswith("unrecognized arguments: "):
+            wrong = [word.partition("=")[0] for word in message.partition(": ")[2].split() if word.startswith("-")]
+        near = [match for word in wrong for match in difflib.get_close_matches(word, known, n=1)]
+        meant = f" Did you mean {', '.join(near)}?" if near else ""
+        print(f"{self.prog}: {message}.{meant} {self.prog} --help lists all.", file=sys.stderr)
+        sys.exit(2)
 
 
 def positive(text: str) -> int:

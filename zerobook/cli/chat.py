@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import TextStreamer
 
-from zerobook.cli.arguments import positive
+from zerobook.cli.arguments import Parser, positive
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import stop_tokens
@@ -30,9 +30,7 @@ _NEW_TOKENS = 256
 
 def chat(argv: list[str]) -> int:
     """Read lines, print answers. Returns 0 at the end of the input, or at /quit."""
-    parser = argparse.ArgumentParser(
-        "zerobook chat", description="Chat with a trained model. /reset clears the conversation, /quit exits."
-    )
+    parser = Parser("zerobook chat", description="Chat with a trained model. /reset clears the conversation, /quit exits.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
         "--max_new_tokens", type=positive, help="maximum number of tokens in an answer (default: the model's own, or 256)"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
+from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import size
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 
 def checkpoint(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code, 1 where `verify` found damage."""
-    parser = argparse.ArgumentParser(
-        "zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument(

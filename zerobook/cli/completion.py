@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 
+from zerobook.cli.arguments import Parser
+
 ACTIONS = {
     "data": "prepare inspect",
     "checkpoint": "list verify inspect pin unpin prune",
@@ -31,9 +33,7 @@ def completion(arguments: list[str]) -> int:
     """Print the script that the shell evaluates."""
     from zerobook.cli.main import COMMANDS
 
-    parser = argparse.ArgumentParser(
-        "zerobook completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("zerobook completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shell", choices=["bash", "zsh"])
     known = parser.parse_args(arguments)
     if known.shell == "zsh":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import show_rows
 from zerobook.config import parse
 from zerobook.data.prepare import PreparedData
@@ -38,7 +39,7 @@ def data(arguments: list[str]) -> int:
         from zerobook.cli.inspect_data import inspect
 
         return inspect(arguments[1:])
-    parser = argparse.ArgumentParser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
     parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: all cores)")

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zerobook.cli.arguments import positive
+from zerobook.cli.arguments import Parser, positive
 from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.scorers import check_causal, split
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def evaluate(argv: list[str]) -> int:
     """Print what a model scores on tasks. Return 0."""
-    parser = argparse.ArgumentParser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
+    parser = Parser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument("--task", action="append", default=[], metavar="FILE.jsonl", help="may be given several times")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.export import export_checkpoint
 from zerobook.models.push import check_push, push
@@ -22,9 +23,7 @@ from zerobook.utils.terminal import say
 
 def export(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
     parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
@@ -47,7 +46,8 @@ def export(arguments: list[str]) -> int:
     )  # fmt: skip
     for line in facts["notes"]:
         say(f"  note: {line}")
-    say(f"wrote {facts['folder']} ({known.dtype}); reloaded, its logits differ by {facts['difference']:.1e} of the largest")
+    say(f"wrote {facts['folder']} ({known.dtype})")
+    say(f"reloaded and compared: logits differ by at most {facts['difference']:.1e}, relative to the largest one")
     if known.push:
         say(f"uploaded to {push(facts['folder'], known.push, private=known.private)}")
     return 0

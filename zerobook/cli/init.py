@@ -12,6 +12,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
@@ -61,7 +62,7 @@ and the time of every strategy file.
 
 def init(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser("zerobook init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("zerobook init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="the folder to write; it must not exist, or be empty")
     folder = Path(parser.parse_args(arguments).folder).expanduser()
     _check(folder)

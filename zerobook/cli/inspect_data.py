@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import show_rows
 from zerobook.data import embedded
 from zerobook.data.examine import Examined, Places, examine, in_both
@@ -30,9 +31,7 @@ BINS = 12
 
 def inspect(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code: 1 where samples cannot be used."""
-    parser = argparse.ArgumentParser(
-        "zerobook data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("zerobook data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a data file, a folder, a hub dataset, or embedded:NAME")
     parser.add_argument("--model", default="embedded:smollm2", help="model whose tokenizer counts (default: %(default)s)")
     parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens that a sample may have (default: %(default)s)")

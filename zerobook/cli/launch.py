@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from zerobook.cli.arguments import Parser
 from zerobook.launch import accelerate_cli, elastic
 from zerobook.launch.process import quietly
 
@@ -25,7 +26,7 @@ EXAMPLE = """examples:
 
 def launch(argv: list[str]) -> int:
     """Start the processes of this machine. Return the exit code of the process that failed first, or 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "zerobook launch", usage="zerobook launch [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
         description=DESCRIPTION, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         add_help=False,

@@ -8,7 +8,7 @@ import os
 import sys
 from importlib import import_module
 
-HELP = """Training recipes on Accelerate that plan, survive and log themselves.
+HELP = """Training recipes on Hugging Face Accelerate: plan a run, train, recover from failures, and see what happened.
 
 before a run:
   init        a folder to work in: recipes, strategy files and a config to start from
@@ -71,8 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     from zerobook.errors import ZerobookError
+    from zerobook.utils.library_messages import hush
     from zerobook.utils.terminal import say, say_traceback
 
+    hush()
     sys.excepthook = say_traceback
     try:
         module, function = COMMANDS[known.command]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.cli.arguments import add_hardware, described
+from zerobook.cli.arguments import Parser, add_hardware, described
 from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.plan.hardware import Cluster, nearest
@@ -44,9 +44,7 @@ examples:
 
 def plan(argv: list[str]) -> int:
     """Print a row for each strategy file. Return 0 where at least one fits, 1 where none does."""
-    parser = argparse.ArgumentParser(
-        "zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_hardware(parser)
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")

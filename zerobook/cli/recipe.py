@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from zerobook.cli.arguments import add_hardware, described, positive
+from zerobook.cli.arguments import Parser, add_hardware, described, positive
 from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
@@ -45,9 +45,7 @@ def recipe(argv: list[str]) -> int:
     """Write the config. Return 0, or 1 if nothing fits."""
     from zerobook.plan.choice import METHODS, choose
 
-    parser = argparse.ArgumentParser(
-        "zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", help="a hub name, a folder, or a config.json")
     add_hardware(parser)
     parser.add_argument("--method", choices=METHODS, help="what is trained (default: the first of them that fits)")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from zerobook.cli.arguments import Parser
 from zerobook.runlog.history import History, folder_of
 from zerobook.runlog.report import render, write
 from zerobook.runlog.writer import EVENTS
@@ -20,7 +20,7 @@ SECONDS = 15
 
 def report(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser("zerobook runlog report", description=__doc__)
+    parser = Parser("zerobook runlog report", description=__doc__)
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument(
         "--watch", action="store_true", help=f"serve the page on localhost, rendered every {SECONDS} s as the run goes on"

@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobook.cli.arguments import Parser
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
 from zerobook.runlog.event_text import QUIET, duration, sentence
@@ -50,10 +51,8 @@ def runlog(arguments: list[str]) -> int:
         from zerobook.cli.report import report
 
         return report(arguments[1:])
-    parser = argparse.ArgumentParser(
-        "zerobook runlog", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("action", choices=list(_ACTIONS))
+    parser = Parser("zerobook runlog", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=[*_ACTIONS, "report", "test-detector"])
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help="export: include steps of abandoned branches")
@@ -137,9 +136,9 @@ def spikes(known: argparse.Namespace) -> None:
 def lost(known: argparse.Namespace) -> None:
     spent = History.read(known.run).time()
     table = _table("what", "time", "share", "steps")
-    rows: list[tuple[str, float, int | None]] = [("training that lives on", spent.training, None)]
+    rows: list[tuple[str, float, int | None]] = [("training that was kept", spent.training, None)]
     rows += [(f"training given up: {cause}", s, spent.steps_given_up[cause]) for cause, s in spent.given_up.items()]
-    rows += [("going back", spent.going_back, None), ("evaluating", spent.evaluating, None), ("saving", spent.saving, None),
+    rows += [("rolling back", spent.going_back, None), ("evaluating", spent.evaluating, None), ("saving", spent.saving, None),
              ("between attempts", spent.stopped, None), ("starting up, and the rest", spent.other, None)]  # fmt: skip
     for name, seconds, steps in rows:
         share = f"{seconds / spent.total:.1%}" if spent.total else ""

@@ -37,7 +37,8 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
                 piece = f"«{piece}»"
             text.append(piece, style="green" if supervised else "dim")
         out.print(Padding(text, (0, 0, 0, 2), expand=False))
-    out.print("\nsupervised in " + ("green" if out.is_terminal else "«guillemets»; a row's own are shown as \\xab and \\xbb"))
+    marks = "green" if out.is_terminal else "between « and » (the same characters in the text are shown as \\xab and \\xbb)"
+    out.print(f"\nsupervised tokens are {marks}")
 
 
 def _stretches(row: Row) -> list[tuple[np.ndarray, bool, bool]]:

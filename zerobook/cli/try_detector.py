@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zerobook.cli.arguments import Parser
 from zerobook.monitor.curves import read, replay
 from zerobook.monitor.detector import Finding, Point
 from zerobook.utils.terminal import console, say
@@ -27,7 +27,7 @@ DOES = {
 
 def test_detector(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
-    parser = argparse.ArgumentParser("zerobook runlog test-detector", description=__doc__)
+    parser = Parser("zerobook runlog test-detector", description=__doc__)
     parser.add_argument("file", help="trainer_state.json, a CSV with step and loss, JSON Lines, or a run's output_dir")
     parser.add_argument("--grad_norm", help="a CSV with step and grad_norm, if the file has no gradient norms")
     parser.add_argument("--all", action="store_true", help="list what only arms, too")

@@ -382,7 +382,7 @@ class Library:
         for other in self.root.glob(f"*/{META}"):
             meta = _meta(other.parent)  # None for a broken one, which is prepared again when it is needed
             if meta and meta["source_name"] == source.name and meta["settings"].get("source") != source.digest():
-                tqdm.write(f"{source.name}: changed since it was prepared into {other.parent.name}; prepared again")
+                tqdm.write(f"{source.name} has changed since it was prepared ({other.parent.name}), and is prepared again")
                 return
 
     def _make(

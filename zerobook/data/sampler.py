@@ -218,7 +218,8 @@ class SampleOrder:
         """Return what `ids` returns, from rows that are computed `AHEAD`."""
         first, held = self._held
         if not first <= start <= end <= first + len(held):
-            first, held = self._held = (start, self.ids(start, max(end, start + self.AHEAD)))
+            epoch_ends = (start // self.size + 1) * self.size  # another epoch is another permutation
+            first, held = self._held = (start, self.ids(start, max(end, min(start + self.AHEAD, epoch_ends))))
         return held[start - first : end - first]
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:

@@ -89,5 +89,5 @@ def describe(slow: Slow) -> str:
             f"slow link: a message between {slow.host} and the first host takes {1000 * slow.seconds:.0f} ms, "
             f"{1000 * slow.typical:.1f} ms at best"
         )
-    doing = {"data": "waits for data", "forward": "takes for its forward passes"}[slow.what]
-    return f"slow host: {ranks} on {slow.host} {doing} {slow.seconds:.2f} s a step, others {slow.typical:.2f} s"
+    doing = {"data": "waiting for data", "forward": "forward passes"}[slow.what]
+    return f"slow host: {doing} on {slow.host} ({ranks}): {slow.seconds:.2f} s a step; on the other ranks: {slow.typical:.2f} s"

@@ -29,8 +29,14 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for each other before they report a hang."""
 
 
-def resolve_this_process(config: ConfigT, sources: ConfigSources) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
-    """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems."""
+def resolve_this_process(
+    config: ConfigT, sources: ConfigSources, *, trains: bool = True
+) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
+    """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems.
+
+    Args:
+        trains: the process will write into ``output_dir``, which must have no other run.
+    """
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
@@ -50,7 +56,7 @@ def resolve_this_process(config: ConfigT, sources: ConfigSources) -> tuple[Launc
         )
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
-    earlier = earlier_run(config) or earlier_result(config)
+    earlier = trains and (earlier_run(config) or earlier_result(config))
     if earlier:
         plan.problems.append(earlier)
     if plan.problems:

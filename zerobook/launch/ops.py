@@ -158,13 +158,18 @@ def needed(plan: LaunchPlan) -> list[str]:
     return ops
 
 
+def _compiled(op: str) -> bool:
+    """Return whether the op was compiled on this machine."""
+    return any(cache_root().glob(f"*{op}/*.so"))
+
+
 def compile_needed(plan: LaunchPlan) -> None:
     """Compile the ops of a run that are not compiled yet, with a line about each. Other processes of the machine wait.
 
     Raises:
         ConfigError: an op cannot be compiled.
     """
-    absent = [op for op in needed(plan) if not any(cache_root().glob(f"*{op}/*.so")) and not _installed(op)]
+    absent = [op for op in needed(plan) if not _compiled(op) and not _installed(op)]
     for op, happened in compile_ops(absent) if absent else ():
         if happened.startswith("FAILED"):
             raise ConfigError(
@@ -204,7 +209,8 @@ def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
             need = "install libaio-dev" if op == "async_io" else "not supported here"
             results.append((op, f"skipped: {need}"))
             continue
-        print(f"compiling {op} (up to 3 minutes the first time) ...", flush=True)
+        if not _compiled(op):
+            print(f"compiling {op} (up to 3 minutes) ...", flush=True)
         start = time.monotonic()
         try:
             builder.load(verbose=False)

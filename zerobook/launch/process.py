@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 from zerobook.errors import ZerobookError
@@ -71,8 +72,10 @@ def quietly(launcher: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     hush()
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    import_module("torch.distributed.run")  # the import sets the levels of these loggers
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         launcher()
     except ChildFailedError as error:

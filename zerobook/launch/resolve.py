@@ -156,8 +156,8 @@ def resolve(
     plan.problems += variables.check(environ)
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         plan.problems.append(
-            f"dynamo_backend is {environ['ACCELERATE_DYNAMO_BACKEND']}; the recipes do not compile the model. Remove "
-            "dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
+            f"dynamo_backend is {environ['ACCELERATE_DYNAMO_BACKEND']}; the recipes compile the model's layers with "
+            "--torch_compile. Remove dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
         )
     if launched and not on_cpu:
         _check_gpus(plan, environ, hardware.gpus)
@@ -413,6 +413,19 @@ def fp32_flash_attention(precision: str, dtype: str) -> str:
     )
 
 
+def _not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:
+    """Return what the layers cannot be compiled with; None where they can."""
+    if plan.zero_stage == 3:
+        return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
+    if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:
+        return f"{plan.name}, which replaces parts of the layers"
+    if config.base_format is not None:
+        return f"a base in {config.base_format}"
+    if config.activation_checkpointing in ("selective", "offload"):
+        return f"activation_checkpointing {config.activation_checkpointing}, which chooses operations that compiled code fuses"
+    return None
+
+
 def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
     """Add problems for model settings that this strategy or device does not support."""
     if config.attn_implementation == "flash_attention_2":
@@ -433,6 +446,8 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
         )
     if config.activation_checkpointing == "offload" and on_cpu:
         plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
+    if config.torch_compile and (other := _not_compiled(plan, config)):
+        plan.problems.append(f"torch_compile: it is not supported with {other}. Drop one of the two.")
     if config.device_map and plan.world_size > 1:
         plan.problems.append(
             f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "

@@ -21,6 +21,7 @@ from zerobook.models.vocabulary import grow_embeddings
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
+from zerobook.utils.library_messages import hush_loading
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -50,6 +51,7 @@ def export_checkpoint(
         CheckpointError: an adapter that has not been trained, or a folder that does not reload to the same model.
         ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
     """
+    hush_loading()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
     kept = store.read_json(checkpoint / "config.json")

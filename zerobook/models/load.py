@@ -489,6 +489,7 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
 
 
 def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:
+    hub.check_reachable(name, options.get("revision") or "main")
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError, SafetensorError) as error:

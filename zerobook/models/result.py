@@ -18,7 +18,7 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
-from zerobook.utils.library_messages import hush
+from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
         ConfigError: no such folder, a folder with neither a model nor an adapter in it, an adapter whose base
             is not there, or weights that cannot be read.
     """
-    _hush()
+    hush_loading()
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
@@ -91,15 +91,6 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cast("nn.Module", model).to(device).eval()
     return Loaded(model, tokenizer, kind)
-
-
-def _hush() -> None:
-    """Silence the libraries' messages, which would disturb a chat."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hush()
 
 
 def locate_result(name: str) -> str:

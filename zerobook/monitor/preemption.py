@@ -29,6 +29,8 @@ _ASKED = "zerobook/stop/asked"
 class Preemption:
     """Turns SIGTERM, SIGUSR1 and SIGINT into a common last step. A second SIGINT ends this process at once.
 
+    torchrun sends SIGTERM to its ranks for a second Ctrl-C, so SIGTERM after SIGINT ends this process too.
+
     Processes may be several steps apart, since nothing between log points waits for the device. So each rank that learns of
     a signal (through the process group's store, not a collective) writes its step to the store, and from then on calls
     ``settle`` at every step to wait for its device. Once all ranks have written, the last step is two after the largest of
@@ -51,9 +53,9 @@ class Preemption:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received == "SIGINT" and number in (signal.SIGINT, signal.SIGTERM):
+            os._exit(INTERRUPTED)
         if number == signal.SIGINT:
-            if self.received == "SIGINT":
-                os._exit(INTERRUPTED)
             if self.strategy.rank == 0:
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
             if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -155,7 +155,9 @@ def nearest(memory: int) -> Device:
 
 def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:
     if name is not None and name.lower() not in DEVICES:
-        problems.append(f"--gpu: {name!r} is not known here. Known: {', '.join(DEVICES)}. Another: give --gpu_memory alone.")
+        count = f" Did you mean --gpus {name}?" if str(name).isdecimal() else ""
+        known = ", ".join(DEVICES)
+        problems.append(f"--gpu: {name!r} is not known here.{count} Known: {known}. Another: give --gpu_memory alone.")
         return DEVICES["a100-80gb"]
     if name is not None:
         found = DEVICES[name.lower()]

@@ -26,6 +26,7 @@ from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
+from zerobook.utils import hub
 from zerobook.utils.dtypes import HALF, compute_dtype
 from zerobook.utils.library_messages import hush
 
@@ -206,6 +207,8 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
     from transformers import AutoConfig, PretrainedConfig
 
     where = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
+    if not where.endswith(".json"):
+        hub.check_reachable(where, revision)
     try:
         if where.endswith(".json"):
             facts = json.loads(Path(where).read_text())

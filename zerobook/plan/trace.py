@@ -67,6 +67,7 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
 
 _LAWS: dict[str, Callable[..., float]] = {
     "aten::_grouped_mm": _grouped,
+    "aten::addmm_": lambda total, a, b, *_, **__: 2.0 * a.shape[0] * a.shape[1] * b.shape[1],
     # transformers' own, where torch has no kernel: a loop over the groups
     "transformers::grouped_mm_fallback": _grouped,
     "transformers::grouped_mm_fallback_backward": lambda a, b, *_: 2 * _grouped(a, b),

@@ -119,7 +119,8 @@ def _verify(e: Event) -> str:
         return f"Done again from the same state, what happened {again}."
     first, last = e["steps"]
     apart = figure(e["largest_relative_difference"], ".1e")
-    words = f"Steps {first} to {last} done again: losses within {apart} of those before"
+    steps = f"Step {first}" if first == last else f"Steps {first} to {last}"
+    words = f"{steps} done again: the largest relative difference of the losses is {apart}"
     if e.get("first_apart") is not None:
         words += f"; step {e['first_apart']} is the first that differs"
     return f"{words}."

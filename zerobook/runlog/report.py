@@ -79,9 +79,10 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
         cards.append((f"{metrics[-1]['tokens_per_second']:,.0f}", "supervised tokens/s"))
         if "all_tokens_per_second" in metrics[-1]:
             cards.append((f"{metrics[-1]['all_tokens_per_second']:,.0f}", "all tokens/s"))
-        if metrics[-1].get("tflops") is not None:
-            mfu = metrics[-1].get("mfu")
-            cards.append((figure(metrics[-1]["tflops"], ".3g"), "TFLOPS a device"))
+        tflops, mfu = metrics[-1].get("tflops"), metrics[-1].get("mfu")
+        if tflops is not None:
+            cards.append((format(tflops, ".3g"), "TFLOPS a device"))
+        if mfu is not None or tflops is not None:
             cards.append(("n/a" if mfu is None else f"{mfu:.1%}", "MFU"))
     memory = history.of("memory")
     if memory:
@@ -93,9 +94,9 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
 
 # --- tables and entries
 def _tables(history: History, spent: TimeSpent) -> Iterator[tuple[str, list[str], list[list[str]], str]]:
-    rows = [["training that lives on", duration(spent.training), f"{spent.ratio:.1%}"]]
+    rows = [["training that was kept", duration(spent.training), f"{spent.ratio:.1%}"]]
     parts = [(f"training given up: {cause}", seconds) for cause, seconds in spent.given_up.items()]
-    parts += [("going back", spent.going_back), ("evaluating", spent.evaluating), ("saving", spent.saving),
+    parts += [("rolling back", spent.going_back), ("evaluating", spent.evaluating), ("saving", spent.saving),
               ("between attempts", spent.stopped), ("starting up, and the rest", spent.other)]  # fmt: skip
     rows += [[name, duration(seconds), f"{seconds / spent.total:.1%}" if spent.total else ""] for name, seconds in parts]
     yield "Where the time went", ["what", "time", "share"], rows, ""

@@ -34,7 +34,7 @@ class Console(Hook):
         config, state, data = trainer.config, trainer.state, trainer.data
         live = trainer.strategy.describe()
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
-        self.say(f"live engine: {_live(live)}")
+        self.say(f"running: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
@@ -83,5 +83,5 @@ class Console(Hook):
 
 
 def _live(live: dict[str, Any]) -> str:
-    stage = "" if live.get("zero_stage") is None else f", ZeRO stage {live['zero_stage']}"
-    return f"{live['strategy']}{stage}, {live['world_size']} processes, masters in {live['master_dtype']}"
+    count = live["world_size"]
+    return f"{live['strategy']}, {count} process{'es' if count > 1 else ''}, master weights in {live['master_dtype']}"

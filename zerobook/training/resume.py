@@ -167,7 +167,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     )  # fmt: skip
     tqdm.write(f"  as recorded: {', '.join(verified)}")
     for key, (was, now) in differing.items():
-        tqdm.write(f"  differs from the record: {key} of the next step is {now}, was to be {was}")
+        tqdm.write(f"  differs from the checkpoint's record: {key} of the next step is {now}; recorded: {was}")
     state.earlier_losses = _losses_behind(log, progress.step)
 
 
@@ -198,7 +198,8 @@ class ResumeCheck(Hook):
             first, last = min(pairs), max(pairs)
             self.log.event("verify", after="steps done again", steps=[first, last], largest_relative_difference=largest,
                            first_apart=apart)  # fmt: skip
-            tqdm.write(f"steps {first} to {last} again: losses within {largest:.1e} of those before")
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")
 
 
 def amount(samples: int) -> str:

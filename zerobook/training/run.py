@@ -137,7 +137,7 @@ def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> t
     from zerobook.data.prepare import prepare
     from zerobook.models.load import load_config, load_tokenizer
 
-    plan, config, _ = resolve_this_process(recipe.config, sources)
+    plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
     recipe, strategy = type(recipe)(config), build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     recipe.check_model_config(load_config(config, strategy))

@@ -25,6 +25,7 @@ from zerobook.health.position import during, enter, log_point
 from zerobook.health.stragglers import Slow
 from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
+from zerobook.models.compiled import compile_layers
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
 from zerobook.models.whole_rows import check_split
@@ -122,6 +123,9 @@ class Trainer:
         keep_mask = self.objective.needs_attention_mask(strategy.model)
         supervised = in_head and self.objective.takes_positions and strategy.token_split is None
         self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask, supervised=supervised)
+        if config.torch_compile:
+            count = compile_layers(strategy.unwrapped)
+            self.console.say(f"torch_compile: {count} layers, compiled in their first passes")
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None

@@ -27,6 +27,15 @@ def hush() -> None:
         warnings.filterwarnings("ignore", module=_LIBRARIES)
 
 
+def hush_loading() -> None:
+    """Silence the messages and progress bars of models that are loaded, besides what `hush` silences."""
+    from transformers.utils import logging as transformers_logging
+
+    hush()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def hush_deepspeed_builds() -> None:
     """Silence the line that DeepSpeed prints on each rank for its op of communication between CPUs."""
     # `deepspeed.comm.torch` by attribute is torch itself

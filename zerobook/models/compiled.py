@@ -1,0 +1,37 @@
+"""Layers compiled by torch.compile: one layer's code is compiled, and all layers run it (regional compilation).
+
+A whole model takes as many times longer to compile as it has layers, and computes the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zerobook.errors import ConfigError
+
+VARIANTS = 32
+"""Forms of a layer that may be compiled: training and evaluation, each with the lengths that are not yet variable. After 8,
+torch's default, a layer would run without compilation."""
+
+
+def compile_layers(model: nn.Module) -> int:
+    """Compile the ``forward`` of every layer, and return the number of layers. The code is compiled when a layer first runs.
+
+    Hooks on the layers, by which FSDP2 gathers weights, stay outside of the compiled code.
+
+    Args:
+        model: as the strategy prepared it.
+
+    Raises:
+        ConfigError: transformers does not name the model's layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"torch_compile: {type(model).__name__} has no layers that transformers names. Leave it out.")
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)  # of this instance alone
+    return len(layers)
