@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-full test-nodes checks docs
+.PHONY: help setup demo demo-spike test-fast test test-full test-nodes bench checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -42,6 +42,13 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/recipes_table.py
 	@$(BIN)/python scripts/architecture.py
 	@$(BIN)/python scripts/parallelism.py
+
+bench: $(STAMP) ## speed on this machine: the loop, flags, growth, TRL and Trainer beside it; about an hour on two cores
+	@$(BIN)/python benchmarks/loop.py --out benchmarks/results/loop.json
+	@$(BIN)/python benchmarks/flags.py --out benchmarks/results/flags.json
+	@$(BIN)/python benchmarks/growth.py
+	@$(BIN)/python benchmarks/peers.py
+	@$(BIN)/python scripts/performance.py
 
 checks: $(STAMP) ## lint, format, types, and the direction of imports
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,7 +1,7 @@
 """Measure what one GPU can show, without a network: a list of cases, each recorded when it ends.
 
     python benchmarks/gpu.py all [--minutes 8]
-    python benchmarks/gpu.py machine|tests|parity|precision|planner|tables|speed
+    python benchmarks/gpu.py machine|tests|parity|precision|planner|tables|speed|models
 
 machine     versions, kernels, compiled ops, measured rates of matrix products and copies
 tests       the tests that are marked ``gpu``
@@ -11,6 +11,8 @@ precision   losses in bf16, in fp16, under each attention backend and with the p
 planner     planned against measured peaks of CUDA's allocator, over 27 configurations of three architectures
 tables      the published batches of tables A and B of scripts/reproduce_tables.py, under 24 GB
 speed       seconds and tokens a second of a step under every strategy
+models      tokens a second, memory and MFU of well-known shapes from 0.4 to 8 10^9 parameters, beside the card's own rate on
+            their matrices
 
 Cases that already have results are skipped, also those that failed: to run one again, delete its row or its file. With
 ``--minutes``, no case starts after that time, and a case that was cut short is run again by the next call. Models are made
@@ -42,6 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tables are no part of the installed package
 
+from benchmarks.gpu_models import models
 from benchmarks.published.bench import Bench
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import Arm, attempt
@@ -130,7 +133,7 @@ def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
 def _ops(left: float, rows: dict[str, Row]) -> Row:
     """Compile the DeepSpeed ops that cases need, CPU Adam and pinned memory, before the time of a case is counted."""
     wanted = ("cpu_adam", "pin_memory")
-    line = [sys.executable, "-c", f"import json; from zerobook import ops; print(json.dumps(ops.compile_ops({wanted})))"]
+    line = [sys.executable, "-c", f"import json; from zerobook.launch import ops; print(json.dumps(ops.compile_ops({wanted})))"]
     code, text = subprocess_launch.run(line, left, cwd=ROOT)
     return _died(code, text, left) or {"ops": dict(json.loads(text.strip().splitlines()[-1]))}
 
@@ -415,7 +418,7 @@ def _timed(setting: Setting, strategy: str, flags: dict[str, object], tokens: in
 # --- all parts
 PARTS: dict[str, Callable[[Setting], dict[str, Case]]] = {
     "machine": machine, "tests": tests, "parity": parity, "precision": precision, "planner": planner, "tables": tables,
-    "speed": speed,
+    "speed": speed, "models": models,
 }  # fmt: skip
 """Parts of the benchmark, the most useful first."""
 

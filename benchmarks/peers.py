@@ -62,7 +62,7 @@ class Steps:
     def write(self, file: str) -> None:
         seconds = [b - a for a, b in pairwise(self.ends)]
         record = {
-            "first step after": self.ends[0] - self.started, "seconds": seconds, "tokens": self.tokens[1 : len(self.ends)],
+            "first step after": self.ends[0] - self.started, "seconds": seconds, "tokens": self.tokens[: len(self.ends)],
             "losses": self.losses, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }  # fmt: skip
         Path(file).write_text(json.dumps(record))
@@ -231,7 +231,7 @@ def trainer(job: str, folder: Path, out: str) -> None:
 def prepare(folder: Path) -> None:
     """Write the models and the data: completions of code of the Python standard library, and pairs."""
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
     from benchmarks.published.materials import Materials
     from zerobook.data import embedded
@@ -239,14 +239,16 @@ def prepare(folder: Path) -> None:
     made = Materials(folder)
     (folder / "smollm2").symlink_to(embedded.located("embedded:smollm2"))
     lines = [line for line in Path(made.text).read_text().splitlines() if line.strip()]
-    for job, facts in JOBS.items():  # as many samples as a run has rows: each is seen once
-        count = facts["rows"] * STEPS * (4 if job == "packed" else 1)
-        with open(folder / f"{job}.jsonl", "w") as file:
-            for index in range(count):
-                start, size = 16 * index, 3 + index * 7 % 6  # 20 to 160 tokens
-                one, other = lines[start : start + size], lines[start + size : start + 2 * size]
-                names = ("source", "target") if job == "seq2seq" else ("prompt", "completion")
-                file.write(json.dumps(dict(zip(names, ("\n".join(one) + "\n", "\n".join(other)), strict=True))) + "\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
+    for job, facts in JOBS.items():  # as many samples as a run has rows, and none is cut: each is seen once, whole
+        count, index, kept = facts["rows"] * STEPS * (4 if job == "packed" else 1), 0, []
+        names = ("source", "target") if job == "seq2seq" else ("prompt", "completion")
+        while len(kept) < count:
+            start, size, index = 10 * index, 2 + index * 7 % 4, index + 1
+            pair = "\n".join(lines[start : start + size]) + "\n", "\n".join(lines[start + size : start + 2 * size])
+            if 40 < len(tokenizer("".join(pair))["input_ids"]) < facts["length"] - 4:
+                kept.append(json.dumps(dict(zip(names, pair, strict=True))))
+        (folder / f"{job}.jsonl").write_text("\n".join(kept) + "\n")
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=len(made.tokenizer), d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, pad_token_id=2,
@@ -286,10 +288,10 @@ def measured(job: str, arm: str, python: Path, folder: Path) -> dict[str, Any]:
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of all rounds of an arm."""
     seconds = [s for run in runs for s in run["seconds"][WARM_UP - 1 :]]
-    tokens = [t for run in runs for t in run["tokens"][WARM_UP - 1 :]]
+    tokens = [t for run in runs for t in run["tokens"]]
     low, middle, high = statistics.quantiles(seconds, n=4)
     return {
-        "supervised tokens/s": round(sum(tokens) / sum(seconds), 1), "seconds a step": round(middle, 3),
+        "supervised tokens/s": round(statistics.mean(tokens) / middle, 1), "seconds a step": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)], "tokens a step": round(statistics.mean(tokens), 1),
         "first step after, s": round(statistics.median(run["first step after"] for run in runs), 1),
         "peak memory, MB": round(statistics.median(run["peak"] for run in runs) / 1e6),

@@ -41,7 +41,7 @@ def refuses():
     server.server_close()
 
 
-@pytest.mark.parametrize("what", ["recipe", "chat"])
+@pytest.mark.parametrize("what", ["recipe", "chat", "plan", "inspect"])
 @pytest.mark.parametrize("case, words", [
     ("gated", "run hf auth login"), ("unreachable", "the hub cannot be reached at http://127.0.0.1:9: Connection refused"),
     ("offline", "HF_HUB_OFFLINE is set"),
@@ -51,8 +51,13 @@ def test_a_model_that_the_hub_does_not_give(tmp_path, refuses, what, case, words
     endpoint = {"gated": refuses, "unreachable": "http://127.0.0.1:9", "offline": "http://127.0.0.1:9"}[case]
     environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": endpoint}
     environment |= {"HF_HUB_OFFLINE": "1"} if case == "offline" else {}
-    line = [str(ROOT / "recipes" / "causal_lm.py"), "--model_name_or_path", "me/gated", "--train_file", "text.txt"]
-    line = line if what == "recipe" else ["-m", "zerobook.cli.main", "chat", "me/gated"]
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    recipe = [str(ROOT / "recipes" / "causal_lm.py"), "--model_name_or_path", "me/gated", "--train_file", "text.txt"]
+    line = {
+        "recipe": recipe, "chat": ["-m", "zerobook.cli.main", "chat", "me/gated"],
+        "plan": ["-m", "zerobook.cli.main", "plan", "--gpus", "8", *recipe],
+        "inspect": ["-m", "zerobook.cli.main", "data", "inspect", "chats.jsonl", "--model", "me/gated"],
+    }[what]  # fmt: skip
     done = subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, capture_output=True, text=True, input="",
                           timeout=60, check=False)  # fmt: skip
     said = " ".join((done.stdout + done.stderr).split())

@@ -20,6 +20,23 @@ def test_a_wrong_command_is_answered_with_the_nearest(capsys):
     assert main(["xyz"]) == 2 and "Did you mean" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed, meant", [
+    ("runlog stauts x", "status"), ("runlog reprot x", "report"), ("data inspect x.jsonl --modle y", "--model"),
+    ("checkpoint lst x", "list"), ("export x --outptu y", "--output"),
+])  # fmt: skip
+def test_a_wrong_word_or_flag_is_answered_with_the_nearest(capsys, typed, meant):
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and len(said.splitlines()) == 1
+    assert said.startswith(f"zerobook {typed.split()[0]}") and (f"Did you mean {meant}?" in said or "required" in said)
+
+
+def test_a_number_of_gpus_is_not_the_name_of_one(capsys):
+    assert main(["plan", "--gpu", "2", "recipes/causal_lm.py"]) == 2
+    assert "Did you mean --gpus 2?" in capsys.readouterr().err
+
+
 def test_help_names_every_command():
     assert all(f"\n  {command} " in HELP for command in COMMANDS)
 

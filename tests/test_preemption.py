@@ -80,6 +80,22 @@ def test_all_ranks_stop_behind_the_same_step(count, seed, log_every, warned, sta
     assert start <= stopped[0] <= start + log_every + 4, "soon: no further than hosts can be apart, and two steps"
 
 
+@pytest.mark.parametrize("first, second, ends", [
+    (signal.SIGINT, signal.SIGINT, True), (signal.SIGINT, signal.SIGTERM, True), (signal.SIGTERM, signal.SIGTERM, False),
+    (signal.SIGINT, signal.SIGUSR1, False), (signal.SIGTERM, signal.SIGINT, False),
+])  # fmt: skip
+def test_a_second_ctrl_c_ends_the_process_at_once(ranks, monkeypatch, first, second, ends):
+    """torchrun sends SIGTERM to its ranks for a second Ctrl-C."""
+    codes = []
+    monkeypatch.setattr(preemption.os, "_exit", codes.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    (rank,) = ranks(1)
+    rank._receive(first, None)
+    assert not codes
+    rank._receive(second, None)
+    assert codes == ([130] if ends else [])
+
+
 def test_without_a_signal_nothing_happens_and_one_process_stops_at_once(ranks):
     processes = ranks(3)
     assert not any(process.due(step) for step in range(1, 50) for process in processes)

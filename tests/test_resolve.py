@@ -622,3 +622,17 @@ def test_a_run_without_a_model_says_what_is_missing_and_the_way_out(tmp_path):
     (tmp_path / "empty").mkdir()
     (problem,) = plan_for({}, model_name_or_path=str(tmp_path / "empty"))[0].problems
     assert "neither config.json (a model) nor adapter_config.json" in problem
+
+
+def test_data_can_be_looked_at_beside_the_checkpoints_of_a_run(tmp_path):
+    from zerobook.errors import ConfigError
+    from zerobook.launch.build import resolve_this_process
+
+    (tmp_path / "text.txt").write_text("some text")
+    config = RecipeConfig(train_file=str(tmp_path / "text.txt"), output_dir=str(tmp_path / "run"))
+    sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    with staged(tmp_path / "run", 4):
+        pass
+    with pytest.raises(ConfigError, match="holds 1 checkpoint"):
+        resolve_this_process(config, sources)
+    assert resolve_this_process(config, sources, trains=False)[1].output_dir == config.output_dir

@@ -125,6 +125,7 @@ class RecipeConfig(_Keys):
     torch_compile: bool = Field(
         False, description="compile the model's layers with torch.compile: fewer, fused operations, after a minute at the start"
     )
+    fast: bool = Field(False, description="turn on what is faster on this hardware and computes the same; notes say what")
     device_map: str | None = Field(None, description="transformers' device map; one process only")
     activation_checkpointing: str = Field(
         "none", description="activations that the backward pass computes again: all of a layer (full, or true), those of each "

@@ -18,6 +18,11 @@ MISTAKES = {
     "another trainer's flag": (RECIPE, GOOD + " --optim adamw", r"--optim: no such flag. Did you mean --optimizer"),
     "a boolean": (RECIPE, GOOD + " --config wrong.yaml", r"learning_rate: got True \(from wrong.yaml\), expected a number"),
     "a key": (RECIPE, GOOD + " --config key.yaml", r"key.yaml: sede: no such key. Did you mean seed"),
+    "no config": (
+        RECIPE,
+        "--config gone.yaml",
+        r"^ConfigError: --config gone.yaml: cannot be read: No such file or directory\.?$",
+    ),
     "no data": (RECIPE, "--model_name_or_path {tiny}/llama", r"no training data is named. Give --dataset_name"),
     "no such file": (RECIPE, GOOD.replace("good", "gone"), r"train_file: no such file or folder: gone.jsonl"),
     "no such model": (RECIPE, GOOD.replace("{tiny}/llama", "./gone"), r"\./gone is no folder here"),

@@ -16,7 +16,7 @@ from zerobook.checkpoint.result import find_result, holds_whole_modules
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, written_before
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, deepspeed_keys, fsdp_settings, model_parallel, ops, token_split, variables
+from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split, variables
 from zerobook.launch.model_facts import model_facts, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
@@ -193,6 +193,7 @@ def resolve(
     model_parallel.check(plan, draft, facts)
     plan.problems += unfit_for_zero3(plan, facts or {})
     plan.problems += unfit_layers(environ, facts or {}) if plan.kind == "fsdp" else []
+    fast.choose(plan, draft)
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources
@@ -413,19 +414,6 @@ def fp32_flash_attention(precision: str, dtype: str) -> str:
     )
 
 
-def _not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:
-    """Return what the layers cannot be compiled with; None where they can."""
-    if plan.zero_stage == 3:
-        return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
-    if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:
-        return f"{plan.name}, which replaces parts of the layers"
-    if config.base_format is not None:
-        return f"a base in {config.base_format}"
-    if config.activation_checkpointing in ("selective", "offload"):
-        return f"activation_checkpointing {config.activation_checkpointing}, which chooses operations that compiled code fuses"
-    return None
-
-
 def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
     """Add problems for model settings that this strategy or device does not support."""
     if config.attn_implementation == "flash_attention_2":
@@ -446,7 +434,7 @@ def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardw
         )
     if config.activation_checkpointing == "offload" and on_cpu:
         plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
-    if config.torch_compile and (other := _not_compiled(plan, config)):
+    if config.torch_compile and (other := fast.not_compiled(plan, config)):
         plan.problems.append(f"torch_compile: it is not supported with {other}. Drop one of the two.")
     if config.device_map and plan.world_size > 1:
         plan.problems.append(

@@ -218,7 +218,9 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
             raise ValueError(f"it holds a {type(facts).__name__} where keys and values belong")
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model_name_or_path: {name}: no model config can be read there: {reason}") from error
+        raise ConfigError(
+            f"model_name_or_path: {name}: no model config can be read there: {reason}{hub.advice(error)}"
+        ) from error
     try:
         if where.endswith(".json"):
             return AutoConfig.for_model(facts["model_type"], **{key: facts[key] for key in facts if key != "model_type"})

@@ -1,0 +1,53 @@
+"""``--fast``: settings that make a run faster and compute the same, chosen for the hardware and named in a note."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerobook.config import ConfigDraft, RecipeConfig
+from zerobook.strategy.launch_plan import LaunchPlan
+
+SHORT = 500
+"""Steps under which compiling takes longer than it saves on a CPU: half a minute, against 5 % of each step."""
+WORKERS = 2
+
+
+def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+    """Set what ``--fast`` turns on, unless the user has set it, and add notes that say so."""
+    config = draft.config
+    if not config.fast:
+        return
+    on_gpu, steps = plan.device == "cuda", config.max_train_steps
+    refused = not_compiled(plan, config)
+    if not refused and not on_gpu and steps is not None and steps < SHORT:
+        refused = f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"
+    found = {
+        "torch_compile": (True, f"it is not for {refused}" if refused else None),
+        "dataloader_num_workers": (WORKERS, None if on_gpu else "on a CPU, workers take the cores that train"),
+    }
+    taken, left = {}, []
+    for key, (value, why_not) in found.items():
+        if draft.sources.given(key):
+            left.append(f"{key}: you have set it")
+        elif why_not:
+            left.append(f"{key}: {why_not}")
+        else:
+            taken[key] = value
+    draft.set("flag --fast", **taken)
+    plan.notes.append(f"fast: {', '.join(f'{key} {value}' for key, value in taken.items()) or 'nothing is turned on'}")
+    plan.notes += [f"fast, left out: {words}" for words in left]
+    if on_gpu and config.mixed_precision is None and plan.precision == "no":
+        plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
+
+
+def not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:
+    """Return what the layers cannot be compiled with; None where they can."""
+    if plan.zero_stage == 3:
+        return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
+    if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:
+        return f"{plan.name}, which replaces parts of the layers"
+    if config.base_format is not None:
+        return f"a base in {config.base_format}"
+    if config.activation_checkpointing in ("selective", "offload"):
+        return f"activation_checkpointing {config.activation_checkpointing}, which chooses operations that compiled code fuses"
+    return None
