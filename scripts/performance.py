@@ -25,8 +25,9 @@ GOALS = {"lora": ("trl, bare", 1.25), "full": ("trl, bare", 1.15), "packed": ("t
 def main() -> None:
     PAGE.write_text(page())
     print(f"wrote {PAGE}")
-    draw(load("growth"), PICTURE)
-    print(f"wrote {PICTURE}")
+    if (RESULTS / "growth.json").exists():
+        draw(load("growth"), PICTURE)
+        print(f"wrote {PICTURE}")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -42,10 +43,7 @@ def page() -> str:
         "<!-- written by scripts/performance.py -->\n",
         "Ratios compare two things that were measured in turns in one run, so a slow machine slows both. Training speed on\n"
         "GPUs is measured by the part `speed` of `python benchmarks/gpu.py all`: [gpu.md](gpu.md) says what has run.\n",
-        of_the_loop(load("loop")),
-        of_peers(load("peers")),
-        of_flags(load("flags")),
-        of_growth(load("growth")),
+        *(write(load(name)) for name, write in TRAINING.items() if (RESULTS / f"{name}.json").exists()),
         section(
             "Checkpoints",
             "benchmarks/checkpoint.py",
@@ -268,6 +266,10 @@ def span(values: Any) -> str:
 def section(title: str, program: str, where: str, rows: list[list[str]]) -> str:
     table = "".join(f"| {what} | {figure} |\n" for what, figure in rows)
     return f"## {title}\n\nBy `python {program}`. {where}\n\n| | |\n| --- | --- |\n{table}"
+
+
+TRAINING = {"loop": of_the_loop, "peers": of_peers, "flags": of_flags, "growth": of_growth}
+"""Result of a program that measures training -> its section. A program that was not run has none."""
 
 
 if __name__ == "__main__":
