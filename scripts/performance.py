@@ -109,7 +109,7 @@ def of_the_loop(found: dict[str, Any]) -> str:
             one, other = pair.split(" - ")
             rows.append([file, f"{one} over {other}", f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
         for loop, counted in facts["counts"].items():
-            counts.append([file, loop, f"{counted['calls']:,}", f"{counted['reads']}", f"{counted['blocks kept']:,}"])
+            counts.append([file, loop, f"{counted['calls']:,}", f"{counted['reads']}", f"{counted['blocks kept']:.0f}"])
     single = found["strategies"]["single"]["ms more"]["recipe - accelerate"]["median"]
     met = "met" if single <= 0.1 else "missed"
     return (
@@ -170,8 +170,7 @@ def of_flags(found: dict[str, Any]) -> str:
         f"By `python benchmarks/flags.py`. {where(found)}\n\n"
         "Forward and backward pass of LoRA r 16 on SmolLM2-135M, 4 chats of 70 to 128 tokens, half of them supervised.\n"
         f"The losses differ by at most {found['losses differ by']:.1e}. Compiling takes "
-        f"{found['first compiled step, s']:.0f} s once.\n\n"
-        + table(["", "seconds a step", "times as fast"], rows)
+        f"{found['first compiled step, s']:.0f} s once.\n\n" + table(["", "seconds a step", "times as fast"], rows)
     )
 
 

@@ -278,7 +278,7 @@ PHASES = {
     "forward": ("forward", "#1f5fa8"),
     "backward": ("backward", "#0f8a8a"),
     "optimizer": ("optimizer", "#7b3fa0"),
-    "waited": ("waiting for ranks", "#d55e00"),
+    "waited": ("waiting for ranks or a core", "#d55e00"),
     "reduce": ("log points", "#5b6775"),
     "evaluate": ("evaluation", "#c2185b"),
     "save": ("saving", "#1a7f37"),
