@@ -100,6 +100,24 @@ def test_a_mixture_keeps_its_weights_everywhere_and_passes_through_each_dataset(
             assert sorted(own[done * size : (done + 1) * size].tolist()) == list(range(size))
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=st.integers(0, 3), weighted=st.booleans(),
+    grouped=st.booleans(), ahead=st.integers(1, 50),
+    asked=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), min_size=1, max_size=12),
+)  # fmt: skip
+def test_rows_that_are_computed_ahead_are_those_of_their_positions(sizes, seed, weighted, grouped, ahead, asked):
+    total = sum(sizes)
+    weights = list(range(1, len(sizes) + 1)) if weighted else None
+    lengths = np.random.default_rng(seed).integers(1, 9, total) if grouped else None
+    order = SampleOrder(sizes, seed=seed, weights=weights, lengths=lengths)
+    order.AHEAD = ahead
+    fresh = SampleOrder(sizes, seed=seed, weights=weights, lengths=lengths)
+    for cursor, count in asked:  # forward, back, and over the ends of epochs
+        ids, after = order.take(cursor, count, cursor + count)
+        assert ids.tolist() == fresh.ids(cursor, cursor + count).tolist() and after == cursor + count
+
+
 def test_rows_of_like_length_come_together_and_not_in_order_of_length():
     lengths = np.random.default_rng(0).lognormal(4, 1, 10_000).astype(int)
     plain, grouped = (SampleOrder([10_000], seed=1, lengths=given) for given in (None, lengths))

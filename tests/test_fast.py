@@ -50,6 +50,34 @@ def test_what_cannot_be_compiled_is_left_out_by_fast_and_refused_by_name(tmp_pat
     assert not any(problem.startswith("torch_compile") for problem in plan.problems), "FSDP2's hooks stay outside"
 
 
+def test_layers_run_compiled_and_drop_out_as_before():
+    import torch
+
+    from tests.test_host_waits import made
+    from zerobook.models.compiled import compile_layers
+
+    model = made("GPT2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0)
+    ids = torch.arange(3, 19)[None]
+
+    def logits():
+        torch.manual_seed(1)
+        return model(input_ids=ids).logits
+
+    expected = logits()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert compile_layers(model) == 2
+    assert torch.allclose(logits(), expected, atol=1e-5), "the same activations are left out"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert compile_layers(torch.nn.Linear(2, 2)) == 0
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    config, notes = chosen(WORKER, A100)
+    assert not config.torch_compile and "without a C++ compiler" in notes
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_compiled_layers_train_as_others_do(strategy, tiny, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import transformers
@@ -11,10 +13,12 @@ from torch.nn.functional import cross_entropy, linear
 
 from recipes.lora_finetune import LoraFinetune
 from tests.alone import train
+from tests.harness import launch
 from tests.test_host_waits import MODELS, SIDES, WORDS, made
 from zerobook import head
 from zerobook.constants import IGNORE
-from zerobook.data.collate import supervised_positions
+from zerobook.data.collate import CausalCollator, supervised_positions
+from zerobook.models.isolation import settled
 from zerobook.objective import NextToken, shifted
 from zerobook.training.trainer import Trainer
 
@@ -110,9 +114,61 @@ def test_the_gradient_is_computed_once():
         loss.backward()
 
 
+def test_an_evaluation_computes_no_gradients():
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    targets, made = torch.tensor([1, IGNORE, 2, 3]), []
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append((func._schema.name, getattr(func(*args, **(kwargs or {})), "shape", None)))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Shapes():
+        head.linear_cross_entropy(hidden, weight, None, targets)
+    assert sum(name in ("aten::mm", "aten::addmm_") for name, _ in made) == 1, "the logits alone"
+
+
+def test_what_is_not_finite_where_nothing_is_supervised_does_not_count():
+    hidden = torch.randn(2, 3)
+    hidden[1] = float("nan")
+    weight, targets = torch.randn(5, 3), torch.tensor([1, IGNORE])
+    expected = cross_entropy(linear(hidden, weight), targets, reduction="sum")
+    assert head.linear_cross_entropy(hidden, weight, None, targets).item() == pytest.approx(expected.item())
+
+
+def test_large_weights_do_not_overflow_in_fp16():
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[200.0, 0.0], [-200.0, 0.0]])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = head.linear_cross_entropy(hidden, weight, None, torch.tensor([1]))
+    assert torch.autograd.grad(loss, hidden)[0][0, 0].item() == pytest.approx(400, rel=1e-2)
+
+
+def test_a_layer_with_a_hook_keeps_it():
+    model = made("Gemma2")
+    before = model.lm_head.forward = lambda hidden: hidden  # as accelerate does for a device map
+    assert head.install(model) is None and model.lm_head.forward is before
+
+
+@dataclass(frozen=True)
+class PadsAgain(CausalCollator):
+    def __call__(self, rows):
+        batch = super().__call__(rows)
+        return {key: torch.nn.functional.pad(value, (0, 3)) for key, value in batch.items()}
+
+
+def test_collators_of_others_get_no_positions():
+    from tests.test_host_waits import strategy
+
+    model = strategy(made("Llama"))
+    assert settled(model, CausalCollator(0), supervised=True).supervised
+    assert not settled(model, PadsAgain(0), supervised=True).supervised
+
+
 def test_no_tensor_of_all_logits_is_made():
-    positions, vocabulary, width = 64, 4096, 8
-    hidden, weight = torch.randn(positions, width, requires_grad=True), torch.randn(vocabulary, width)
+    positions, vocabulary, width = 64, 4096, 4
+    hidden = torch.randn(positions, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -140,6 +196,40 @@ def test_positions_are_those_with_a_target():
     positions = supervised_positions(labels)
     assert (shifted(labels).flatten()[positions] != IGNORE).all()
     assert len(positions) == (shifted(labels) != IGNORE).sum() == 3
+
+
+RECIPE = """
+import torch
+from recipes.lora_finetune import LoraFinetune
+from zerobook.objective import NextToken
+from zerobook.training.run import run
+
+
+class Checked(NextToken):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        assert loss.dtype == torch.float32, loss.dtype
+        return loss
+
+
+class CheckedFinetune(LoraFinetune):
+    def objective(self):
+        return Checked()
+
+
+run(CheckedFinetune)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_the_loss_of_a_run_in_half_precision_is_fp32(strategy, tiny, tmp_path):
+    """FSDP2 casts what a model returns, if it is told to."""
+    (tmp_path / "checked.py").write_text(RECIPE)
+    launch(
+        strategy, 2, str(tmp_path / "checked.py"), tmp_path / "run", model_name_or_path=tiny / "llama", mixed_precision="bf16",
+        train_file=tiny / "chats.jsonl", max_seq_length=64, max_train_steps=2, per_device_train_batch_size=2,
+    )  # fmt: skip
 
 
 class OwnLoss(NextToken):

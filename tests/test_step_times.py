@@ -48,7 +48,7 @@ def test_a_log_point_says_where_the_time_went(tiny, tmp_path):
     assert {"forward", "backward", "optimizer", "evaluate", "save"} <= found.keys()
     assert found["forward"][0] == [2, 4, 6]
     page = (tmp_path / "runlog" / "report.html").read_text()
-    assert "Where a step" in page and "TFLOPS a device" in page
+    assert "Where a step" in page and "TFLOPS per device" in page
 
 
 def test_waiting_is_told_from_computing():
@@ -80,13 +80,16 @@ def test_a_union_covers_the_same_points_once(given):
 def event(name, start, end, device="CPU", children=()):
     from torch.autograd import DeviceType
 
-    time_range = SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(name=name, time_range=time_range, device_type=getattr(DeviceType, device), cpu_children=children)
+    time_range, kind = SimpleNamespace(start=start, end=end), getattr(DeviceType, device)
+    return SimpleNamespace(
+        name=name, time_range=time_range, device_type=kind, cpu_children=children, is_user_annotation=name[0].isupper()
+    )
 
 
 def test_shares_of_a_gpu_are_those_of_its_kernels():
     events = [
         event("aten::mm", 0, 1000),  # the host's time does not count
+        event("Optimizer.step#AdamW.step", 0, 100, "CUDA"),  # an annotation, and no kernel
         event("gemm", 0, 40, "CUDA"), event("ncclDevKernel_AllReduce", 30, 60, "CUDA"), event("gemm", 80, 100, "CUDA"),
     ]  # fmt: skip
     assert shares(events, on_gpu=True) == {"seconds": 0.0001, "compute": 0.6, "communication": 0.2, "idle": 0.2}
@@ -97,6 +100,50 @@ def test_shares_of_a_cpu_are_those_of_operations_and_collectives():
     inner = event("aten::mm", 10, 20)
     events = [event("aten::linear", 0, 50, children=(inner,)), inner, event("gloo:all_reduce", 15, 30)]
     assert shares(events, on_gpu=False) == {"seconds": 2e-5, "compute": 0.5, "communication": 0.5, "idle": 0.0}
+
+
+class FakeEvent:
+    """Imitates torch.cuda.Event on a device whose clock is ``now``."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+def test_phases_of_a_gpu_last_from_one_event_to_the_next(monkeypatch):
+    from zerobook.training.pace import Pace
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    position.reset()
+    pace = Pace(SimpleNamespace(type="cuda"))
+    for phase, seconds in (("data", 1), ("forward", 2), ("backward", 4), ("optimizer", 8), ("reduce", 16), ("data", 32)):
+        position.enter(phase, 1)
+        FakeEvent.now += seconds
+    position.enter("reduce")
+    pace.measure(position.log_point(1))
+    assert pace.seconds == {"data": 33, "forward": 2, "backward": 4, "optimizer": 8, "reduce": 16} and pace.waited is None
+    FakeEvent.now += 64
+    position.enter("data")
+    pace.measure(position.log_point(2))
+    assert pace.seconds == {"reduce": 64}, "the newest event begins the next measurement"
+    position.enter("failed")  # the device may raise now: nothing is recorded
+    assert pace._clock.read() == {}
+    position.reset()
+
+
+def test_a_run_that_ends_within_the_profiled_steps_says_so(tiny, tmp_path, capsys):
+    import torch
+
+    run = train(tmp_path, LoraFinetune, **settings(tiny), max_train_steps=4, profile="3-9")
+    assert not [event for event in run.events if event["type"] == "profile"]
+    assert "did not run all of steps 3 to 9" in capsys.readouterr().out and not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize("said", ["0", "5-3", "a", "3-", "-4", "1-2-3"])

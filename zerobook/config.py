@@ -481,8 +481,6 @@ def parse(
     """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if known.config and (unread := _unreadable(known.config)):
-        raise ConfigError(unread)  # what the file would have set is not known
     flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
     names = set(config_class.model_fields) | set(ALIASES)
     problems = [
@@ -496,7 +494,7 @@ def parse(
     values: dict[str, Any] = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if known.config:
-        file_values, file_problems = _read_yaml(known.config)
+        file_values, file_problems = _parse_yaml(known.config, _read(known.config))
         problems += file_problems
         for key, value in file_values.items():
             name = ALIASES.get(key, key)
@@ -630,17 +628,20 @@ class _OnceLoader(yaml.SafeLoader):
         return node
 
 
-def _unreadable(path: str) -> str | None:
-    """Return why a YAML file cannot be read; None where it can."""
+def _read(path: str) -> str:
+    """Return the text of a YAML file, which may be a pipe: it is read once.
+
+    Raises:
+        ConfigError: it cannot be read. Nothing else is reported then: what the file would have set is not known.
+    """
     try:
-        Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}."
-    return None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"--config {path}: cannot be read: {reason}.") from None
 
 
-def _read_yaml(path: str) -> tuple[dict[str, Any], list[str]]:
-    text = Path(path).expanduser().read_text(encoding="utf-8")
+def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
         loaded = yaml.load(text, Loader=_OnceLoader)
     except yaml.YAMLError as error:

@@ -19,11 +19,12 @@ from torch.nn.functional import linear, log_softmax
 
 from zerobook.constants import IGNORE
 
-CHUNK = {"cpu": 2**23, "cuda": 2**27}
-"""Device type -> logits that are computed at once: 32 MiB in fp32 on a CPU; on a GPU 512 MiB, which are 1,024 positions at a
-vocabulary of 128,000."""
+CHUNK = {"cpu": 2**23, "cuda": 2**26}
+"""Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
+are 512 positions at a vocabulary of 128,000."""
 HALF_SCALE = 1024.0
-"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0."""
+"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0. It is divided by the largest
+weight above 1, so that products stay in fp16's range."""
 
 
 SUPERVISED = "supervised"
@@ -34,12 +35,13 @@ def install(model: nn.Module) -> LossHead | None:
     """Let the model's output layer compute the loss, if the model returns that layer's output unchanged as its logits.
 
     Other models are left as they are: those that scale or cap their logits (Gemma 2, Cohere) or add to them (BART), and those
-    whose output layer is quantised, has an adapter, or was divided among processes while it was loaded. Call it before the
-    model is distributed. It computes nothing.
+    whose output layer is quantised, has an adapter or a hook (``device_map``), or was divided among processes while it was
+    loaded. Call it before the model is distributed. It computes nothing.
     """
     owner: Any = getattr(model, "get_base_model", lambda: model)()
     layer = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    if type(layer) is not nn.Linear or hasattr(layer.weight, "device_mesh"):
+    # a forward of its own is a hook, which moves tensors between devices
+    if type(layer) is not nn.Linear or hasattr(layer.weight, "device_mesh") or "forward" in vars(layer):
         return None
     head = LossHead(layer)
     if not _returned_unchanged(owner, layer):
@@ -145,6 +147,10 @@ def linear_cross_entropy(
     Returns:
         Scalar, fp32, in nats.
     """
+    if len(hidden) != len(targets):
+        raise ValueError(f"{len(hidden)} positions have {len(targets)} targets")
+    if not torch.is_grad_enabled():  # a parameter needs a gradient here too, by what autograd says
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     return cast("torch.Tensor", _LinearCrossEntropy.apply(hidden, weight, bias, targets))
 
 
@@ -171,12 +177,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + positions)
                 inputs = hidden[part].to(dtype)
                 scores = log_softmax(linear(inputs, cast_weight, cast_bias).float(), dim=-1)
-                supervised = targets[part, None] != IGNORE
+                ignored = targets[part, None] == IGNORE
                 wanted = targets[part, None].clamp(min=0)
-                total -= (scores.gather(1, wanted) * supervised).sum()
+                total -= scores.gather(1, wanted).masked_fill_(ignored, 0.0).sum()
                 if needs_hidden or needs_weight or needs_bias:
                     of_logits = scores.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=scores.dtype))
-                    grads.add(part, of_logits.mul_(supervised), inputs, cast_weight)
+                    grads.add(part, of_logits.masked_fill_(ignored, 0.0), inputs, cast_weight)
+                    del of_logits
+                del scores  # before the next chunk is made
         ctx.grads = grads
         return total
 
@@ -193,13 +201,17 @@ class _Gradients:
 
     def __init__(self, hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None):
         self.hidden, self.weight, self.bias = hidden, weight, bias
+        self._scale: torch.Tensor | None = None  # on the device, so that nothing waits for it
 
     def add(self, part: slice, of_logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
         """Add a chunk, by the gradient of its logits (fp32), its ``inputs`` and the layer's ``weight`` in one dtype."""
         half = weight.dtype == torch.float16
-        if self.hidden is not None:
-            product = (of_logits * HALF_SCALE if half else of_logits).to(weight.dtype) @ weight
-            self.hidden[part] = product.float() / HALF_SCALE if half else product
+        if self.hidden is not None and half:
+            if self._scale is None:
+                self._scale = HALF_SCALE / weight.abs().amax().float().clamp(min=1.0)
+            self.hidden[part] = ((of_logits * self._scale).to(weight.dtype) @ weight).float() / self._scale
+        elif self.hidden is not None:
+            self.hidden[part] = of_logits.to(weight.dtype) @ weight
         if self.weight is not None and (half or weight.dtype == torch.float32):  # a scaled sum could exceed fp16's range
             self.weight.addmm_(of_logits.T, inputs.float())
         elif self.weight is not None:  # sums over chunks are in fp32

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
             wrong = [word.partition("=")[0] for word in message.partition(": ")[2].split() if word.startswith("-")]
         near = [match for word in wrong for match in difflib.get_close_matches(word, known, n=1)]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
-        print(f"{self.prog}: {message}.{meant} {self.prog} --help lists all.", file=sys.stderr)
+        print(f"{self.prog}: {message}.{meant} {self.prog} --help shows what there is.", file=sys.stderr)
         sys.exit(2)
 
 

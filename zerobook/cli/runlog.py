@@ -58,6 +58,8 @@ def runlog(arguments: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="export: include steps of abandoned branches")
     parser.add_argument("--json", action="store_true", help="print JSON: for status, why, spikes, lost, good, skipped, path")
     known = parser.parse_args(arguments)
+    if known.action not in _ACTIONS:
+        parser.error(f"write {known.action} first, before its flags")
     if known.json and known.action not in _AS_JSON:
         raise RunLogError(f"zerobook runlog {known.action}: it prints no JSON. {', '.join(_AS_JSON)} do.")
     most = {"why": 1, "note": 1, "replay": 1, "diff": 2}.get(known.action, 0)

@@ -94,16 +94,17 @@ def enter(phase: str, step: int | None = None) -> None:
     if before.phase in WORK:
         _waited += max(0.0, took - (ran - _ran))
     _ran = ran
-    for listener in _listeners:
-        listener(phase)
     step = before.step if step is None else step
     if _first_step is None and phase == "data":
         _first_step = step
     _here = Position(phase, step, before.entered + 1, now, now, step == _first_step and phase in OF_A_STEP)
+    if phase not in ("ended", "failed"):  # a device that has failed raises for every call
+        for listener in _listeners:
+            listener(phase)
 
 
 def on_enter(listener: Callable[[str], None]) -> None:
-    """Call ``listener`` with the name of each phase that is entered, until `reset`."""
+    """Call ``listener`` with the name of each phase that is entered, until `reset`; not for the end of a run."""
     _listeners.append(listener)
 
 

@@ -125,8 +125,10 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         accelerator = Accelerator(**options)
         plugin = accelerator.state.fsdp_plugin
         if plugin.mixed_precision_policy is not None:
-            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP
-            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
+            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP. It also casts
+            # what the model returns, which may be the loss (see `zerobook.head`).
+            policy = plugin.mixed_precision_policy
+            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         if on_cpu and plan.offload_param != "none":
             from torch.distributed.fsdp import CPUOffloadPolicy
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 from zerobook.config import ConfigDraft, RecipeConfig
@@ -10,6 +12,8 @@ from zerobook.strategy.launch_plan import LaunchPlan
 SHORT = 500
 """Steps under which compiling takes longer than it saves on a CPU: half a minute, against 5 % of each step."""
 WORKERS = 2
+FAST = "flag --fast"
+"""Source of the values that are set here."""
 
 
 def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
@@ -19,10 +23,12 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         return
     on_gpu, steps = plan.device == "cuda", config.max_train_steps
     refused = not_compiled(plan, config)
+    if not refused and shutil.which(os.environ.get("CXX", "g++")) is None:
+        refused = "a machine without a C++ compiler"
     if not refused and not on_gpu and steps is not None and steps < SHORT:
         refused = f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"
     found = {
-        "torch_compile": (True, f"it is not for {refused}" if refused else None),
+        "torch_compile": (True, f"it is not used with {refused}" if refused else None),
         "dataloader_num_workers": (WORKERS, None if on_gpu else "on a CPU, workers take the cores that train"),
     }
     taken, left = {}, []
@@ -33,7 +39,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             left.append(f"{key}: {why_not}")
         else:
             taken[key] = value
-    draft.set("flag --fast", **taken)
+    draft.set(FAST, **taken)
     plan.notes.append(f"fast: {', '.join(f'{key} {value}' for key, value in taken.items()) or 'nothing is turned on'}")
     plan.notes += [f"fast, left out: {words}" for words in left]
     if on_gpu and config.mixed_precision is None and plan.precision == "no":

@@ -6,9 +6,8 @@ A whole model takes as many times longer to compile as it has layers, and comput
 from __future__ import annotations
 
 import torch
+import torch._inductor.config
 from torch import nn
-
-from zerobook.errors import ConfigError
 
 VARIANTS = 32
 """Forms of a layer that may be compiled: training and evaluation, each with the lengths that are not yet variable. After 8,
@@ -20,17 +19,15 @@ def compile_layers(model: nn.Module) -> int:
 
     Hooks on the layers, by which FSDP2 gathers weights, stay outside of the compiled code.
 
+    Random numbers are drawn as without compilation, so dropout leaves out the same activations.
+
     Args:
         model: as the strategy prepared it.
-
-    Raises:
-        ConfigError: transformers does not name the model's layers.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(f"torch_compile: {type(model).__name__} has no layers that transformers names. Leave it out.")
+    torch._inductor.config.fallback_random = True
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     for layer in layers:
         layer.forward = torch.compile(layer.forward)  # of this instance alone

@@ -40,11 +40,12 @@ def settled(strategy: Strategy, collate: Collate, *, keep_mask: bool = False, su
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
     """
+    known = type(collate) in (CausalCollator, PackedCollator)  # a subclass may pad again, which moves the positions
     if isinstance(collate, PackedCollator):
-        return replace(isolating(strategy, collate), supervised=supervised)
-    if isinstance(collate, CausalCollator):
-        return replace(collate if keep_mask else unmasked(strategy, collate), supervised=supervised)
-    return collate
+        collate = isolating(strategy, collate)
+    elif isinstance(collate, CausalCollator) and not keep_mask:
+        collate = unmasked(strategy, collate)
+    return replace(cast("CausalCollator | PackedCollator", collate), supervised=True) if known and supervised else collate
 
 
 def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:

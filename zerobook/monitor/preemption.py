@@ -41,6 +41,7 @@ class Preemption:
         self.strategy = strategy
         self.settle = settle
         self.received: str | None = None
+        self._interrupted = False  # `received` may be what another rank has received
         self._said = False
         self._last: int | None = None
         self._before = {
@@ -53,9 +54,10 @@ class Preemption:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received == "SIGINT" and number in (signal.SIGINT, signal.SIGTERM):
+        if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(INTERRUPTED)
         if number == signal.SIGINT:
+            self._interrupted = True
             if self.strategy.rank == 0:
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
             if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -111,7 +111,8 @@ KINDS: dict[str, EventKind] = {
             "data_wait": "share of the time spent waiting for data, 0 to 1",
             "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
             "tflops": "10^12 operations of the model per second and device; null where they are not known",
-            "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is writing it",
+            "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
+            "point itself",
             "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
             "a core; null on a GPU, where `--profile` measures it",
             "metrics": "values that hooks and the objective add",

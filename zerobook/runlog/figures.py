@@ -291,7 +291,9 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
 
     ``waited`` is the time in which a process waited for the others, taken out of its phases in proportion to their length.
     """
-    points = [event for event in history.of("metrics") if event.get("seconds")]
+    # of steps that were done again, the last time counts
+    points = [*{event["steps"][1]: event for event in history.of("metrics") if event.get("seconds")}.values()]
+    points.sort(key=lambda event: event["steps"][1])
     points = points[:: -(-len(points) // 400) or 1]
     steps = [event["steps"][1] for event in points]
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}

@@ -81,7 +81,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
             cards.append((f"{metrics[-1]['all_tokens_per_second']:,.0f}", "all tokens/s"))
         tflops, mfu = metrics[-1].get("tflops"), metrics[-1].get("mfu")
         if tflops is not None:
-            cards.append((format(tflops, ".3g"), "TFLOPS a device"))
+            cards.append((format(tflops, ".3g"), "TFLOPS per device"))
         if mfu is not None or tflops is not None:
             cards.append(("n/a" if mfu is None else f"{mfu:.1%}", "MFU"))
     memory = history.of("memory")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ROW = 4096
 """Numbers that are summed in fp32 at a time on a CPU; the rows are added in fp64."""
 _SMALL = 4 * _ROW
-"""Numbers of a tensor up to which torch sums it in fp32 at once. The loss of each is at most 4e-7 on random numbers."""
+"""Numbers of a tensor up to which torch sums it in fp32 at once. Their error is at most 4e-7 on random numbers."""
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zerobook.health.position import during
 from zerobook.training.hooks import Hook, TrainerView
+from zerobook.utils.bars import tqdm
 
 if TYPE_CHECKING:
     from zerobook.runlog.records import StepRecord
@@ -35,36 +37,42 @@ class Profiler(Hook):
     def __init__(self, first: int, last: int, folder: Path):
         self.first, self.last, self.folder = first, last, folder / FOLDER
         self._profile: profile | None = None
+        self._written = False
 
     def before_step(self, trainer: TrainerView, step: int) -> None:
-        if step != self.first:
+        if step != self.first or self._written:
             return
+        if self._profile is not None:  # a rollback went back over the first step
+            self._profile.stop()
         on_gpu = trainer.strategy.device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profile = profile(activities=kinds, acc_events=True)
         self._profile.start()
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
-        if record.step == self.last:
-            self._stop(trainer, record.step)
+        if record.step == self.last and self._profile is not None:
+            with during("save"), trainer.pace.apart():
+                self._write(trainer, self._profile)
+            self._profile, self._written = None, True
 
     def on_end(self, trainer: TrainerView) -> None:
-        self._profile = None  # a run that ends within these steps writes nothing: ranks may have ended at different steps
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+        if not self._written and trainer.strategy.is_main:
+            steps = f"steps {self.first} to {self.last}"
+            tqdm.write(f"profile: this attempt did not run all of {steps}, so no trace was written")
 
-    def _stop(self, trainer: TrainerView, step: int) -> None:
-        if self._profile is None:
-            return
+    def _write(self, trainer: TrainerView, profiled: profile) -> None:
         strategy = trainer.strategy
         if strategy.device.type == "cuda":
             torch.cuda.synchronize()
-        self._profile.stop()
+        profiled.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"steps-{self.first}-{step}.rank{strategy.rank}.json.gz"
-        self._profile.export_chrome_trace(str(file))
-        every = strategy.gather(shares(self._profile.events() or (), on_gpu=strategy.device.type == "cuda"))
-        self._profile = None
+        profiled.export_chrome_trace(str(self.folder / f"steps-{self.first}-{self.last}.rank{strategy.rank}.json.gz"))
+        every = strategy.gather(shares(profiled.events() or (), on_gpu=strategy.device.type == "cuda"))
         if trainer.log:
-            trainer.log.event("profile", steps=[self.first, step], ranks=every, folder=str(self.folder))
+            trainer.log.event("profile", steps=[self.first, self.last], ranks=every, folder=str(self.folder))
 
 
 def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
@@ -78,8 +86,8 @@ def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     compute: list[Interval] = []
     communication: list[Interval] = []
     for event in events:
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
-            continue
+        if on_gpu and (event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation):
+            continue  # annotations span kernels, and the gaps between them
         interval = (event.time_range.start, event.time_range.end)
         if event.name.startswith(_COLLECTIVES):
             communication.append(interval)

@@ -24,6 +24,7 @@ from zerobook.health.judge import describe
 from zerobook.health.position import during, enter, log_point
 from zerobook.health.stragglers import Slow
 from zerobook.health.watch import Watch
+from zerobook.launch.fast import FAST
 from zerobook.launch.process import leave
 from zerobook.models.compiled import compile_layers
 from zerobook.models.isolation import settled
@@ -125,7 +126,10 @@ class Trainer:
         self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask, supervised=supervised)
         if config.torch_compile:
             count = compile_layers(strategy.unwrapped)
-            self.console.say(f"torch_compile: {count} layers, compiled in their first passes")
+            name = type(strategy.unwrapped).__name__
+            if not count and sources["torch_compile"] != FAST:
+                raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
+            self.console.say(f"torch_compile: {count} layers of {name}, compiled when they first run")
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None
