@@ -26,7 +26,7 @@ def test_a_tied_model_exports_from_any_strategys_checkpoint(launches, tmp_path, 
 
     run = launches("zero2", 2, 2, 1)
     assert export([str(run.output), "--output", str(tmp_path / "whole")]) == 0
-    assert "its logits differ by 0.0e+00" in capsys.readouterr().out
+    assert "logits differ by at most 0.0e+00" in capsys.readouterr().out
     mine = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     theirs = AutoModelForCausalLM.from_pretrained(run.output / "model")
     assert torch.equal(logits(mine), logits(theirs)) and mine.config.tie_word_embeddings

@@ -6,7 +6,6 @@ A whole model takes as many times longer to compile as it has layers, and comput
 from __future__ import annotations
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 VARIANTS = 32
@@ -24,10 +23,11 @@ def compile_layers(model: nn.Module) -> int:
     Args:
         model: as the strategy prepared it.
     """
+    from torch._inductor import config as inductor
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    torch._inductor.config.fallback_random = True
+    inductor.fallback_random = True
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     for layer in layers:
         layer.forward = torch.compile(layer.forward)  # of this instance alone
