@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0"]
-STEPS, WARM_UP, ROUNDS = 10, 2, 2
+STEPS, WARM_UP, ROUNDS = 10, 2, 1
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {"rows": 4, "length": 128, "rate": 2e-4, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
     "full": {"rows": 2, "length": 128, "rate": 2e-5, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
