@@ -3,7 +3,7 @@
     python benchmarks/peers.py [--peers .cache/peers] [--out benchmarks/results/peers.json] [--jobs lora full packed seq2seq]
 
 The others run in an environment of their own, which is made if it is missing. Every job has the same model, data, rows, dtype
-(fp32), optimizer and number of steps for all; runs alternate, two rounds each, one thread. TRL computes token accuracy and
+(fp32), optimizer and number of steps for all; runs alternate, `ROUNDS` each, one thread. TRL computes token accuracy and
 entropy in every step; ``trl, bare`` is the same without them. Figures are medians over the steps after the first two.
 
 lora     SmolLM2-135M-Instruct, LoRA r 16 on all linear layers, 4 x 128 tokens
@@ -11,7 +11,7 @@ full     SmolLM2-135M-Instruct, all weights, 2 x 128 tokens
 packed   lora, with samples packed into rows of 256 tokens, 2 rows
 seq2seq  a T5 of 20 million random weights, 8 x 64 to 64 tokens
 
-Takes about 15 minutes on two cores. The library of transformers' seq2seq example stands for the peers in ``seq2seq``.
+Takes about 10 minutes on two cores. In ``seq2seq``, the other one is transformers' Seq2SeqTrainer.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0"]
 STEPS, WARM_UP, ROUNDS = 10, 2, 1
+"""Steps of a run; the first ones, which are not measured; runs of each arm."""
 JOBS: dict[str, dict[str, Any]] = {
     "lora": {"rows": 4, "length": 128, "rate": 2e-4, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
     "full": {"rows": 2, "length": 128, "rate": 2e-5, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
@@ -320,7 +321,7 @@ def main() -> None:
 
     python = environment(known.peers)
     found = json.loads(known.out.read_text()) if known.out.exists() else {}
-    found |= {"machine": platform.machine(), "cores": os.cpu_count(), "packages": PACKAGES}
+    found |= {"machine": platform.machine(), "cores": os.cpu_count(), "packages": PACKAGES, "rounds": ROUNDS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
