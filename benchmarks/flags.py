@@ -1,4 +1,4 @@
-"""What single measures buy in a step of LoRA (r 16) on SmolLM2-135M-Instruct: the same batch, in turns, fp32, one thread.
+"""Time of a LoRA step (r 16, SmolLM2-135M-Instruct) with single measures: the same batch, in turns, fp32, one thread.
 
     python benchmarks/flags.py [--out benchmarks/results/flags.json] [--rounds 9]
 

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tables are no part of the installed package
 
-from benchmarks.gpu_models import models
+from benchmarks.gpu_models import models, seconds
 from benchmarks.published.bench import Bench
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import Arm, attempt
@@ -150,18 +149,7 @@ def rates(size: int, device: str) -> Row:
     """Return operations a second of matrix products and bytes a second of a copy, the median of 10 on random numbers."""
     import torch
 
-    def median(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(13):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[3:])
-
+    median = partial(seconds, device=device, rounds=10)
     found: Row = {"size": size}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -170,6 +170,22 @@ def make(asked: str) -> None:
     print(json.dumps(found))
 
 
+def seconds(work: Callable[[], object], device: str, *, rounds: int) -> float:
+    """Return the median seconds of ``work`` over ``rounds``, after three that are not measured, until the device is done."""
+    import torch
+
+    times = []
+    for _ in range(rounds + 3):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
 def rate(shapes: dict[tuple[int, int], int], tokens: int, device: str) -> float:
     """Return operations a second of one product with each of the model's matrices, medians of 5.
 
@@ -181,21 +197,9 @@ def rate(shapes: dict[tuple[int, int], int], tokens: int, device: str) -> float:
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(7):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])
-
     operations = spent = 0.0
     for (rows, columns), count in shapes.items():
         one, other = (torch.randn(*size, dtype=dtype, device=device) for size in ((tokens, columns), (columns, rows)))
         operations += 2.0 * tokens * rows * columns * count
-        spent += seconds(partial(torch.matmul, one, other)) * count
+        spent += seconds(partial(torch.matmul, one, other), device, rounds=5) * count
     return operations / spent

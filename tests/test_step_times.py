@@ -1,4 +1,4 @@
-"""Where a step's time goes: phases in every run's log, and profiles of some steps."""
+"""The time of a step by phase: phases in every run's log, and profiles of some steps."""
 
 from __future__ import annotations
 
