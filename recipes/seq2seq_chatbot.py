@@ -70,8 +70,8 @@ class Seq2SeqConfig(AdapterConfig):
         found = super().problems()
         if self.model_name_or_path is None:
             found.append("model_name_or_path: no model is named. Give a hub name or a folder with an encoder-decoder model.")
-        if self.packing:
-            found.append("packing: sources and targets have rows of their own here. Drop it, or use --group_by_length.")
+        if flag := self.rows_shared_by:
+            found.append(f"{flag}: sources and targets have rows of their own here. Drop it, or use --group_by_length.")
         if self.val_min_target_length >= self.max_generated:
             found.append(
                 f"val_min_target_length: {self.val_min_target_length} tokens at least do not fit into "

@@ -32,6 +32,7 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
   step, where a small epsilon would turn rounding errors into whole steps.
 - `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
+- `joined` is `lora_finetune` with `--padding_free`, against one process that pads.
 - `moe` trains all weights of a tiny Mixtral with 4 experts in each layer, of which a token takes 2.
 - `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
   weights at each evaluation.

@@ -254,3 +254,6 @@ def test_flattened_rows_keep_their_borders():
     assert (batch["position_ids"][0] == 0).nonzero().flatten().tolist() == [0, len(A), len(A) + len(B)]
     text = {"input_ids": np.array(A), "labels": np.array(A)}
     assert PackedCollator(0)([text])["position_ids"].tolist() == [list(range(len(A)))]
+    joined = PackedCollator(0, flatten=True)([text, text])["labels"][0].tolist()
+    assert joined == 2 * [IGNORE, *A[1:]], "no token of a sample predicts its first token"
+    assert text["labels"].tolist() == A

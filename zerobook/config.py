@@ -157,6 +157,9 @@ class RecipeConfig(_Keys):
     )
     on_bad_sample: Literal["error", "skip"] = Field("error", description="action for a sample that cannot be used")
     packing: bool = Field(False, description="put several samples into a row, with attention isolated, to reduce padding")
+    padding_free: bool = Field(
+        False, description="join the samples of a micro-batch into one row without padding, with attention isolated"
+    )
     group_by_length: bool = Field(False, description="put rows of similar length into a batch, to reduce padding")
     cache_dir: str | None = Field(None, description="folder for prepared data; unset: ~/.cache/zerobook")
     preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
@@ -239,6 +242,11 @@ class RecipeConfig(_Keys):
     def initialised_from(self) -> str | None:
         """The architecture that is trained from scratch: a hub name or a folder. None where weights are loaded."""
         return None
+
+    @property
+    def rows_shared_by(self) -> str | None:
+        """The flag by which samples share a row of a batch: ``packing`` or ``padding_free``; None where none does."""
+        return next((flag for flag in ("packing", "padding_free") if getattr(self, flag)), None)
 
     @property
     def row_length(self) -> int:
@@ -353,6 +361,13 @@ class RecipeConfig(_Keys):
         if self.packing and self.group_by_length:
             found.append(
                 "group_by_length: packed rows have equal lengths, so grouping has no effect. Drop group_by_length or packing."
+            )
+        if self.packing and self.padding_free:
+            found.append("padding_free: packed rows are nearly full already. Drop padding_free or packing.")
+        if self.padding_free and self.attn_implementation == "flex_attention":
+            found.append(
+                "padding_free: every joined row has another length, and flex_attention is compiled for each. Use --packing, or "
+                "another --attn_implementation."
             )
         found += self._streaming_problems() if self.streaming else []
         for key in ("train_file", "validation_file", "chat_template"):

@@ -181,7 +181,7 @@ class CausalCollator:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Pads rows of several samples each. ``position_ids`` restart at 0 with every sample.
+    """Pads rows of several samples each, or of one. ``position_ids`` restart at 0 with every sample.
 
     Without ``mask`` there is no attention mask: transformers' masks, and its variable-length flash attention, take the
     samples' borders from the positions. Padding on the right is a sample of its own, which is not supervised.
@@ -189,7 +189,8 @@ class PackedCollator:
     Args:
         pad_token_id: id that fills ``input_ids``.
         pad_to_multiple_of: round the length up to this.
-        flatten: join all rows into one, without padding between them, as variable-length flash attention needs.
+        flatten: join all rows into one, without padding between them, as variable-length flash attention needs. The first
+            token of a row is then not supervised: no token of its sample predicts it.
         mask: dtype of a block-diagonal causal mask, for models that ignore the positions: torch.bool (True attends) or a
             floating dtype (0 attends, the lowest number does not).
         at_least: pad every row to at least this many tokens. With the packs' capacity, all batches have one shape, and flex
@@ -221,7 +222,9 @@ class PackedCollator:
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
         rows = [_with_positions(row) for row in rows]
         if self.flatten:
-            rows = [{key: np.concatenate([row[key] for row in rows]) for key in fills}]
+            joined = {key: np.concatenate([row[key] for row in rows]) for key in fills}
+            joined["labels"][joined["position_ids"] == 0] = IGNORE
+            rows = [joined]
         batch: dict[str, Any] = {
             key: padded([row[key] for row in rows], fill, multiple=self.pad_to_multiple_of, at_least=self.at_least)
             for key, fill in fills.items()
@@ -255,15 +258,18 @@ def length_multiple(model: nn.Module) -> int:
 
 
 def causal_collator(
-    tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, packed: bool, length: int
+    tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, packed: bool, padding_free: bool = False, length: int
 ) -> CausalCollator | PackedCollator:
     """Return the collator for ``model``, by its device and its attention implementation.
 
     Args:
         packed: rows hold several samples.
+        padding_free: rows hold one sample each, and the rows of a micro-batch are joined.
         length: maximum number of tokens in a row.
     """
     multiple = length_multiple(model)
+    if padding_free:
+        return PackedCollator(tokenizer.pad_token_id, multiple, flatten=True)
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
     attention = str(cast("PreTrainedModel", model).config._attn_implementation)

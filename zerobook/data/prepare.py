@@ -124,10 +124,10 @@ class Library:
     """The prepared folders of a config's datasets."""
 
     def __init__(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, objective: Objective):
-        if config.packing and not isinstance(objective, NextToken):
+        if (flag := config.rows_shared_by) and not isinstance(objective, NextToken):
             raise ConfigError(
-                f"packing: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
-                "samples. Drop --packing, or derive the objective from zerobook.objective.NextToken."
+                f"{flag}: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
+                f"samples. Drop --{flag}, or derive the objective from zerobook.objective.NextToken."
             )
         self.config = config
         self.encoder = encoder

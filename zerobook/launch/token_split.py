@@ -83,10 +83,10 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
     size, config = plan.sequence * plan.context, draft.config
     if size == 1:
         return
-    if config.packing:
+    if flag := config.rows_shared_by:
         plan.problems.append(
-            f"packing: {plan.name} splits rows among {size} processes without masks, so the samples of a packed row would see "
-            "each other. Pass --packing false (and --group_by_length to pad less)."
+            f"{flag}: {plan.name} splits rows among {size} processes without masks, so samples that share a row would see "
+            f"each other. Pass --{flag} false (and --group_by_length to pad less)."
         )
     if config.attn_implementation not in ("auto", "sdpa"):
         plan.problems.append(

@@ -28,7 +28,9 @@ models with experts, of 24 and 48 layers in bf16, with a rounding error added to
 their noise where they kept samples apart, and 7 to 130 times where they did not."""
 
 
-def settled(strategy: Strategy, collate: Collate, *, keep_mask: bool = False, supervised: bool = False) -> Collate:
+def settled(
+    strategy: Strategy, collate: Collate, *, keep_mask: bool = False, supervised: bool = False, flag: str | None = None
+) -> Collate:
     """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
 
     A few tiny forward passes decide, in evaluation mode. A collator of another class is returned as it is.
@@ -36,13 +38,14 @@ def settled(strategy: Strategy, collate: Collate, *, keep_mask: bool = False, su
     Args:
         keep_mask: the objective needs the mask of padded rows.
         supervised: the objective takes the positions that have a target.
+        flag: name of the flag by which samples share a row, for the error.
 
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
     """
     known = type(collate) in (CausalCollator, PackedCollator)  # a subclass may pad again, which moves the positions
     if isinstance(collate, PackedCollator):
-        collate = isolating(strategy, collate)
+        collate = isolating(strategy, collate, flag or "packing")
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = unmasked(strategy, collate)
     return replace(cast("CausalCollator | PackedCollator", collate), supervised=True) if known and supervised else collate
@@ -69,7 +72,7 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     return collate
 
 
-def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
+def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing") -> PackedCollator:
     """Return a collator under which the prepared model keeps a row's samples apart. Collective.
 
     Most models of transformers take the samples' borders from ``position_ids``, and flash attention from the lengths in
@@ -109,8 +112,8 @@ def isolating(strategy: Strategy, collate: PackedCollator) -> PackedCollator:
                 f"row by {noise:.1e}"
             )
     raise ConfigError(
-        f"packing: in {type(strategy.unwrapped).__name__} with attn_implementation {attention}, samples that share a row see "
-        f"each other: {'; '.join(found)}. Pass --packing false (and --group_by_length to pad less), or another "
+        f"{flag}: in {type(strategy.unwrapped).__name__} with attn_implementation {attention}, samples that share a row see "
+        f"each other: {'; '.join(found)}. Pass --{flag} false (and --group_by_length to pad less), or another "
         "--attn_implementation."
     )
 

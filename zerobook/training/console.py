@@ -54,7 +54,7 @@ class Console(Hook):
                 f"more than {held_out.LOGITS:,} logits"
             )
         if state.progress.step < state.end_step:
-            self.say(f"{state.loader.padding():.1%} of a batch's tokens are padding")
+            self.say(f"{0 if config.padding_free else state.loader.padding():.1%} of a batch's tokens are padding")
         else:
             self.say(f"all {state.progress.step} steps are done; nothing is left to train")
 

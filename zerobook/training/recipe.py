@@ -94,7 +94,10 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return the collator, which makes a batch from rows."""
         from zerobook.data.collate import causal_collator
 
-        return causal_collator(tokenizer, model, packed=self.config.packing, length=self.config.row_length)
+        config = self.config
+        return causal_collator(
+            tokenizer, model, packed=config.packing, padding_free=config.padding_free, length=config.row_length
+        )
 
     def scorers(
         self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator
@@ -110,15 +113,16 @@ class Recipe(ABC, Generic[ConfigT]):
         config = self.config
         # running text is cut into blocks, which need no padding; chats and pairs do
         blocks = not config.trains_adapters and config.format in (None, "text")
-        padded = not (blocks or config.packing)
+        padded = not (blocks or config.rows_shared_by)
         return BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=padded)
 
     def example_batch(self, shape: BatchShape) -> dict[str, Tensor]:
         """Return a batch of ``shape`` as the collator would make it, with arbitrary contents."""
         import torch
 
-        ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
+        size = (1, shape.rows * shape.source) if self.config.padding_free else (shape.rows, shape.source)
+        ids = torch.zeros(size, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if self.config.packing:
+        if self.config.rows_shared_by:
             batch["position_ids"] = ids.clone()
         return batch

@@ -123,7 +123,9 @@ class Trainer:
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
         supervised = in_head and self.objective.takes_positions and strategy.token_split is None
-        self.collate = self.state.collate = settled(strategy, self.collate, keep_mask=keep_mask, supervised=supervised)
+        self.collate = self.state.collate = settled(
+            strategy, self.collate, keep_mask=keep_mask, supervised=supervised, flag=config.rows_shared_by
+        )
         if config.torch_compile:
             count = compile_layers(strategy.unwrapped)
             name = type(strategy.unwrapped).__name__
