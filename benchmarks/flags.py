@@ -6,7 +6,8 @@ masked        transformers' own loss of all logits, with an attention mask
 unmasked      without the mask, which causal attention does not need
 in the head   the loss in the output layer, of supervised tokens alone: how a recipe runs
 compiled      the same with --torch_compile
-packed        the same samples in one row, without padding, as --packing makes it
+joined        the samples in one row, without padding, with --padding_free; not compiled
+both          compiled and joined
 
 Half of the tokens are supervised, and a fifth of the padded batch is padding. Takes about five minutes.
 """
@@ -56,7 +57,7 @@ def main() -> None:
         rows.append({"input_ids": ids, "labels": np.where(np.arange(size) < size // 2, -100, ids)})
     masked, unmasked = CausalCollator(2)(rows), CausalCollator(2, mask=False, no_cache=True)(rows)
     supervised = CausalCollator(2, mask=False, no_cache=True, supervised=True)(rows)
-    packed = PackedCollator(2, flatten=True, supervised=True)(rows)
+    joined = PackedCollator(2, flatten=True, supervised=True)(rows)
     objective = NextToken()
 
     def step(batch: dict[str, Any]) -> float:
@@ -84,12 +85,13 @@ def main() -> None:
         if name not in ("masked", "unmasked"):
             model.loss_head = installed
 
-    measure({"masked": masked, "unmasked": unmasked, "in the head": supervised, "packed": packed}, switch)
+    measure({"masked": masked, "unmasked": unmasked, "in the head": supervised, "joined": joined}, switch)
     compile_layers(model)
     begun = time.perf_counter()
     step(supervised)
     compiling = time.perf_counter() - begun
-    measure({"compiled": supervised}, lambda name: None)
+    step(joined)
+    measure({"compiled": supervised, "both": joined}, lambda name: None)
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     found = {
         "date": str(date.today()), "machine": platform.machine(), "cores": os.cpu_count(), "versions": versions(),

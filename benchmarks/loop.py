@@ -12,7 +12,8 @@ recipe      the recipe's run, with its spike monitor, runlog, watch of the ranks
 The model is a tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, fp32, one thread a rank: compute is small, so that
 differences between loops show. Every round runs each loop for one step, in another order each time. Differences are medians
 over rounds of pairs of one round. Counts do not depend on other programs: Python and C calls, times that the host reads a
-tensor, and memory blocks that Python holds more after a step than before (a mean of 5 steps). Takes about three minutes.
+tensor, collectives and the bytes of their buffers, and memory blocks that Python holds more after a step than before (a mean
+of 5 steps). Takes about three minutes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.collate import to_device
@@ -165,18 +167,25 @@ class Counter:
     def stop(self) -> dict[str, int]:
         self.profile.disable()
         self.operations.__exit__(None, None, None)
-        calls = pstats.Stats(self.profile).total_calls - 3 * self.operations.count  # the mode's own
-        return {"calls": calls, "reads": self.operations.reads}
+        seen = self.operations
+        calls = pstats.Stats(self.profile).total_calls - 3 * seen.count  # the mode's own
+        return {"calls": calls, "reads": seen.reads, "collectives": seen.collectives, "bytes": seen.bytes}
 
 
 class Operations(TorchDispatchMode):
-    """Counter of operations, and of those by which the host reads a tensor."""
+    """Counter of operations, of those by which the host reads a tensor, and of collectives with their bytes."""
 
-    count = reads = 0
+    count = reads = collectives = bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        self.reads += func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero")
+        name = func._schema.name
+        self.reads += name in ("aten::_local_scalar_dense", "aten::is_nonzero")
+        if name[:6] == "c10d::":
+            self.collectives += 1
+            # the whole buffer: all-gather has it as output, reduce-scatter as input
+            sizes = [sum(tensor.nbytes for tensor in tree_leaves(arg) if isinstance(tensor, torch.Tensor)) for arg in args]
+            self.bytes += max(sizes)
         return func(*args, **(kwargs or {}))
 
 

@@ -4,14 +4,15 @@
 
 The others run in an environment of their own, which is made if it is missing. Every job has the same model, data, rows, dtype
 (fp32), optimizer and number of steps for all; runs alternate, `ROUNDS` each, one thread. TRL computes token accuracy and
-entropy in every step; ``trl, bare`` is the same without them. Figures are medians over the steps after the first two.
+entropy in every step; ``trl, bare`` is the same without them, and ``trl, compiled`` compiles it. ``zerobook, flags`` has
+--torch_compile and --padding_free. Figures are medians over the steps after the first two.
 
 lora     SmolLM2-135M-Instruct, LoRA r 16 on all linear layers, 4 x 128 tokens
 full     SmolLM2-135M-Instruct, all weights, 2 x 128 tokens
 packed   lora, with samples packed into rows of 256 tokens, 2 rows
 seq2seq  a T5 of 20 million random weights, 8 x 64 to 64 tokens
 
-Takes about 10 minutes on two cores. In ``seq2seq``, the other one is transformers' Seq2SeqTrainer.
+Takes about 25 minutes on two cores. In ``seq2seq``, the other one is transformers' Seq2SeqTrainer.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0"]
-STEPS, WARM_UP, ROUNDS = 10, 2, 1
+STEPS, WARM_UP, ROUNDS = 10, 2, 2
 """Steps of a run; the first ones, which are not measured; runs of each arm."""
+OURS, TRL = ("zerobook", "zerobook, flags"), ("trl", "trl, bare", "trl, compiled")
 JOBS: dict[str, dict[str, Any]] = {
-    "lora": {"rows": 4, "length": 128, "rate": 2e-4, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
-    "full": {"rows": 2, "length": 128, "rate": 2e-5, "arms": ("zerobook", "trl", "trl, bare", "trainer")},
+    "lora": {"rows": 4, "length": 128, "rate": 2e-4, "arms": (*OURS, *TRL, "trainer")},
+    "full": {"rows": 2, "length": 128, "rate": 2e-5, "arms": (*OURS, *TRL, "trainer")},
     "packed": {"rows": 2, "length": 256, "rate": 2e-4, "arms": ("zerobook", "trl", "trl, bare")},
     "seq2seq": {"rows": 8, "length": 64, "rate": 1e-3, "arms": ("zerobook", "trainer")},
 }
@@ -70,7 +72,7 @@ class Steps:
 
 
 # --- this project
-def zerobook(job: str, folder: Path, out: str) -> None:
+def zerobook(job: str, folder: Path, out: str, *, fast: bool) -> None:
     import torch
 
     from recipes.causal_lm import CausalLM
@@ -108,6 +110,7 @@ def zerobook(job: str, folder: Path, out: str) -> None:
     else:
         flags |= {"max_seq_length": facts["length"], "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0}
         flags |= {"packing": "true"} if job == "packed" else {}
+    flags |= {"torch_compile": "true", "padding_free": "true"} if fast else {}
     config, sources, _ = parse(recipe.config_class, [w for key, value in flags.items() for w in (f"--{key}", str(value))])
     train(recipe(config), sources=sources, hooks=[Watch()])
     steps.write(out)
@@ -150,7 +153,7 @@ def common(job: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trl(job: str, folder: Path, out: str, *, bare: bool) -> None:
+def trl(job: str, folder: Path, out: str, *, bare: bool, compiled: bool) -> None:
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
@@ -172,7 +175,7 @@ def trl(job: str, folder: Path, out: str, *, bare: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
     model = AutoModelForCausalLM.from_pretrained(folder / "smollm2", dtype=torch.float32)
     data = load_dataset("json", data_files=str(folder / f"{job}.jsonl"), split="train", cache_dir=str(folder / "hf"))
-    config = SFTConfig(**common(job, folder), max_length=facts["length"], packing=job == "packed")
+    config = SFTConfig(**common(job, folder), max_length=facts["length"], packing=job == "packed", torch_compile=compiled)
     adapters = None if job == "full" else LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS)
     kind = Bare if bare else SFTTrainer
     trainer = kind(
@@ -277,9 +280,10 @@ def measured(job: str, arm: str, python: Path, folder: Path) -> dict[str, Any]:
     """Run an arm of a job once, in a process of its own. Return what it wrote."""
     out = folder / "result.json"
     out.unlink(missing_ok=True)
-    line = [str(python if arm != "zerobook" else sys.executable), __file__, "--arm", arm, job, str(folder), str(out)]
+    ours = arm in OURS
+    line = [str(sys.executable if ours else python), __file__, "--arm", arm, job, str(folder), str(out)]
     given = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    given["PYTHONPATH"] = str(ROOT) if arm == "zerobook" else ""
+    given["PYTHONPATH"] = str(ROOT) if ours else ""
     ran = subprocess.run(line, env=given, capture_output=True, text=True, timeout=900, check=False)
     if not out.exists():
         raise SystemExit(f"{job}, {arm}: exit status {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
@@ -309,12 +313,12 @@ def main() -> None:
     known, rest = parser.parse_known_args()
     if known.arm:
         job, folder, out = rest
-        if known.arm == "zerobook":
-            zerobook(job, Path(folder), out)
+        if known.arm in OURS:
+            zerobook(job, Path(folder), out, fast=known.arm == "zerobook, flags")
         elif known.arm == "trainer":
             trainer(job, Path(folder), out)
         else:
-            trl(job, Path(folder), out, bare=known.arm == "trl, bare")
+            trl(job, Path(folder), out, bare=known.arm != "trl", compiled=known.arm == "trl, compiled")
         return
     sys.path.insert(0, str(ROOT))
     from zerobook.utils.versions import versions

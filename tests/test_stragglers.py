@@ -38,6 +38,20 @@ def test_one_of_two_ranks_is_found():
     assert [s.host for s in Stragglers().see(beats(10, [0.0, 0.0], [0.2, 0.7]))] == ["host1"]
 
 
+def test_a_rank_is_judged_by_several_steps():
+    """With a log point in every step, one long step is no straggler, and five are."""
+
+    def see(found, step, forward):
+        given = beats(step, [0.0] * 2, [0.0] * 2)
+        for rank, seconds in enumerate(forward):
+            given[rank] = given[rank]._replace(window=Window(step, 1, 1.0, 0.0, seconds))
+        return found.see(given)
+
+    once, always = Stragglers(), Stragglers()
+    assert not any(see(once, step, (0.2, 0.7 if step == 3 else 0.2)) for step in range(1, 11))
+    assert [len(see(always, step, (0.2, 0.7))) for step in range(1, 6)] == [0, 0, 0, 0, 1]
+
+
 def test_what_costs_little_is_not_mentioned():
     assert Stragglers().see(beats(10, [0.0001, 0.05], [0.3, 0.31])) == []
     few = beats(10, [0.0] * 2, [0.0] * 2)

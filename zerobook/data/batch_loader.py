@@ -78,19 +78,16 @@ class BatchLayout:
 class StepPlan:
     """The samples of one optimizer step. Every process computes them without communication.
 
-    ``ids`` is int64 [global batch] in run order, fillers at the end; ``tokens`` is the
-    sum of their loss weights, for most objectives their supervised tokens; ``all_tokens`` is the sum of their lengths, without
-    padding; ``cursor`` is the run's position after them.
+    ``ids`` is int64 [global batch] in run order, fillers at the end; ``samples`` counts the rows without fillers; ``tokens``
+    is the sum of their loss weights, for most objectives their supervised tokens; ``all_tokens`` is the sum of their lengths,
+    without padding; ``cursor`` is the run's position after them.
     """
 
     ids: np.ndarray
     cursor: int
+    samples: int
     tokens: int
     all_tokens: int
-
-    @property
-    def samples(self) -> int:
-        return int((self.ids != FILLER).sum())
 
 
 class _Rows(Dataset):
@@ -181,9 +178,8 @@ class BatchLoader:
             tokens = int(self.part.loss_weights_of(ids).sum())
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
-            self._planned.append(
-                StepPlan(ids=padded, cursor=cursor, tokens=tokens, all_tokens=int(self.part.lengths_of(ids).sum()))
-            )
+            lengths = int(self.part.lengths_of(ids).sum())
+            self._planned.append(StepPlan(ids=padded, cursor=cursor, samples=len(ids), tokens=tokens, all_tokens=lengths))
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro
                 yield padded[start : start + layout.micro].tolist()

@@ -52,6 +52,13 @@ class Window(NamedTuple):
     data: float
     forward: float
 
+    def after(self, earlier: Window | None) -> Window:
+        """Return one window of both."""
+        if earlier is None:
+            return self
+        steps, *seconds = (a + b for a, b in zip(self[1:], earlier[1:], strict=True))
+        return Window(self.step, int(steps), *seconds)
+
 
 WORK = ("forward", "backward", "optimizer")
 """Phases in which a CPU process computes, or waits for the other processes."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zerobook.health.judge import Beat
+from zerobook.health.position import Window
 
 TIMES = 2.0
 """A rank is slow if it takes so many times as long as a typical one ..."""
@@ -13,6 +14,8 @@ SHARE = 0.1
 """... and the difference is this share of the time of a step ..."""
 LEAST_S = 0.01
 """... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
+LEAST_STEPS = 5
+"""Steps over which ranks are compared: in a single one, any other program can hold up a rank."""
 LINK_TIMES, LINK_S = 5.0, 0.05
 """A link is slow if an exchange with the store takes so many times as long as its fastest one, and so many seconds."""
 
@@ -36,6 +39,7 @@ class Stragglers:
         self._best: dict[str, float] = {}
         self._given: set[tuple[str, str]] = set()
         self._step = 0
+        self._sums: dict[int, Window] = {}
 
     def see(self, beats: Mapping[int, Beat]) -> list[Slow]:
         """Take in the newest heartbeats of all ranks, and return what has become slow."""
@@ -44,18 +48,27 @@ class Stragglers:
         steps = {window.step for window in windows.values()}
         if len(windows) == len(beats) > 1 and len(steps) == 1 and (step := steps.pop()) > self._step:
             self._step = step
-            for what in ("data", "forward"):
-                each = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
-                typical = sorted(each.values())[(len(each) - 1) // 2]
-                total = min(window.total / window.steps for window in windows.values())
-                slow = [rank for rank, s in each.items() if s > TIMES * typical and s - typical > max(SHARE * total, LEAST_S)]
-                for host in dict.fromkeys(beats[rank].host for rank in slow):
-                    ranks = [rank for rank in slow if beats[rank].host == host]
-                    found.append(Slow(what, host, ranks, step, max(each[rank] for rank in ranks), typical))
-                self._forget(what, {beats[rank].host for rank in slow})
+            self._sums = {rank: window.after(self._sums.get(rank)) for rank, window in windows.items()}
+            if min(window.steps for window in self._sums.values()) >= LEAST_STEPS:
+                found += self._ranks({rank: beat.host for rank, beat in beats.items()}, self._sums)
+                self._sums = {}
         new = [slow for slow in found if (slow.what, slow.host) not in self._given]
         self._given |= {(slow.what, slow.host) for slow in new}
         return new
+
+    def _ranks(self, hosts: Mapping[int, str], windows: Mapping[int, Window]) -> list[Slow]:
+        """Return slow ranks, those of a host together."""
+        found = []
+        for what in ("data", "forward"):
+            each = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
+            typical = sorted(each.values())[(len(each) - 1) // 2]
+            total = min(window.total / window.steps for window in windows.values())
+            slow = [rank for rank, s in each.items() if s > TIMES * typical and s - typical > max(SHARE * total, LEAST_S)]
+            for host in dict.fromkeys(hosts[rank] for rank in slow):
+                ranks = [rank for rank in slow if hosts[rank] == host]
+                found.append(Slow(what, host, ranks, self._step, max(each[rank] for rank in ranks), typical))
+            self._forget(what, {hosts[rank] for rank in slow})
+        return found
 
     def _links(self, beats: Mapping[int, Beat]) -> list[Slow]:
         """Return slow links. Rank 0's host has the store, so its own exchanges do not leave it."""

@@ -78,15 +78,13 @@ class Engine(TrainingState):
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         return parameter_groups(model, weight_decay, self.shape)
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for one micro-batch's forward and backward. Gradients are reduced in the ``last`` of a step only.
 
         Both passes must be inside: DDP decides in its forward whether the backward after it will reduce.
         """
         self.accelerator.gradient_state._set_sync_gradients(last)
-        with nullcontext() if last else self._accumulating():
-            yield
+        return nullcontext() if last else self._accumulating()
 
     def _accumulating(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are not reduced, if the strategy can do so."""
@@ -105,19 +103,13 @@ class Engine(TrainingState):
         with self.split_attention():
             self.accelerator.backward(loss if factor == 1 else loss * factor)
 
-    @contextmanager
-    def split_tokens(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def split_tokens(self, batch: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Return a context for the forward pass of a batch. It yields this rank's tokens: all, unless ranks share rows.
 
         Args:
             batch: whole rows, the same on all ranks of a group.
         """
-        if self.token_split is None:
-            yield batch
-            return
-        part = self.token_split.part(batch)
-        with self.token_split.attention(len(part["input_ids"])):
-            yield part
+        return nullcontext(batch) if self.token_split is None else _split(self.token_split, batch)
 
     def split_attention(self) -> AbstractContextManager[None]:
         """Return a context for the backward pass, which may compute attention again."""
@@ -182,7 +174,7 @@ class Engine(TrainingState):
             optimizer.step()
         elif wrapped or finite.item():  # the scaler checks the flag, and waits, itself
             optimizer.step()
-        self._applied = self._applied + finite.int()
+        self._applied = self._applied + finite
         self._unscaled = False
         optimizer.zero_grad(set_to_none=True)
         return norm
@@ -201,3 +193,10 @@ class Engine(TrainingState):
     def learning_rate(self) -> float:
         """Return the rate set in the optimizer. Under a schedule that the strategy owns, it is the next step's rate."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+
+@contextmanager
+def _split(split: TokenSplit, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    part = split.part(batch)
+    with split.attention(len(part["input_ids"])):
+        yield part

@@ -36,7 +36,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if not gradients or (gradients[0].device.type != "cpu" and _alike(gradients)):
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     whole: list[torch.Tensor] = []
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -44,9 +43,11 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
             sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
         else:
             whole.append(gradient)
-    total += _sum_of_squares(whole)
+    if not sharded:
+        return _norm(whole).float()
+    total = _norm(whole).square_() if whole else torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for (mesh, placements), parts in sharded.items():
-        total += _over_shards(_sum_of_squares(parts), mesh, placements)
+        total += _over_shards(_norm(parts).square_(), mesh, placements)
     return total.sqrt().float()
 
 
@@ -64,26 +65,23 @@ def _alike(gradients: Sequence[torch.Tensor]) -> bool:
     return len(meshes) == 1 and plain
 
 
-def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares over all tensors, fp64. Small ones are summed by one operation: see `_SMALL`."""
-    flat = [tensor.detach() for tensor in tensors]
-    small = [tensor for tensor in flat if 0 < tensor.numel() <= _SMALL]
-    total = torch.zeros((), dtype=torch.float64, device=flat[0].device if flat else None)
-    if small:
-        norms = [norm.float() for norm in torch._foreach_norm(small)] if _mixed(small) else torch._foreach_norm(small)
-        total += torch.stack(norms).double().square_().sum()
-    for tensor in flat:
-        if tensor.numel() > _SMALL:
+@torch.no_grad()
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all tensors, fp64 and 0-dimensional: the norm of the norms of their parts. See `_SMALL`."""
+    small, parts = [], []
+    for tensor in tensors:
+        size = tensor.numel()
+        if size > _SMALL:
             vector = tensor.reshape(-1)
-            rows = vector.numel() // _ROW * _ROW
-            total += torch.linalg.vector_norm(vector[:rows].view(-1, _ROW), dim=1).double().square_().sum()
-            if rows < vector.numel():
-                total += vector[rows:].double().square().sum()
-    return total
-
-
-def _mixed(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tensor.dtype for tensor in tensors}) > 1
+            rows = size // _ROW * _ROW
+            parts += [torch.linalg.vector_norm(vector[:rows].view(-1, _ROW), dim=1, dtype=torch.float32), vector[rows:]]
+        elif size:
+            small.append(tensor)
+    if small:
+        parts.append(torch.stack(torch._foreach_norm(small, dtype=torch.float32)))
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    return torch.linalg.vector_norm(torch.cat([part.float() for part in parts]), dtype=torch.float64)
 
 
 def _over_shards(part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:

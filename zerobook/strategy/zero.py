@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,10 +75,9 @@ class ZeroStrategy(ZeroState, Strategy):
         ALL_ATTENTION_FUNCTIONS[ATTENTION] = whole
         return prepared
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         self.model.set_gradient_accumulation_boundary(is_boundary=last)
-        yield
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step

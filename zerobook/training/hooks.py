@@ -6,8 +6,8 @@ without arguments. The trainer's own console, trackers and runlog are hooks too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
@@ -167,21 +167,26 @@ class Hooks:
         hooks = self._overriding(name)
         found = []
         for hook in reversed(hooks) if name == "on_end" else hooks:
-            with self._named(hook, name):
+            try:
                 found.append(getattr(hook, name)(*given))
+            except Exception as error:
+                self._note(error, hook, name)
+                raise
         return [value for value in found if value is not None]
 
-    @contextmanager
-    def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> Iterator[None]:
+    def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Return one context of the contexts of all hooks."""
         hooks = self._overriding("around_loss")
         if not hooks:
-            yield
-            return
+            return nullcontext()
         with ExitStack() as stack:
             for hook in hooks:
-                with self._named(hook, "around_loss"):
+                try:
                     stack.enter_context(hook.around_loss(trainer, batch))
-            yield
+                except Exception as error:
+                    self._note(error, hook, "around_loss")
+                    raise
+            return stack.pop_all()
 
     def _overriding(self, name: str) -> list[Hook]:
         if name not in self._by_method:
@@ -189,16 +194,10 @@ class Hooks:
             self._by_method[name] = [hook for hook in hooks if getattr(type(hook), name) is not getattr(Hook, name)]
         return self._by_method[name]
 
-    @contextmanager
-    def _named(self, hook: Hook, method: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if hook in self._user:
-                error.add_note(
-                    f"The error was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}."
-                )
-            raise
+    def _note(self, error: Exception, hook: Hook, method: str) -> None:
+        """Add to the error which of the user's hooks raised it."""
+        if hook in self._user:
+            error.add_note(f"The error was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}.")
 
 
 def load_hooks(specs: Sequence[str]) -> list[Hook]:

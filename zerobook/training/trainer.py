@@ -256,7 +256,7 @@ class Trainer:
         # also within a group that shares a row: its processes drop out different tokens' activations
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
-        total = torch.zeros((), device=strategy.device)
+        total: torch.Tensor | None = None
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             with strategy.micro_batch(last=index == state.layout.accumulation - 1):
@@ -267,7 +267,7 @@ class Trainer:
                 enter("backward")
                 strategy.backward(loss)
             enter("data")
-            total += loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
         enter("optimizer")
@@ -281,6 +281,7 @@ class Trainer:
         progress.samples += plan.samples
         progress.tokens += plan.tokens
         self.pace.count(plan.tokens, plan.all_tokens, plan.samples)
+        assert total is not None, "a step has at least one micro-batch"
         record = StepRecord(
             step=progress.step, loss=total, grad_norm=norm, learning_rate=rate, tokens=plan.tokens, ids=plan.ids,
             cursor=(before, plan.cursor), metrics=self._metrics, sums=sums,
