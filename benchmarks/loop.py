@@ -12,8 +12,8 @@ recipe      the recipe's run, with its spike monitor, runlog, watch of the ranks
 The model is a tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, fp32, one thread a rank: compute is small, so that
 differences between loops show. Every round runs each loop for one step, in another order each time. Differences are medians
 over rounds of pairs of one round. Counts do not depend on other programs: Python and C calls, times that the host reads a
-tensor, collectives and the bytes of their buffers, and memory blocks that Python holds more after a step than before (a mean
-of 5 steps). Takes about three minutes.
+tensor, collectives and the bytes of their buffers (not those that a DTensor makes by itself), and memory blocks that Python
+holds more after a step than before (a mean of 5 steps). Takes about three minutes.
 """
 
 from __future__ import annotations

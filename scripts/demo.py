@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("outputs") / "demo"
 QUESTIONS = ["What language are you written in?", "What is the best season of the year?"]
-STEPS, SAVE_EVERY, KILL_AT = 18, 6, 14
+STEPS, SAVE_EVERY, KILL_AT = 12, 4, 9
 COMMAND = (
     "accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes 2 --main_process_port 0 "
     "recipes/lora_finetune.py --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot "

@@ -17,6 +17,9 @@ ARMS = {
     "zerobook": "this project", "zerobook, flags": "with `--torch_compile --padding_free`", "trl": "TRL",
     "trl, bare": "TRL without its metrics", "trl, compiled": "the same with `torch_compile`", "trainer": "Trainer",
 }  # fmt: skip
+NAMES = {"trl, compiled": "TRL without its metrics, with `torch_compile`"}
+COMPILED = ("zerobook, flags", "trl, compiled")
+"""Arms that compile in their first step, for minutes, or seconds where the compiled code is on the disk."""
 JOBS = {
     "lora": "LoRA r 16, SmolLM2-135M, 4 x 128 tokens", "full": "all weights, SmolLM2-135M, 2 x 128 tokens",
     "packed": "LoRA r 16, packed into 2 rows of 256 tokens", "seq2seq": "all weights, a T5 of 20 million, 8 x 64 to 64 tokens",
@@ -128,7 +131,8 @@ def of_the_loop(found: dict[str, Any]) -> str:
         f"Goal: at most 0.10 ms a step above accelerate's own loop. One process: {single:+.2f} ms ({met}).\n\n"
         + table(["strategy", "difference", "ms, median of pairs", "quartiles"], rows)
         + "\nCounts of one step between log points: Python and C calls, times that the host reads a tensor, collectives,\n"
-        "MB of their buffers, and blocks of memory that Python keeps after a step.\n\n"
+        "MB of their buffers, and blocks of memory that Python keeps after a step. Under FSDP2, the other loops reduce the\n"
+        "norm by a DTensor, whose collective is not counted; the recipe's is.\n\n"
         + table(["strategy", "loop", "calls", "reads", "collectives", "MB", "blocks kept"], counts)
     )
 
@@ -144,16 +148,20 @@ def of_peers(found: dict[str, Any]) -> str:
             rows.append([
                 title if arm == "zerobook" else "", ARMS[arm], f"{facts['supervised tokens/s']:.1f}",
                 f"{facts['seconds a step']:.2f} ({facts['quartiles'][0]:.2f} to {facts['quartiles'][1]:.2f})",
-                f"{facts['peak memory, MB']:,}", f"{facts['first step after, s']:.0f}", f"{facts['mean loss']:.3f}",
+                f"{facts['peak memory, MB']:,}", "" if arm in COMPILED else f"{facts['first step after, s']:.0f}",
+                f"{facts['mean loss']:.3f}",
             ])  # fmt: skip
         other, goal = GOALS[job]
         for one in [other, *(["trainer"] if other != "trainer" and "trainer" in arms else [])]:
             wanted = goal if one == other else 1.05
-            for ours in ("zerobook", "zerobook, flags"):
-                if ours in arms:
-                    ratio = arms[ours]["supervised tokens/s"] / arms[one]["supervised tokens/s"]
+            pairs = [("zerobook", one)]
+            if one == other:
+                pairs += [("zerobook, flags", one), ("zerobook, flags", "trl, compiled")]
+            for ours, theirs in pairs:
+                if ours in arms and theirs in arms:
+                    ratio = arms[ours]["supervised tokens/s"] / arms[theirs]["supervised tokens/s"]
                     met = "met" if ratio >= wanted else "missed"
-                    goals.append([title, ARMS[ours], ARMS[one], f"{ratio:.2f}", f"{wanted:.2f}", met])
+                    goals.append([title, ARMS[ours], NAMES.get(theirs, ARMS[theirs]), f"{ratio:.2f}", f"{wanted:.2f}", met])
     first = next(found[job] for job in JOBS if job in found)
     missing = [title for job, title in JOBS.items() if job not in found]
     names = ["job", "by", "supervised tokens/s", "seconds a step (quartiles)", "peak memory, MB", "first step after, s", "loss"]

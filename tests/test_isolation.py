@@ -13,7 +13,7 @@ import torch
 from zerobook.constants import IGNORE
 from zerobook.data.collate import PackedCollator, to_device
 from zerobook.errors import ConfigError
-from zerobook.models.isolation import isolating
+from zerobook.models.isolation import isolating, settled
 from zerobook.objective import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
@@ -155,6 +155,38 @@ def test_a_faint_leak_in_bf16_is_found():
     model.model.layers[-1].register_forward_pre_hook(carry)
     with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM"):
         isolating(strategy(model), PackedCollator(0))
+
+
+SIZES = {"hidden_size": 32, "vocab_size": 512, "max_position_embeddings": 64}
+
+
+def test_joined_rows_of_a_model_that_looks_ahead_get_a_mask():
+    """In one joined row such a model sees every change, so all differences would look like noise."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    model = BertLMHeadModel(BertConfig(**SIZES, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)).eval()
+    collate = isolating(strategy(model), PackedCollator(0, flatten=True), "padding_free")
+    assert collate.flatten
+    with torch.no_grad():
+        logits = [
+            model(**to_device({key: value for key, value in collate([packed(A), packed(other)]).items() if key != "labels"},
+                              torch.device("cpu"))).logits[0, : len(A)]
+            for other in (B, B[::-1])
+        ]  # fmt: skip
+    assert torch.equal(*logits)
+
+
+def test_joined_rows_are_refused_where_the_model_counts_places():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    config = GPTNeoConfig(**SIZES, num_layers=2, num_heads=4, attention_types=[[["global"], 2]], window_size=16)
+    with pytest.raises(ConfigError, match="padding_free: GPTNeoForCausalLM has the mask"):
+        isolating(strategy(GPTNeoForCausalLM(config)), PackedCollator(0, flatten=True), "padding_free")
+
+
+def test_joined_rows_of_experts_have_no_padding(tiny):
+    collate = PackedCollator(0, 8, flatten=True)
+    assert settled(strategy(load(tiny, "llama", "sdpa")), collate, keep_mask=True).pad_to_multiple_of == 1
 
 
 def test_positions_that_run_on_are_refused(tiny):

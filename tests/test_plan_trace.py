@@ -37,6 +37,7 @@ CASES = {
     "both": ("causal_lm", "llama", {"activation_checkpointing": True, "mixed_precision": "bf16"}),
     "eager attention": ("causal_lm", "llama", {"attn_implementation": "eager"}),
     "packed": ("causal_lm", "llama", {"packing": True}),
+    "joined": ("causal_lm", "llama", {"padding_free": True}),
     "lora, padded": ("lora_finetune", "llama", {}),
     "lora on a base in half precision": ("lora_finetune", "llama", {"mixed_precision": "bf16"}),
 }
@@ -100,7 +101,8 @@ def real_model(planned: Job, shape: BatchShape):
     if "attention_mask" in batch:
         batch["attention_mask"][0, -3:] = 0
     if "position_ids" in batch:
-        batch["position_ids"] = torch.cat([torch.arange(shape.source // 2)] * 2).expand(shape.rows, -1).contiguous()
+        positions = torch.arange(batch["input_ids"].size(1)) % (shape.source // 2)
+        batch["position_ids"] = positions.expand_as(batch["input_ids"]).contiguous()
     return model.train(), batch
 
 

@@ -249,6 +249,16 @@ class RecipeConfig(_Keys):
         return next((flag for flag in ("packing", "padding_free") if getattr(self, flag)), None)
 
     @property
+    def eval_rows(self) -> int:
+        """Held-out samples per batch and process.
+
+        With ``padding_free``, at most those of a training micro-batch: the memory of attention can grow with the square of the
+        joined row.
+        """
+        asked, training = self.per_device_eval_batch_size, self.per_device_train_batch_size
+        return min(asked, training) if self.padding_free else asked
+
+    @property
     def row_length(self) -> int:
         """Tokens that a row's ``input_ids`` may have."""
         if not hasattr(type(self), "length_key"):
@@ -364,6 +374,8 @@ class RecipeConfig(_Keys):
             )
         if self.packing and self.padding_free:
             found.append("padding_free: packed rows are nearly full already. Drop padding_free or packing.")
+        if self.padding_free and self.group_by_length:
+            found.append("group_by_length: joined rows have no padding, so grouping has no effect. Drop it or padding_free.")
         if self.padding_free and self.attn_implementation == "flex_attention":
             found.append(
                 "padding_free: every joined row has another length, and flex_attention is compiled for each. Use --packing, or "

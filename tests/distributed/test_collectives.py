@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import calls, kinds, threads, timeouts
+from tests.harness import ROOT, calls, kinds, threads, timeouts
 from zerobook.launch.build import COLLECTIVE_TIMEOUT
 
 
@@ -35,6 +37,17 @@ def test_replicas_all_reduce_once_a_step(watched, launches):
     one = launches("single", 1, 4, 2, max_train_steps=3, num_warmup_steps=0)
     assert largest_difference(run.losses, one.losses) < TOLERANCE
     assert largest_difference(run.norms, one.norms) < TOLERANCE
+
+
+@pytest.mark.launch
+def test_a_rank_of_zero2_can_receive_the_sum_of_its_own_part_alone(watched, tmp_path):
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["use_multi_rank_bucket_allreduce"] = False
+    (tmp_path / "reduce.json").write_text(json.dumps(config))
+    both = watched("zero2", 2), watched(["--use_deepspeed", "--deepspeed_config_file", str(tmp_path / "reduce.json")], 2)
+    by_all, by_owner = (calls(run.output).get("all_reduce float32", 0) for run in both)
+    assert by_all > by_owner == 0
+    assert both[0].losses == both[1].losses and largest_difference(both[1].norms, both[0].norms) < TOLERANCE
 
 
 @pytest.mark.launch

@@ -45,6 +45,8 @@ def settled(
     """
     known = type(collate) in (CausalCollator, PackedCollator)  # a subclass may pad again, which moves the positions
     if isinstance(collate, PackedCollator):
+        if keep_mask and collate.flatten:  # padding on the right, which has no mask, would count as load of the experts
+            collate = replace(collate, pad_to_multiple_of=1)
         collate = isolating(strategy, collate, flag or "packing")
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = unmasked(strategy, collate)
@@ -83,6 +85,14 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
             ALiBi that count positions in a mask of padding (Bloom).
     """
     config, attention = strategy.unwrapped.config, _attention(strategy)
+    if collate.flatten and "flash" not in attention:
+        if part := _counts_places(strategy.unwrapped):
+            raise ConfigError(
+                f"{flag}: {type(strategy.unwrapped).__name__} has {part}, which counts tokens from the start of the row and "
+                f"not of the sample. Pass --{flag} false."
+            )
+        # in a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined
+        return replace(isolating(strategy, replace(collate, flatten=False), flag), flatten=True)
     ways = [(collate, "position_ids")]
     if "flash" in attention:
         with_lengths = replace(collate, lengths=True)
@@ -155,6 +165,19 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     alone, shifted = _logits(strategy, tuple(collate([_row(second, where)]) for where in (begun, late)), slice(_LENGTH))
     kept = (packed - alone).norm() <= (shifted - alone).norm() / 2  # False where either is NaN
     return strategy.sum_over_ranks(kept.float().reshape(1)).item() == strategy.world_size
+
+
+def _counts_places(model: nn.Module) -> str | None:
+    """Return what in the model depends on the place of a token in its row, which `influence` sees in long rows only."""
+    config = cast("PreTrainedModel", model).config
+    for key in ("attention_chunk_size", "attn_temperature_tuning"):
+        if getattr(config, key, None):
+            return f"{key} in its config"
+    positions = getattr(config, "max_position_embeddings", None)
+    for name, buffer in model.named_buffers():
+        if positions and tuple(buffer.shape[-2:]) == (positions, positions):
+            return f"the mask {name}"
+    return None
 
 
 def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:

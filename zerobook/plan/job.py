@@ -84,7 +84,7 @@ class Job:
         config, shape = self.config, self.shape
         if not (config.validation_file or config.validation_split_percentage):
             return None
-        asked = config.per_device_eval_batch_size
+        asked = config.eval_rows
         return shape._replace(rows=rows_at_once(asked, shape.target or shape.source, vocabulary(self.model_config)))
 
     @contextmanager

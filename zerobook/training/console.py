@@ -47,7 +47,7 @@ class Console(Hook):
             self.say(f"{part}: " + ", ".join([*known, *(f"{number:,} {what}" for what, number in report.items() if number)]))
             if part in data.formats and (ignored := data.formats[part][1]):
                 self.say(f"  note: columns of {part} that are not read: {', '.join(ignored)}")
-        asked = config.per_device_eval_batch_size
+        asked = config.eval_rows
         if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
             self.say(
                 f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, could have "

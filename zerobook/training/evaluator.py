@@ -51,7 +51,7 @@ class Evaluator:
             return 0
         longest = max(part.most_labels for part in self.data.held_out.values())
         vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
-        return held_out.rows_at_once(self.config.per_device_eval_batch_size, longest, vocabulary)
+        return held_out.rows_at_once(self.config.eval_rows, longest, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
         """Evaluate the model and return the record; None without held-out data and scorers. Collective."""

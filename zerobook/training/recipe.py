@@ -120,9 +120,10 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return a batch of ``shape`` as the collator would make it, with arbitrary contents."""
         import torch
 
-        size = (1, shape.rows * shape.source) if self.config.padding_free else (shape.rows, shape.source)
-        ids = torch.zeros(size, dtype=torch.int64)
+        # flash attention computes each sample of a joined row by itself, as it does rows without padding
+        joined = self.config.padding_free and "flash" not in self.config.attn_implementation
+        ids = torch.zeros((1, shape.rows * shape.source) if joined else (shape.rows, shape.source), dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if self.config.rows_shared_by:
+        if joined or self.config.packing:
             batch["position_ids"] = ids.clone()
         return batch

@@ -123,6 +123,10 @@ class Trainer:
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
         supervised = in_head and self.objective.takes_positions and strategy.token_split is None
+        if config.padding_free and not getattr(self.collate, "flatten", False):
+            raise ConfigError(
+                f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
+            )
         self.collate = self.state.collate = settled(
             strategy, self.collate, keep_mask=keep_mask, supervised=supervised, flag=config.rows_shared_by
         )
@@ -267,7 +271,8 @@ class Trainer:
                 enter("backward")
                 strategy.backward(loss)
             enter("data")
-            total = loss.detach() if total is None else total + loss.detach()
+            part = loss.detach().float()
+            total = part if total is None else total + part
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
         enter("optimizer")
