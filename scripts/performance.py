@@ -174,8 +174,8 @@ def of_peers(found: dict[str, Any]) -> str:
         + table(names, rows) + "\n"
         + table(["job", "", "against", "ratio of supervised tokens/s", "goal", ""], goals)
         + (f"\nNot run: {'; '.join(missing)}.\n" if missing else "")
-        + "\nThe likely cause of the goals that are missed: most of a step is matrix products in fp32, and these run at the\n"
-        "rate of the core for all trainers.\n"
+        + "\nThe likely cause of the goals that are missed without flags: most of a step is matrix products in fp32, which\n"
+        "run at the rate of the core for all trainers.\n"
     )  # fmt: skip
 
 
