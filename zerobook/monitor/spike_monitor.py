@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zerobook.strategy import Strategy
     from zerobook.strategy.replicas import Replicas
 
-_HISTORY = 100_000
-"""steps whose losses stay in memory, to compare with when they are done again"""
+_HISTORY = 10_000
+"""steps whose losses and samples stay in memory, 380 bytes each, to compare with when they are done again"""
 _EVENT = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 
 
