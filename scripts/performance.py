@@ -6,6 +6,7 @@ usage: performance.py
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,7 @@ def of_growth(found: dict[str, Any]) -> str:
         [f"step time over {run['steps']:,} steps", f"{run['step time, growth']:+.2%}", "below 1 %"],
         ["resident memory over these steps", f"{run['rss, growth']:+.2%}", "below 1 %"],
     ]
+    low, middle, high = statistics.quantiles([1000 * seconds for _, seconds, _ in run["step, seconds, rss"]], n=4)
     more = [[f"{one['rows']:,}", f"{one['prepared and started, s']:.1f}", f"{one['started again, s']:.1f}",
              f"{1000 * one['seconds a step']:.1f}", f"{one['rss'] / 1e6:,.0f}"] for one in data]  # fmt: skip
     resumes = [[f"{one['step']:,}", f"{one['until training, s']:.1f}"] for one in run["resumes"]]
@@ -216,6 +218,9 @@ def of_growth(found: dict[str, Any]) -> str:
         "Llamas with random weights, fp32.\n\n"
         "![time and memory against processes, length, rows, data, steps and parameters](growth.png)\n\n"
         + table(["a long run", "growth", "goal"], rows)
+        + f"\nMedians of 100 steps have the quartiles {low:.2f}, {middle:.2f} and {high:.2f} ms: they move with the speed of\n"
+        "the machine, and a growth of the step time within that range cannot be told from it. The growth is Theil and Sen's\n"
+        "slope.\n"
         + "\n" + table(["rows of data", "prepared and started, s", "started again, s", "ms a step", "memory, MB"], more)
         + "\n" + table(["resumed at step", "until training, s"], resumes)
         + "\n" + table(["parameters", "bytes of a checkpoint for each", "save, s"], sizes)
