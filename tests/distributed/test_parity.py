@@ -95,6 +95,10 @@ LIVE = {
 TOLERANCE = 1e-5
 """Relative, on every step's loss and global gradient norm, in fp32."""
 
+INT8_TOLERANCE = 3e-4
+"""The same for held-out losses of an int8 base with CPUAdam, whose weights differ by 8e-7: int8 layers round activations to
+256 values, and random changes of 8e-7 of the adapters changed this model's loss by 5e-6 to 1.4e-4."""
+
 MOMENT_TOLERANCE = 2e-4
 """On Adam's saved moments, relative to the largest of a tensor: they average ten gradients, the second one squares them,
 and a gradient of an adapter is small beside the roundings of the weights that it comes from."""
@@ -165,10 +169,11 @@ def test_same_training_as_one_process(launches, strategy, case):
     if not (case == "ia3" and strategy.startswith("fsdp")):  # FSDP2 shards rows, and some of IA3's tensors have one row
         assert_sharded(strategy, recipe, run, processes)
     if flags["between"]:
-        assert_same_between_the_steps(run, one)
+        rounded = case == "int8" and strategy == "zero2_offload"
+        assert_same_between_the_steps(run, one, INT8_TOLERANCE if rounded else TOLERANCE)
 
 
-def assert_same_between_the_steps(run: Run, one: Run) -> None:
+def assert_same_between_the_steps(run: Run, one: Run, tolerance: float = TOLERANCE) -> None:
     """Held-out losses and generated tokens of every evaluation, and the steps that are done again after the rollback."""
     assert [s["step"] for s in run.steps] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10]
     (went_back,) = [e for e in run.events if e["type"] == "rollback" and e["phase"] == "outcome"]
@@ -176,7 +181,7 @@ def assert_same_between_the_steps(run: Run, one: Run) -> None:
     assert largest_difference(run.losses[6:8], run.losses[4:6]) < 1e-6, "the rollback brought back the very state"
     ours, reference = evaluations(run), evaluations(one)
     assert [e["step"] for e in ours] == [e["step"] for e in reference] == [0, 2, 4, 6, 8, 10]
-    assert held_out_difference(run, one) < TOLERANCE and ours[-1]["loss"] < ours[0]["loss"]
+    assert held_out_difference(run, one) < tolerance and ours[-1]["loss"] < ours[0]["loss"]
     assert [e["samples"] for e in ours] == [e["samples"] for e in reference]
 
 
