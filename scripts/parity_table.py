@@ -36,8 +36,8 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `moe` trains all weights of a tiny Mixtral with 4 experts in each layer, of which a token takes 2.
 - `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
   weights at each evaluation.
-- `int8` is `lora_finetune` with an int8 base. Its layers round activations to 256 values, so differences of 1e-6 between weights
-  can change a held-out loss by 1e-4 (zero2_offload).
+- `int8` is `lora_finetune` with an int8 base. Its layers round activations to 256 values, so differences of 1e-6 between
+  weights can change a held-out loss by 1e-4 (zero2_offload).
 - `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many
   numbers lose digits in fp32.
 - `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without a pause
