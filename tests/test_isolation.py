@@ -184,6 +184,14 @@ def test_joined_rows_are_refused_where_the_model_counts_places():
         isolating(strategy(GPTNeoForCausalLM(config)), PackedCollator(0, flatten=True), "padding_free")
 
 
+@pytest.mark.parametrize("key", ["attention_chunk_size", "attn_temperature_tuning"])
+def test_joined_rows_are_refused_where_attention_depends_on_the_place(tiny, key):
+    model = load(tiny, "llama", "sdpa")
+    setattr(model.config, key, 8)
+    with pytest.raises(ConfigError, match=f"padding_free: .* {key}"):
+        isolating(strategy(model), PackedCollator(0, flatten=True), "padding_free")
+
+
 def test_joined_rows_of_experts_have_no_padding(tiny):
     collate = PackedCollator(0, 8, flatten=True)
     assert settled(strategy(load(tiny, "llama", "sdpa")), collate, keep_mask=True).pad_to_multiple_of == 1

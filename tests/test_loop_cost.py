@@ -1,4 +1,4 @@
-"""What the trainer's loop adds to a step: counts of calls, which no other job on the machine changes."""
+"""Cost that the trainer's loop adds to a step: counts of calls, which no other job on the machine changes."""
 
 from __future__ import annotations
 

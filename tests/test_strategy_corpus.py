@@ -45,7 +45,7 @@ SAMPLE = {"stage 3 of the Trainer's docs", "a typo at the root", "another stage 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.full) for name in CORPUS])
 def test_a_launch_ends_as_doctor_says(name, tmp_path, tiny):
-    """Where doctor has a problem, the launch ends with it before anything starts; where it has none, a step is trained."""
+    """The launch ends with doctor's problem before anything starts; without one, a step is trained."""
     case = CORPUS[name]
     flags = dict(zip((flag.removeprefix("--") for flag in case.flags[::2]), case.flags[1::2], strict=True))
     flags = {"max_train_steps": "1"} | flags

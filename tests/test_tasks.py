@@ -123,7 +123,7 @@ def test_any_file_is_a_task_or_a_data_error(tmp_path_factory, lines):
 
 # --- likelihoods
 def test_a_question_is_read_as_training_reads_it(llama):
-    """Where the tokenizer begins a text with a BOS, running text, pairs and questions all do."""
+    """Running text, pairs and questions all begin with a BOS if the tokenizer begins a text with one."""
     made = copy.deepcopy(llama[1])
     made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     for tokenizer in (llama[1], made):

@@ -88,7 +88,7 @@ def test_a_saved_adapter_is_trained_further(launches, tmp_path, strategy):
 @pytest.mark.launch
 @pytest.mark.parametrize("recipe", ["lora_finetune", pytest.param("causal_lm", marks=pytest.mark.full)])
 def test_a_checkpoint_is_trained_further_by_its_name(launches, tmp_path, recipe):
-    """As the folder that `zerobook export` makes of it, which the first process makes and the others wait for."""
+    """The first process exports the checkpoint, as `zerobook export` does, and the others wait for the folder."""
     before = launches("single", 1, 4, 1, recipe, save_steps=2)
     first = store.complete(store.folder_of(before.output))[0]
     export([str(first), "--output", str(tmp_path / "kept"), "--keep_adapter"])

@@ -1,4 +1,4 @@
-"""What a launch prints is about the run: no notices of libraries, and no line once a rank."""
+"""The output of a launch is about the run: no notices of libraries, and no line once a rank."""
 
 from __future__ import annotations
 

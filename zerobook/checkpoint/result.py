@@ -1,4 +1,4 @@
-"""What a name of a trained model stands for: a run's folder, its model or adapter, a checkpoint, an exported folder."""
+"""The files behind the name of a trained model: a run's folder, its model or adapter, a checkpoint, an exported folder."""
 
 from __future__ import annotations
 

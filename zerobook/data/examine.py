@@ -38,7 +38,7 @@ class Places:
 
 @dataclass
 class Examined:
-    """What a source holds. ``lengths`` are tokens of each good sample before cutting, int32 [samples]."""
+    """Contents of a source. ``lengths`` are tokens of each good sample before cutting, int32 [samples]."""
 
     name: str
     format: str

@@ -53,7 +53,7 @@ class Window(NamedTuple):
     forward: float
 
     def after(self, earlier: Window | None) -> Window:
-        """Return one window of both."""
+        """Return the window of the steps of ``earlier`` and of this one."""
         if earlier is None:
             return self
         steps, *seconds = (a + b for a, b in zip(self[1:], earlier[1:], strict=True))

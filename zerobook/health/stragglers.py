@@ -21,8 +21,8 @@ LINK_TIMES, LINK_S = 5.0, 0.05
 
 
 class Slow(NamedTuple):
-    """What is slow. ``what``: data, forward, link. ``ranks`` are those that it was measured on; ``seconds`` is the time of a
-    step, or of an exchange, and ``typical`` that of the others, or the best one so far."""
+    """A slow rank or link. ``what``: data, forward, link. ``ranks`` are those that it was measured on; ``seconds`` is the time
+    of a step, or of an exchange, and ``typical`` that of the others, or the best one so far."""
 
     what: str
     host: str

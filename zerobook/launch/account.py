@@ -76,7 +76,7 @@ NVME = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read
 
 
 class Entry(NamedTuple):
-    """What becomes of one setting.
+    """The effect of one setting.
 
     Attributes:
         source: the file that has it, or ``environment``.

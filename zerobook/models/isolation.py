@@ -85,14 +85,15 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
             ALiBi that count positions in a mask of padding (Bloom).
     """
     config, attention = strategy.unwrapped.config, _attention(strategy)
-    if collate.flatten and "flash" not in attention:
-        if part := _counts_places(strategy.unwrapped):
+    if collate.flatten:
+        if part := _counts_places(strategy.unwrapped, masked="flash" not in attention):
             raise ConfigError(
                 f"{flag}: {type(strategy.unwrapped).__name__} has {part}, which counts tokens from the start of the row and "
                 f"not of the sample. Pass --{flag} false."
             )
-        # in a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined
-        return replace(isolating(strategy, replace(collate, flatten=False), flag), flatten=True)
+        if "flash" not in attention:
+            # in a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined
+            return replace(isolating(strategy, replace(collate, flatten=False), flag), flatten=True)
     ways = [(collate, "position_ids")]
     if "flash" in attention:
         with_lengths = replace(collate, lengths=True)
@@ -167,15 +168,19 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     return strategy.sum_over_ranks(kept.float().reshape(1)).item() == strategy.world_size
 
 
-def _counts_places(model: nn.Module) -> str | None:
-    """Return what in the model depends on the place of a token in its row, which `influence` sees in long rows only."""
-    config = cast("PreTrainedModel", model).config
+def _counts_places(model: nn.Module, *, masked: bool) -> str | None:
+    """Return what in the model depends on the place of a token in its row, which `influence` sees in long rows only.
+
+    Args:
+        masked: attention uses the model's own masks.
+    """
+    config = cast("PreTrainedModel", model).config.get_text_config()
     for key in ("attention_chunk_size", "attn_temperature_tuning"):
         if getattr(config, key, None):
             return f"{key} in its config"
     positions = getattr(config, "max_position_embeddings", None)
     for name, buffer in model.named_buffers():
-        if positions and tuple(buffer.shape[-2:]) == (positions, positions):
+        if masked and positions and tuple(buffer.shape[-2:]) == (positions, positions):
             return f"the mask {name}"
     return None
 

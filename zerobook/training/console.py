@@ -47,12 +47,11 @@ class Console(Hook):
             self.say(f"{part}: " + ", ".join([*known, *(f"{number:,} {what}" for what, number in report.items() if number)]))
             if part in data.formats and (ignored := data.formats[part][1]):
                 self.say(f"  note: columns of {part} that are not read: {', '.join(ignored)}")
-        asked = config.eval_rows
+        asked = config.per_device_eval_batch_size
         if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
-            self.say(
-                f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, could have "
-                f"more than {held_out.LOGITS:,} logits"
-            )
+            logits = f"could have more than {held_out.LOGITS:,} logits"
+            why = "would make longer rows than training does (padding_free)" if rows == config.eval_rows else logits
+            self.say(f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, {why}")
         if state.progress.step < state.end_step:
             self.say(f"{0 if config.padding_free else state.loader.padding():.1%} of a batch's tokens are padding")
         else:

@@ -98,6 +98,10 @@ class Trainer:
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)
         strategy, data = self.strategy, self.data  # a hook may have replaced them
+        if config.padding_free and not getattr(self.collate, "flatten", False):
+            raise ConfigError(
+                f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
+            )
         self.pace = Pace(strategy.device)
         self.console = Console(silent=not strategy.is_main)
         self.manager = CheckpointManager(strategy, config)
@@ -123,10 +127,6 @@ class Trainer:
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
         supervised = in_head and self.objective.takes_positions and strategy.token_split is None
-        if config.padding_free and not getattr(self.collate, "flatten", False):
-            raise ConfigError(
-                f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
-            )
         self.collate = self.state.collate = settled(
             strategy, self.collate, keep_mask=keep_mask, supervised=supervised, flag=config.rows_shared_by
         )
