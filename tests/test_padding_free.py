@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.causal_lm import CausalLMConfig, CausalLM
+from recipes.causal_lm import CausalLM, CausalLMConfig
 from recipes.lora_finetune import LoraConfig, LoraFinetune
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.alone import train
@@ -31,7 +31,8 @@ def test_what_does_not_go_together_is_a_problem(kind, given, named):
 def flags(tiny):
     return {
         "model_name_or_path": str(tiny / "llama"), "train_file": str(tiny / "chats.jsonl"), "max_seq_length": 64,
-        "validation_file": str(tiny / "few.jsonl"), "max_train_steps": 2, "per_device_train_batch_size": 2, "padding_free": True,
+        "validation_file": str(tiny / "few.jsonl"), "max_train_steps": 2, "per_device_train_batch_size": 2,
+        "padding_free": True,
     }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def test_a_recipe_that_pads_is_refused(tiny, tmp_path):
         def collator(self, tokenizer, model):
             return CausalCollator(tokenizer.pad_token_id)
 
-    with pytest.raises(ConfigError, match="padding_free: .* CausalCollator"):
+    with pytest.raises(ConfigError, match=r"padding_free: .* CausalCollator"):
         train(tmp_path, Pads, **flags(tiny))
 
 
