@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,12 +151,13 @@ def test_flash_attention_is_refused_before_an_fp32_model_loads(tiny):
         load_model(asked, alone())
 
 
-def test_flex_attention_may_be_compiled_for_many_shapes(tiny, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="sdpa"), alone())
-    assert torch._dynamo.config.recompile_limit == 8
-    load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="flex_attention"), alone())
-    assert torch._dynamo.config.recompile_limit > 30
+def test_flex_attention_may_be_compiled_for_many_shapes(tiny):
+    settings: Any = torch._dynamo.config
+    with settings.patch(recompile_limit=8):
+        load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="sdpa"), alone())
+        assert settings.recompile_limit == 8
+        load_model(causal(model_name_or_path=str(tiny / "llama"), attn_implementation="flex_attention"), alone())
+        assert settings.recompile_limit > 30
 
 
 @pytest.mark.parametrize("gpu, positions, multiple", [(True, 1024, 8), (True, 100, 1), (False, 1024, 1)])

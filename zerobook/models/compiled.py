@@ -23,12 +23,12 @@ def compile_layers(model: nn.Module) -> int:
     Args:
         model: as the strategy prepared it.
     """
-    from torch._inductor import config as inductor
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inductor.fallback_random = True
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)  # of this instance alone
+        # An option is kept with the compiled code. torch's settings are each thread's own, and on a GPU the backward's thread
+        # recomputes activations.
+        layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # of this instance alone
     return len(layers)
