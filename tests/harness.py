@@ -52,7 +52,7 @@ def staged(output: Path, step: int) -> Iterator[Path]:
 
 
 real = False
-"""Whether the test that runs is one whose launches are ``accelerate launch`` itself."""
+"""True for a test whose launches are ``accelerate launch`` itself."""
 real_launches = 0
 """Launches of the test that runs, so far, that were not forked."""
 

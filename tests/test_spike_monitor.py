@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from types import SimpleNamespace
 
 from zerobook.monitor.policy import LEAD
@@ -228,3 +229,17 @@ def test_nothing_to_go_back_to(tmp_path):
     lost = Run(tmp_path / "divergence")
     lost.manager.steps = lambda: ([], [])
     assert lost.go(1, 80, **HIGH).kind == "stop"
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run(tmp_path):
+    run, held = Run(tmp_path), []
+    run.monitor.saved = lambda step: None
+    tracemalloc.start()
+    try:
+        for first in (1, 12_001, 24_001):
+            assert run.go(first, first + 11_999) is None
+            run.states.clear()
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[2] < 1.05 * held[1], "12,000 more steps"

@@ -17,7 +17,7 @@ from zerobook.plan.state_bytes import hold
 TOLERANCE = 1e-6
 """Relative, on every step's loss and norm, in fp32."""
 TOLERANCES = {"adamw_8bit": 1e-4}
-"""Where the order of a sum moves a moment over the border between two of 256 values, it changes by hundredths."""
+"""An 8-bit moment has 256 values. A sum in another order can move it to the next value, which changes it by hundredths."""
 RATES = {"sgd": 0.1, "adafactor": 3e-2, "adamw_8bit": 3e-3}
 HELD_BY = {
     "sgd": ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_offload", "fsdp_hybrid"],

@@ -90,7 +90,7 @@ LIVE = {
     "fsdp_experts": {"strategy": "FSDP2 experts 2", "mesh": [2], "offload": NONE, **FSDP},
     "fsdp_context": {"strategy": "FSDP2 context 2", "mesh": [2], "context": 2, "offload": NONE, **FSDP},
 }
-"""What must really run: facts read from the live objects."""
+"""Facts, read from the live objects, that show which strategy really ran."""
 
 TOLERANCE = 1e-5
 """Relative, on every step's loss and global gradient norm, in fp32."""

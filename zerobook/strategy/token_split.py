@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ATTENTION = "sdpa"
 """The only attention that rows are split under. On GPUs, it runs the flash kernels."""
 _KNOWN = {"input_ids", "labels", "past_key_values"}
-"""What a batch may have: ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
+"""Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 
