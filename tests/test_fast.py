@@ -77,6 +77,30 @@ def test_layers_run_compiled_and_drop_out_as_before():
     assert compile_layers(torch.nn.Linear(2, 2)) == 0
 
 
+def test_compiled_layers_recompute_what_they_left_out_in_the_thread_of_backward():
+    import torch
+
+    from tests.test_host_waits import made
+    from zerobook.models.compiled import compile_layers
+
+    def gradients(compiled):
+        torch.manual_seed(0)
+        model = made("GPT2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if compiled:
+            torch._dynamo.reset()
+            assert compile_layers(model) == 2
+        with ThreadPoolExecutor(1) as other:
+            for length in (16, 17):
+                torch.manual_seed(1)
+                loss = model(input_ids=torch.arange(3, 3 + length)[None]).logits.square().mean()
+                other.submit(loss.backward).result()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for compiled, plain in zip(gradients(True), gradients(False), strict=True):
+        assert torch.allclose(compiled, plain, rtol=1e-4, atol=1e-6)
+
+
 def test_without_a_compiler_nothing_is_compiled(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     config, notes = chosen(WORKER, A100)

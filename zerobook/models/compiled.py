@@ -28,7 +28,7 @@ def compile_layers(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     for layer in layers:
-        # An option is kept with the compiled code. torch's settings are each thread's own, and on a GPU the backward's thread
-        # recomputes activations.
+        # An option stays with the compiled code. A setting of torch holds only in the thread that made it, and backward has
+        # threads of its own.
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # of this instance alone
     return len(layers)
