@@ -48,6 +48,11 @@ def written(tmp_path):
     "content, expected",
     [
         ("a: [1", "accelerate.yaml, line 1: not a valid Accelerate config"),
+        (
+            "num_processes: 2\nnum_processes: 4",
+            "accelerate.yaml, line 2: not a valid Accelerate config: the key num_processes is given",
+        ),
+        ("fsdp_config:\n  version: 2\n  version: 2", "accelerate.yaml, line 3"),
         ("- 1", "expected an Accelerate config, a mapping of keys to values, found a list"),
         ("", "found a NoneType"),
         ("num_processes: 2", "A `distributed_type` must be specified"),

@@ -28,6 +28,7 @@ from zerobook.errors import ConfigError
 from zerobook.utils import user_code
 from zerobook.utils.chat_template import NAMES, template_file
 from zerobook.utils.terminal import plain
+from zerobook.utils.yaml_text import load_yaml
 
 # Names that published command lines use for the same thing.
 ALIASES = {
@@ -642,19 +643,6 @@ def _kind(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation)).upper()
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice in one mapping, where plain YAML silently takes the last value."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.composer.ComposerError(None, None, f"the key {key.value} is given twice", key.start_mark)
-            seen.add(str(key.value))
-        return node
-
-
 def _read(path: str) -> str:
     """Return the text of a YAML file, which may be a pipe: it is read once.
 
@@ -670,7 +658,7 @@ def _read(path: str) -> str:
 
 def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
-        loaded = yaml.load(text, Loader=_OnceLoader)
+        loaded = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

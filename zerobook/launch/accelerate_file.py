@@ -16,6 +16,7 @@ from zerobook.config import nearest
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import file_and_processes
 from zerobook.utils.shipped import shipped
+from zerobook.utils.yaml_text import load_yaml
 
 _SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
 _LAUNCHED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
@@ -71,7 +72,7 @@ def load(file: str) -> dict[str, Any]:
     """Return the mapping in a file. Raise `ConfigError` where accelerate would show a traceback."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-        loaded = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+        loaded = json.loads(text) if file.endswith(".json") else load_yaml(text)
     except OSError as error:
         raise ConfigError(f"{file}: the Accelerate config cannot be read ({error.strerror}). {_SHIPPED}") from None
     except UnicodeDecodeError:
