@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -274,3 +275,18 @@ def reseal(checkpoint: Path) -> None:
         facts |= {"bytes": (checkpoint / name).stat().st_size, "xxh3_128": store.digest(checkpoint / name)}
     (checkpoint / store.MANIFEST).write_text(json.dumps(manifest))
     assert store.damage(checkpoint, thorough=True) is None
+
+
+@contextmanager
+def disk_of(folder: Path, size: str) -> Iterator[Path]:
+    """Return a context in which ``folder`` is a disk of ``size``, such as 512k: a tmpfs. Skips the test where there is none."""
+    folder.mkdir()
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

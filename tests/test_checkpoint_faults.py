@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.harness import disk_of
 from tests.test_checkpoints import FakeStrategy, save_all, spread
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
@@ -111,16 +111,8 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a tmpfs of 512 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.geteuid() or shutil.which("mount") is None:
-        pytest.skip("mounting a tmpfs needs root")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk_of(tmp_path / "small", "512k") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):

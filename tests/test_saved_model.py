@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,11 +13,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+import zerobook.models.save
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from recipes.seq2seq_chatbot import Seq2SeqConfig
 from tests.alone import train
-from tests.harness import ROOT, reseal
+from tests.harness import ROOT, disk_of, reseal
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
@@ -30,10 +32,14 @@ from zerobook.models.generation_config import RULES, answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result
 from zerobook.models.save import save_model
+from zerobook.runlog.history import History
 from zerobook.runlog.report import write as write_report
+from zerobook.runlog.summary import summary
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import ReplicatedStrategy
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils import files
+from zerobook.utils.files import staged
 from zerobook.utils.terminal import plain
 
 END_OF_TEXT, END_OF_TURN = 0, 2
@@ -516,23 +522,92 @@ def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
 
 
 def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, tmp_path, monkeypatch):
-    import zerobook.models.save
-
     run = tmp_path / "run"
     train(run, **short(tiny))
     before = content(run / "model")
 
     def full(*_):
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(zerobook.models.save, "modes_by_umask", full)
     longer = short(tiny, max_train_steps=4, resume_from_checkpoint="auto")
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ConfigError, match="No space"):
         train(run, **longer)
     assert content(run / "model") == before
+    assert summary(run / "runlog").startswith("CRASHED: step 4 of 4")
     monkeypatch.undo()
+    (run / ".model.partial").mkdir()  # of a process that was killed
     (run / ".model.partial" / "half").touch()
     train(run, **longer)
     after = content(run / "model")
     assert set(after) == set(before) and after["model.safetensors"] != before["model.safetensors"]
     assert not [file.name for file in run.iterdir() if file.name.startswith(".model")]
+
+
+# --- a model that cannot be written, or is only half written
+def killed(*_):
+    """Ends the run as a kill does: the runlog gets no last word."""
+    raise SystemExit(9)
+
+
+def test_a_run_that_is_killed_while_it_writes_its_model_is_not_finished_and_writes_it_when_it_resumes(
+    tiny, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    monkeypatch.setattr(zerobook.models.save, "put_in_place", killed)
+    with pytest.raises(SystemExit):
+        train(run, **short(tiny))
+    history = History.read(run)
+    assert history.of("run_end") == [] and [history.ending(attempt) for attempt in history.attempts()] == ["killed"]
+    assert not summary(run / "runlog").startswith("Finished") and not (run / "model").exists()
+    monkeypatch.undo()
+
+    train(run, **short(tiny, resume_from_checkpoint="auto"))
+
+    history = History.read(run)
+    assert [history.ending(attempt) for attempt in history.attempts()] == ["killed", "finished"]
+    assert summary(run / "runlog").startswith("Finished: step 2 of 2")
+    assert load_result(run).model.num_parameters() > 0
+
+
+def test_everything_of_a_model_is_on_the_disk_before_its_run_counts_as_finished(tiny, tmp_path, monkeypatch):
+    order = []
+    fsync, event = files.fsync, RunLog.event
+    monkeypatch.setattr(files, "fsync", lambda path: (order.append(Path(path).name), fsync(path)))
+    monkeypatch.setattr(RunLog, "event", lambda log, kind, **facts: (order.append(kind), event(log, kind, **facts))[1])
+    train(tmp_path / "run", **short(tiny))
+    before_the_end = order[: order.index("run_end")]
+    assert {file.name for file in (tmp_path / "run" / "model").iterdir()} <= set(before_the_end)
+    assert before_the_end[-1] == "run", "the new name in the folder is flushed last"
+
+
+def test_a_run_without_room_for_its_model_is_refused_before_it_trains(tiny, tmp_path, monkeypatch):
+    train(tmp_path / "first", **short(tiny))
+    (checkpoint,) = store.complete(store.folder_of(tmp_path / "first"))
+    usage = shutil.disk_usage(tmp_path)
+    room = store.bytes_of(checkpoint) + 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    with pytest.raises(ConfigError, match=r"1 checkpoint of .* and the model of"):
+        train(tmp_path / "second", **short(tiny))
+    assert not (tmp_path / "second" / "runlog" / "steps.jsonl").read_bytes()
+
+
+def test_an_export_onto_a_full_disk_ends_in_one_sentence_and_leaves_nothing(tiny, tmp_path):
+    train(tmp_path / "run", **short(tiny))
+    with disk_of(tmp_path / "small", "64k") as disk:
+        with pytest.raises(ConfigError, match=r"No space left on device.*--output"):
+            export([str(tmp_path / "run"), "--output", str(disk / "model")])
+        assert [*disk.iterdir()] == []
+
+
+def test_of_two_exports_into_one_folder_the_second_ends_in_one_sentence(tiny, tmp_path):
+    run, folder = tmp_path / "run", tmp_path / "out" / "model"
+    train(run, **short(tiny))
+    with staged(folder) as staging:
+        with pytest.raises(ConfigError, match="another process"):
+            export([str(run), "--output", str(folder)])
+        (staging / "config.json").write_text("of the first one")
+    assert (folder / "config.json").read_text() == "of the first one"
+    assert [*folder.parent.iterdir()] == [folder]
+    with pytest.raises(ConfigError, match="not empty"):
+        export([str(run), "--output", str(folder)])

@@ -113,7 +113,7 @@ def test_a_full_disk_stops_the_run_or_is_trained_through(tiny, tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", str(folder)], check=True)
     try:
         refused = launch("ddp", 2, "causal_lm", folder / "run", expect=1, **flags(tiny))
-        assert "checkpoint(s) of" in refused.text and "free. Lower --save_total_limit" in refused.text
+        assert "checkpoints of" in refused.text and "free. Lower --save_total_limit" in refused.text
         shutil.rmtree(folder / "run")
         tight = flags(tiny) | {"on_low_disk": "warn"}
         stopped = launch("ddp", 2, "causal_lm", folder / "run", expect=1, **tight)

@@ -18,7 +18,7 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
-from zerobook.utils.units import size
+from zerobook.utils.units import counted, size
 
 TORCHRUN_S = 30
 """Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""
@@ -71,20 +71,27 @@ class CheckpointManager:
         found = self.checkpoint
         return found is not None and found.resolve() == self._of(store.step_of(found)).resolve()
 
-    def check_space(self, steps: int) -> None:
-        """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk."""
+    def check_space(self, steps: int, result_bytes: int = 0) -> None:
+        """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
+
+        Args:
+            result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
+        """
         config, strategy = self.config, self.strategy
         one = bytes_of_state(strategy)
-        most, there = config.checkpoints_at_once(steps), 0
-        if config.save_total_limit:  # pruning what is there makes room
+        is_saved = steps == 0 and self.goes_on_in_place
+        most = 0 if is_saved else config.checkpoints_at_once(steps)
+        there = 0
+        if config.save_total_limit and not is_saved:  # pruning what is there makes room
             there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        if most * one <= free + there:
+        if most * one + result_bytes <= free + there:
             return
         problem = (
-            f"output_dir: {most} checkpoint(s) of {size(one)} each need {size(most * one)}, and "
-            f"{Path(config.output_dir).absolute()} has {size(free)} free. Lower --save_total_limit (one more is on disk "
-            "while it is written), save less often, give another --output_dir, or pass --on_low_disk warn."
+            f"output_dir: {counted(most, 'checkpoint')} of {size(one)} each and the {config.result} of {size(result_bytes)} "
+            f"need {size(most * one + result_bytes)}, and {Path(config.output_dir).absolute()} has {size(free)} free. Lower "
+            "--save_total_limit (one more is on disk while it is written), save less often, give another --output_dir, or "
+            "pass --on_low_disk warn."
         )
         if config.on_low_disk == "error":
             raise ConfigError(problem)

@@ -26,6 +26,7 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 from zerobook.utils import locks
+from zerobook.utils.files import fsync
 from zerobook.utils.terminal import say
 
 FORMAT_VERSION = 5
@@ -555,11 +556,3 @@ def read_json(file: Path) -> dict[str, Any]:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

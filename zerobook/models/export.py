@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,7 @@ from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
-from zerobook.utils.files import modes_by_umask
+from zerobook.utils.files import disk_errors_named, modes_by_umask, staged
 from zerobook.utils.library_messages import hush_loading
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def export_checkpoint(
         ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
     """
     hush_loading()
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
+    _require_free(folder)
     kept = store.read_json(checkpoint / "config.json")
     config = kept["config"]
     notes: list[str] = []
@@ -81,25 +79,28 @@ def export_checkpoint(
     model.eval()
     if merge or not adapts:
         _cast(model, dtype)
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        _write(model, tokenizer, config, staging)
-        (staging / "README.md").write_text(card(config, checkpoint, seq2seq=model.config.is_encoder_decoder,
-                                               adapter=adapts and not merge, notes=notes))  # fmt: skip
+    text = card(config, checkpoint, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
+    with staged(folder) as staging:
+        with disk_errors_named(folder, "Free some space, or give another --output."):
+            _write(model, tokenizer, config, staging)
+            (staging / "README.md").write_text(text, encoding="utf-8")
         difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
         if difference > _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
                 f"largest, allowed is {_ALLOWED:.0e}. Nothing was kept."
             )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if folder.exists():
-            folder.rmdir()
-        staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        # Another export may have ended since the first look.
+        _require_free(folder)
     return {"folder": folder, "difference": difference, "notes": notes}
+
+
+def _require_free(folder: Path) -> None:
+    """Raise `ConfigError` where ``folder`` is a file, or a folder with something in it."""
+    if folder.is_file():
+        raise ConfigError(f"--output: {folder} is a file. Give a folder that is new.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
 
 
 def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:

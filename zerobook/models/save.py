@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,32 +13,32 @@ import torch
 
 from zerobook.config import RecipeConfig
 from zerobook.strategy import Strategy
-from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
+from zerobook.utils.files import disk_errors_named, modes_by_umask, put_in_place, staging_of
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: RecipeConfig) -> Path:
+def save_model(
+    strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, make_card: Callable[[], str] | None = None
+) -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
     Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
     ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
-    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete when it
-    appears: until then, the result of an earlier attempt stays.
+    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete and on the disk
+    when it appears: until then, the result of an earlier attempt stays.
+
+    Args:
+        make_card: makes the folder's README.md; called on rank 0.
+
+    Raises:
+        ConfigError: the folder cannot be written.
     """
-    from transformers import PreTrainedModel
-
-    from zerobook.models.adapters import save_adapter
-    from zerobook.models.generation_config import save_generation_config
-    from zerobook.models.load import DTYPES
-
     model = cast("PreTrainedModel | PeftModel", strategy.unwrapped)
-    dtype: torch.dtype = torch.float32
-    if isinstance(model, PreTrainedModel):
-        dtype = cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
+    dtype = _saved_dtype(model, config)
     folder = Path(config.output_dir) / config.result
     weights: dict[str, Any] = {}
     for key, parameter in strategy.trainable():
@@ -44,21 +47,62 @@ def save_model(strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: R
             kept = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
             weights[key] = tensor.to("cpu", kept, copy=True)
         del tensor
-    if strategy.is_main:
-        weights |= strategy.buffers()
+
+    def write() -> None:
         staging = staging_of(folder)
-        if isinstance(model, PreTrainedModel):
-            model.save_pretrained(str(staging), state_dict=weights)
-            # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
-            file = staging / "config.json"
-            facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
-            file.write_text(json.dumps(facts, indent=2) + "\n")
-        else:
-            save_adapter(model, staging, weights)
-        save_generation_config(model, tokenizer, staging)
-        tokenizer.save_pretrained(staging)
-        modes_by_umask(staging)
-        put_in_place(staging, folder)
+        advice = "The last checkpoint holds the weights: free some space, and resume with --resume_from_checkpoint auto."
+        with disk_errors_named(folder, advice):
+            try:
+                _write(model, tokenizer, staging, weights | strategy.buffers(), dtype)
+                if make_card is not None:
+                    (staging / "README.md").write_text(make_card(), encoding="utf-8")
+                modes_by_umask(staging)
+                put_in_place(staging, folder)
+            except BaseException:
+                # What is half written takes the space that a checkpoint may need.
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
         say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")
-    strategy.barrier()
+
+    strategy.on_main(write)
     return folder
+
+
+def bytes_of_result(strategy: Strategy, config: RecipeConfig) -> int:
+    """Return the bytes of the tensors that `save_model` will write."""
+    dtype = _saved_dtype(strategy.unwrapped, config)
+    return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.trainable())
+
+
+def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
+    from transformers import PreTrainedModel
+
+    from zerobook.models.load import DTYPES
+
+    if not isinstance(model, PreTrainedModel):
+        return torch.float32
+    return cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
+
+
+def _write(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    from peft import PeftModel
+
+    from zerobook.models.adapters import save_adapter
+    from zerobook.models.generation_config import save_generation_config
+
+    if isinstance(model, PeftModel):
+        save_adapter(model, folder, weights)
+    else:
+        model.save_pretrained(str(folder), state_dict=weights)
+        # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
+        file = folder / "config.json"
+        facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        file.write_text(json.dumps(facts, indent=2) + "\n")
+    save_generation_config(model, tokenizer, folder)
+    tokenizer.save_pretrained(folder)

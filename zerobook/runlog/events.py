@@ -283,7 +283,7 @@ KINDS: dict[str, EventKind] = {
         },
     ),
     "run_end": EventKind(
-        "The run is done.",
+        "The run is done, and its model is on the disk.",
         {
             "progress": "progress record, as in a checkpoint",
             "learning_rate_after": "learning rate that a further step would have",

@@ -213,5 +213,5 @@ def write_page(log: RunLog) -> None:
     try:
         page, _ = write(log.folder)
         tqdm.write(f"logbook: {page}")
-    except Exception as error:  # the model is not saved yet: an error in the page must not end the run
+    except Exception as error:  # the run has ended well, whatever becomes of its page
         tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")

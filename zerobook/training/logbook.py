@@ -82,7 +82,7 @@ class Logbook(Hook):
         tqdm.write(f"{'Ctrl-C' if reason == 'SIGINT' else reason}: {done}. To go on:\n  {command_to_resume()}")
 
     def finish(self, trainer: TrainerView) -> None:
-        """Write the ``run_end`` event, and the logbook's page."""
+        """Write the ``run_end`` event, and the logbook's page. The model is on the disk."""
         spent, progress = trainer.evaluator.seconds, trainer.progress
         training, evaluation = round(time.monotonic() - self._start - spent, 3), round(spent, 3)
         far = trainer.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
@@ -92,7 +92,7 @@ class Logbook(Hook):
         )  # fmt: skip
         tqdm.write(f"{training:.1f} s training (saving included), {evaluation:.1f} s evaluation")
         write_page(self.log)
-        if far:  # printed at exit, as the last line: the recipe still has to save the model
+        if far:  # printed at exit, as the last line
             atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
 
 

@@ -108,12 +108,9 @@ def train(
             watch=watch,
         )  # fmt: skip
         try:
-            progress = trainer.run()
-            if trainer.save_results:
-                enter("export")
-                save_model(strategy, tokenizer, config)
-                if strategy.is_main:
-                    say(next_commands(config))
+            progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config))
+            if trainer.save_results and strategy.is_main:
+                say(next_commands(config))
         finally:
             if not launched():
                 trainer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -29,6 +29,7 @@ from zerobook.launch.process import leave
 from zerobook.models.compiled import compile_layers
 from zerobook.models.isolation import settled
 from zerobook.models.load import pin_rotary
+from zerobook.models.save import bytes_of_result
 from zerobook.models.whole_rows import check_split
 from zerobook.monitor import policy
 from zerobook.monitor.policy import RecoveryAction
@@ -121,8 +122,8 @@ class Trainer:
         if note:
             self.console.say(f"  note: {note}")
         self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
-        if self._saved != self.state.end_step:
-            self.manager.check_space(self.state.end_step - progress.step)
+        if self.save_results:
+            self.manager.check_space(self.state.end_step - progress.step, bytes_of_result(strategy, config))
         strategy.model.train()
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
@@ -174,8 +175,13 @@ class Trainer:
         self.hooks.add(MemoryRecord(self.log), self.console, *trackers, *profiler)
 
     # --- training
-    def run(self) -> Progress:
-        """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective."""
+    def run(self, save_result: Callable[[], Any] = lambda: None) -> Progress:
+        """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective.
+
+        Args:
+            save_result: writes the trained model. The run counts as finished when it has returned; one that is killed in it
+                resumes at its end, and writes the model then.
+        """
         progress, strategy = self.progress, self.strategy
         self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
         self.pace.flops, self.pace.peak, self.pace.devices = model_flops(strategy), peak_flops(strategy), strategy.world_size
@@ -197,9 +203,12 @@ class Trainer:
             if self._saved != progress.step:
                 self.save()
             self.manager.finish(self.log)
+            self.hooks("on_end", self)
+            if self.save_results:
+                enter("export")
+                save_result()
         if self.logbook:
             self.logbook.finish(self)
-        self.hooks("on_end", self)
         return progress
 
     def close(self) -> None:

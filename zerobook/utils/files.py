@@ -1,10 +1,19 @@
-"""File modes, and folders that get their names only when they are complete."""
+"""File modes, and folders that get their names only when they are complete and durable."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from zerobook.errors import ConfigError
+from zerobook.utils import locks
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""What libraries in Rust (safetensors, tokenizers) write at the end of a message, in errors of classes of their own."""
 
 
 def modes_by_umask(folder: Path) -> None:
@@ -25,17 +34,82 @@ def staging_of(folder: Path) -> Path:
     return staging
 
 
+@contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Return a context with an empty folder, which becomes ``folder`` if the block ends without an error.
+
+    Raises:
+        ConfigError: another process writes ``folder``, or has written it meanwhile.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock_file = folder.with_name(f".{folder.name}.lock")
+    with locks.locked(lock_file, wait=0, temporary=True) as locked:
+        if locked is False:
+            raise ConfigError(f"{folder}: another process is writing this folder. Wait until it ends, or give another folder.")
+        staging = staging_of(folder)
+        staging.mkdir()
+        try:
+            yield staging
+            _make_durable(staging)
+            # A rename replaces an empty folder, and no other one.
+            staging.rename(folder)
+            fsync(folder.parent)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
 def put_in_place(staging: Path, folder: Path) -> None:
-    """Give a complete folder its name. An old one of that name is renamed first, and deleted when the new one is there.
+    """Make a complete folder durable, and give it its name. An old one of that name is deleted when the new one is there.
 
     A process that is killed between the renames leaves both, hidden; the next process writes the folder again.
     """
     old = folder.with_name(f".{folder.name}.replaced")
     _remove(old)
+    _make_durable(staging)
     if os.path.lexists(folder):
         folder.rename(old)
     staging.rename(folder)
+    fsync(folder.parent)
     _remove(old)
+
+
+@contextmanager
+def disk_errors_named(folder: Path, advice: str) -> Iterator[None]:
+    """Return a context that turns an error of the disk, such as a full one, into a `ConfigError` that names ``folder``.
+
+    Args:
+        advice: the way out, a sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = _reason_of_system(error)
+        if reason is None:
+            raise
+        raise ConfigError(f"{folder}: it could not be written ({reason}), and nothing of it is kept. {advice}") from error
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_durable(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        fsync(path)
+    fsync(folder)
+
+
+def _reason_of_system(error: Exception) -> str | None:
+    """Return what the operating system said; None for an error that is not its own."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.strerror
+    match = _OS_ERROR.search(str(error))
+    return os.strerror(int(match[1])) if match else None
 
 
 def _remove(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,23 +38,36 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
 
 
 @contextmanager
-def locked(file: Path, *, wait: float = math.inf, held: Callable[[], None] = lambda: None) -> Iterator[bool | None]:
+def locked(
+    file: Path, *, wait: float = math.inf, held: Callable[[], None] = lambda: None, temporary: bool = False
+) -> Iterator[bool | None]:
     """Lock ``file``, which is made if it is missing, for the block. Yield what `lock` returns.
 
     Args:
         wait: seconds to wait for another process that holds the lock.
         held: called once, before the wait, where another process holds the lock.
+        temporary: delete the file after the block. A process that opened it just before counts it as held.
     """
     with file.open("a") as handle:
         found = lock(handle.fileno())
         if found is False:
             held()
             found = lock(handle.fileno(), wait=wait)
+        if temporary and found and not _is_open(file, handle.fileno()):
+            unlock(handle.fileno())
+            found = False
         try:
             yield found
         finally:
+            if temporary and found is not False:
+                file.unlink(missing_ok=True)
             if found:
                 unlock(handle.fileno())
+
+
+def _is_open(file: Path, handle: int) -> bool:
+    """Return whether ``handle`` is the file that has this name now."""
+    return file.exists() and file.stat().st_ino == os.fstat(handle).st_ino
 
 
 def unlock(handle: int) -> None:

@@ -87,6 +87,18 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not 1.
+
+    >>> counted(1, "process"), counted(2, "process"), counted(1200, "step"), counted(0, "batch")
+    ('1 process', '2 processes', '1,200 steps', '0 batches')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration as text: ``3 h 20 min``, ``40 s``."""
     if seconds < 1:
