@@ -89,8 +89,9 @@ def examine(source: Source, encoder: CausalEncoder, *, length: int, format: str 
     for chunk in chunks(source.read(), bar):
         if not found.format:
             found.format = format or detect(chunk, {}, {}, skip=True)
-            first = next((row for _, raw in chunk if isinstance(row := parsed(raw), dict)), {})
-            found.unread = formats.ignored(found.format, first, own={})
+            parsed_rows = [parsed(raw) for _, raw in chunk]
+            readable = [row for row in parsed_rows if isinstance(row, dict)]
+            found.unread = formats.ignored(found.format, readable, own={})
         for where, sample, result in _encoded(chunk, found.format, encoder):
             if isinstance(result, BadSample):
                 found.bad.add(f"{where}: {result}")

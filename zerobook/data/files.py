@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerobook.data.formats import Stretch
+from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.errors import DataError
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from zerobook.constants import IGNORE
-from zerobook.data.formats import BadSample, Chat, Pair, Sample, Text, Tokens
+from zerobook.data.chats import IDENTIFIERS
+from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError
@@ -337,7 +338,7 @@ class ChatTemplate:
         if chat.tools is not None and not self._reads("tools"):
             raise BadSample("there are tools, which the chat template does not read; give another with --chat_template")
         for number, message in enumerate(chat.messages, 1):
-            for key in message.keys() - {"role", "content"}:
+            for key in message.keys() - {"role", "content", *IDENTIFIERS}:
                 if not self._reads(key):
                     raise BadSample(
                         f"turn {number} has {key}, which the chat template does not read; write it into the content"
@@ -634,12 +635,15 @@ def _each_pair(
 
 def _last_turn(chat: Chat) -> Pair | BadSample:
     """Return the last supervised turn as the target of an encoder-decoder."""
-    if chat.tools is not None or any(message.keys() > {"role", "content"} for message in chat.messages):
+    text_keys = {"role", "content", *IDENTIFIERS}
+    if chat.tools is not None or any(message.keys() - text_keys for message in chat.messages):
         return BadSample("the chat has tools, tool calls or thoughts, which a seq2seq model has no template for")
     supervised = [i for i in _assistant_turns(chat.messages) if i not in chat.unsupervised]
     if not supervised:
         return BadSample("no turn of the assistant is supervised, so there is no target")
     last = supervised[-1]
+    if last == 0:
+        return BadSample("the assistant's turn is the first, so there is no source")
     return Pair("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
 
 

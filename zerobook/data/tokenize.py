@@ -127,10 +127,10 @@ def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, forma
 
 
 def ignored(chunk: Chunk, reading: Reading) -> list[str]:
-    """Return the columns of the first readable sample that the format does not read."""
-    rows = (row for _, raw in chunk if isinstance(row := parsed(raw), dict))
-    row = next(rows, {})
-    return formats.ignored(reading.format, row, own=formats.own_of(reading.encoder), **reading.columns)
+    """Return the columns, and the keys of turns, that the format does not read. A key may be in some samples only."""
+    rows = (parsed(raw) for _, raw in chunk)
+    readable = [row for row in rows if isinstance(row, dict)]
+    return formats.ignored(reading.format, readable, own=formats.own_of(reading.encoder), **reading.columns)
 
 
 def encode_all(reading: Reading, parts: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:

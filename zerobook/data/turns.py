@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from zerobook.data.formats import BadSample
+from zerobook.data.samples import BadSample
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

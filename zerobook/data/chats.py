@@ -1,0 +1,282 @@
+"""Turns, tool calls and tools of published chats, in the form that chat templates read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zerobook.data.samples import BadSample, Chat
+from zerobook.data.values import is_empty, kind_of, listed, read_json, read_text
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+}
+"""Names of roles in published chats -> the names that chat templates know."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold the model's thoughts, by the names that chat templates read."""
+CALL = "function_call"
+"""An older key for one call of a tool, and the role of a ShareGPT turn that is one."""
+IDENTIFIERS = ("tool_call_id", "name")
+"""Keys of a tool turn that say which call it answers."""
+SUPERVISED_MARKS = (
+    "loss",
+    "loss_mask",
+    "loss_scale",
+    "loss_weight",
+    "step_loss_mask",
+    "train",
+    "trainable",
+    "training",
+    "weight",
+)
+"""Keys of a turn that are true or 1 where it is supervised, by the names that other trainers read."""
+MASKED_MARKS = ("mask", "masked")
+"""Keys of a turn that are true or 1 where it is masked, which means that it is not supervised."""
+PARTIAL_MARKS = ("train_detail", "training_detail")
+"""Keys of a turn that mark some of its characters."""
+_ANSWER_KEYS = ("tool_calls", CALL, *THOUGHTS)
+_MARKS = (*SUPERVISED_MARKS, *MASKED_MARKS, *PARTIAL_MARKS)
+_MAY_FOLLOW = {  # role -> roles that may come before it; None is the start of the chat
+    "system": (None,),
+    "user": (None, "system", "assistant", "tool"),
+    "assistant": (None, "system", "user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+_TRUE = ("1", "1.0", "true", "yes")
+_FALSE = ("0", "0.0", "false", "no")
+
+
+def read_chat(turns: object, column: str) -> Chat:
+    """Return a list of turns, ``role`` and ``content`` or ``from`` and ``value``, as a chat.
+
+    Args:
+        turns: the list, or its JSON text.
+        column: the column that holds the turns; errors name it.
+
+    Raises:
+        BadSample: a turn is not of that form, two turns in succession are the user's or the assistant's, or no turn is the
+            assistant's.
+    """
+    return checked_chat(*read_turns(turns, column))
+
+
+def read_turns(turns: object, column: str) -> tuple[list[dict[str, Any]], set[int]]:
+    """Return (the turns; indices of assistant turns that are marked as not to be learnt)."""
+    if isinstance(turns, str):
+        # Tables cannot hold lists, so chats are written there as JSON.
+        try:
+            turns = read_json(turns, "its text")
+        except BadSample as error:
+            raise BadSample(f"{column} is a string, expected a list of turns, or the JSON text of one: {error}") from None
+    if not isinstance(turns, list):
+        raise BadSample(f"{column} is {kind_of(turns)}, expected a list of turns")
+    messages: list[dict[str, Any]] = []
+    unsupervised = set()
+    for number, turn in enumerate(turns, 1):
+        message, is_supervised = _read_turn(turn, f"turn {number} of {column}")
+        # An empty system turn is no system turn.
+        if message["role"] == "system" and not message["content"].strip():
+            continue
+        if not is_supervised:
+            unsupervised.add(len(messages))
+        messages.append(message)
+    return messages, unsupervised
+
+
+def checked_chat(
+    messages: list[dict[str, Any]], unsupervised: Iterable[int] = (), tools: list[dict[str, Any]] | None = None
+) -> Chat:
+    """Return the turns as a chat. Raises `BadSample` where their order means nothing, or where there is nothing to learn."""
+    before = None
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if before not in _MAY_FOLLOW[role]:
+            if role == "system":
+                reason = "a chat may have one system turn, as its first"
+            elif role == "tool":
+                reason = "a tool turn follows an assistant's turn or another tool turn"
+            else:
+                reason = "user and assistant must alternate"
+            raise BadSample(f"turn {number} is {role} {f'after {before}' if before else 'at the start'}: {reason}")
+        before = role
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadSample(f"none of the {len(messages)} turns is the assistant's, so there is nothing to learn")
+    return Chat(messages, frozenset(unsupervised), tools)
+
+
+def read_tools(value: object) -> list[dict[str, Any]] | None:
+    """Return the column ``tools``: a list of JSON schemas, each of them and the list also as JSON text; None for no tools."""
+    if is_empty(value):
+        return None
+    tools = _read_objects(value, "the column tools")
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise BadSample(f"tools has {kind_of(tool)} in it, expected a list of objects")
+    return tools or None
+
+
+def unread_keys(turns: object) -> list[str]:
+    """Return the keys of turns that are not read and hold something."""
+    if isinstance(turns, str):
+        try:
+            turns = read_json(turns, "the turns")
+        except BadSample:
+            return []
+    keys: dict[str, None] = {}
+    for turn in turns if isinstance(turns, list) else []:
+        if isinstance(turn, dict):
+            read = _keys_read(turn)
+            keys |= {str(key): None for key, value in turn.items() if key not in read and not _holds_nothing(value)}
+    return list(keys)
+
+
+def _keys_read(turn: Mapping[str, Any]) -> set[str]:
+    name = turn.get("role", turn.get("from"))
+    role = ROLES.get(name) if isinstance(name, str) else None
+    keys = {"role", "content", "from", "value", *_MARKS}
+    if role == "assistant":
+        keys.update(_ANSWER_KEYS)
+    if role == "tool":
+        keys.update(IDENTIFIERS)
+    return keys
+
+
+def _holds_nothing(value: object) -> bool:
+    return is_empty(value) or value == [] or value == {}
+
+
+def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
+    """Return (the turn; False for an assistant turn that is marked as not to be learnt)."""
+    if not isinstance(turn, dict):
+        raise BadSample(f"{where} is {kind_of(turn)}, expected an object")
+    role_key, content_key = _role_and_content(turn, where)
+    role_name = turn[role_key]
+    content = turn.get(content_key)
+    calls = _call_objects(turn, where)
+    if role_name == CALL:  # a ShareGPT turn whose value is the call, as JSON
+        role_name = "assistant"
+        calls = _read_objects(content, f"the tool call of {where}")
+        content = ""
+    if not isinstance(role_name, str) or role_name not in ROLES:
+        shown = repr(role_name) if isinstance(role_name, str) else kind_of(role_name)
+        raise BadSample(f"{where} has the {role_key} {shown}, expected one of {', '.join([*ROLES, CALL])}")
+    message: dict[str, Any] = {"role": ROLES[role_name]}
+    is_supervised = True
+    if message["role"] == "assistant":
+        is_supervised = _is_supervised(turn, where)
+        if calls:
+            message["tool_calls"] = [_read_call(call, where) for call in calls]
+        message |= {key: read_text(turn[key], f"{key} of {where}") for key in THOUGHTS if turn.get(key)}
+    if message["role"] == "tool":
+        message |= _identifiers(turn, IDENTIFIERS, where)
+    if isinstance(content, list):
+        content = "".join(_text_of_part(part, where) for part in content)
+    # A tool may print nothing, an answer may be a call alone, and an empty system turn is left out by the caller.
+    may_be_empty = message["role"] in ("system", "tool") or "tool_calls" in message
+    if may_be_empty and is_empty(content):
+        message["content"] = ""
+    else:
+        message["content"] = read_text(content, f"the {content_key} of {where}", blank=may_be_empty)
+    return message, is_supervised
+
+
+def _role_and_content(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Return the keys of the turn's role and content. Published chats use both spellings under either column."""
+    has_call = bool(turn.get("tool_calls") or turn.get(CALL))
+    for role_key, content_key in (("role", "content"), ("from", "value")):
+        if role_key in turn and (content_key in turn or has_call):
+            return role_key, content_key
+    raise BadSample(f"{where} has {listed(turn)}, expected role and content (or from and value)")
+
+
+def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
+    """Return whether an assistant turn is supervised, by the marks of other trainers; one without marks is."""
+    for key in PARTIAL_MARKS:
+        if not _holds_nothing(turn.get(key)):
+            raise BadSample(f"{where} has {key}, which marks parts of a turn; a turn is supervised as a whole, or not at all")
+    verdicts: dict[str, bool] = {}
+    for key in (*SUPERVISED_MARKS, *MASKED_MARKS):
+        mark = _read_mark(turn.get(key), key, where)
+        if mark is not None:
+            verdicts[key] = not mark if key in MASKED_MARKS else mark
+    if len(set(verdicts.values())) > 1:
+        marks = ", ".join(f"{key} {turn[key]!r:.20}" for key in verdicts)
+        raise BadSample(f"{where} has {marks}: by one of them it is supervised, and by another it is not. Keep one")
+    return all(verdicts.values())
+
+
+def _read_mark(value: object, key: str, where: str) -> bool | None:
+    """Return a mark of a turn, which may be a boolean, a number or a text; None where there is none."""
+    if is_empty(value):
+        return None
+    text = str(value).strip().lower()
+    if isinstance(value, bool | int | float | str) and text in _TRUE:
+        return True
+    if isinstance(value, bool | int | float | str) and text in _FALSE:
+        return False
+    meaning = "masked (1) or not (0)" if key in MASKED_MARKS else "supervised (1) or not (0)"
+    raise BadSample(f"{where} has the {key} {value!r:.40}; a turn is {meaning}")
+
+
+def _call_objects(turn: Mapping[str, Any], where: str) -> list[Any]:
+    calls = turn.get("tool_calls") or turn.get(CALL)
+    return [] if is_empty(calls) else _read_objects(calls, f"the tool call of {where}")
+
+
+def _read_call(call: object, where: str) -> dict[str, Any]:
+    """Return a call of a tool as chat templates read it: the arguments are an object, not text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadSample(f"{where} has a tool call without a function's name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = read_json(arguments or "{}", f"the tool call of {where}")
+    if arguments is None:  # a function without parameters, in a table
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise BadSample(f"{where} has a tool call whose arguments are {kind_of(arguments)}, expected an object")
+    identifier = _identifiers(call, ("id",), where)
+    return {**identifier, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _identifiers(holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -> dict[str, str]:
+    """Return the identifiers that a call or a tool turn has. Some data numbers its calls."""
+    identifiers = {}
+    for key in keys:
+        value = holder.get(key)
+        if not is_empty(value):
+            text = str(value) if type(value) is int else value
+            identifiers[key] = read_text(text, f"{key} of {where}")
+    return identifiers
+
+
+def _read_objects(value: object, name: str) -> list[Any]:
+    """Return a list of objects, or one of them, as a list. JSON text may stand for the list and for each object.
+
+    Arrow cannot hold objects of different shapes in one column, so published tables have them as text.
+    """
+    if isinstance(value, str):
+        value = read_json(value, name)
+    if value is None:
+        return []
+    items = value if isinstance(value, list) else [value]
+    return [read_json(item, name) if isinstance(item, str) else item for item in items]
+
+
+def _text_of_part(part: object, where: str) -> str:
+    text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
+        kind = f"of type {part.get('type')!r:.40}" if isinstance(part, dict) else kind_of(part)
+        raise BadSample(f"{where} has a part that is {kind}; only parts of type 'text' with a text can be used")
+    return text

@@ -1,0 +1,69 @@
+"""Values of a row: texts and JSON, checked, and their kinds in words for messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from zerobook.data.samples import BadSample
+
+
+def read_text(value: object, name: str, *, blank: bool = False) -> str:
+    """Return a text that can be tokenized. ``blank``: white space alone will do.
+
+    Raises:
+        BadSample: it is no text, is empty, or has characters that no text has. ``name`` says in the message what it is.
+    """
+    if not isinstance(value, str):
+        raise BadSample(f"{name} is {kind_of(value)}, expected a string")
+    if not value.strip() and not blank:
+        raise BadSample(f"{name} is empty")
+    if "\0" in value:
+        raise BadSample(f"{name} has a NUL character at position {value.index(chr(0))}; is the file text?")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadSample(f"{name} has an unpaired surrogate at position {error.start}, which is not a character") from None
+    return value
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a column that may be left out is empty: null, an empty text, or NaN, which pandas writes for it."""
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def read_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text inside a row.
+
+    Raises:
+        BadSample: it is not valid JSON. ``name`` says in the message what it is.
+    """
+    try:
+        return json.loads(read_text(text, name), parse_constant=refuse_constant)
+    except ValueError as error:
+        raise BadSample(f"{name} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise BadSample(f"{name} is JSON that is nested too deeply") from None
+
+
+def refuse_constant(constant: str) -> None:
+    """Refuse NaN and Infinity, which Python writes and reads, and which no other reader of JSON takes."""
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def kind_of(value: object) -> str:
+    """Return the kind of a value in words."""
+    if value is None:
+        return "null"
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def listed(columns: Iterable[Any]) -> str:
+    """Return names in their order for a message; a name that is not printable is quoted."""
+    names = sorted(map(str, columns))
+    return ", ".join(name if name.isprintable() else repr(name) for name in names) or "nothing"
