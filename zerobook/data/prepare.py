@@ -103,7 +103,8 @@ def prepare(
     """
     library = Library(config, tokenizer, encoder, objective)
     workers = workers or config.preprocessing_num_workers or 1
-    data = library.open(strategy.once_per_node(lambda: library.tokenize(workers)))
+    shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
+    data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
     if config.streaming:
         data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
         if strategy.is_main and not data.held_out:
@@ -118,6 +119,14 @@ class _Shelf:
     spec: DatasetSpec
     train: Path | None
     held_out: Path | None
+
+    def as_message(self) -> tuple[dict[str, Any], Path | None, Path | None]:
+        """Return what `zerobook.utils.messages` can send to other processes."""
+        return self.spec.model_dump(), self.train, self.held_out
+
+    @classmethod
+    def of_message(cls, spec: dict[str, Any], train: Path | None, held_out: Path | None) -> _Shelf:
+        return cls(DatasetSpec.model_validate(spec), train, held_out)
 
 
 class Library:

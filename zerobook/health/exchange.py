@@ -5,13 +5,17 @@ A rank's work does not depend on the number of ranks, and rank 0's grows linearl
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zerobook.health.judge import Beat, Judge, Verdict
 from zerobook.health.stragglers import Slow, Stragglers
+from zerobook.utils.messages import MessageError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from zerobook.utils.messages import SignedStore
 
 PER_TIMEOUT = 30
 """Heartbeats in ``hang_timeout`` seconds, at most one every `SLOWEST_S`."""
@@ -35,7 +39,7 @@ class Exchange:
         slow: on rank 0, ranks and links that have become slow; the reader empties it.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, hang_timeout: float, now: float):
+    def __init__(self, store: Store | SignedStore, rank: int, world_size: int, hang_timeout: float, now: float):
         self.store, self.rank, self.world_size = store, rank, world_size
         self.interval = min(SLOWEST_S, hang_timeout / PER_TIMEOUT)
         self.verdict: Verdict | None = None
@@ -55,19 +59,38 @@ class Exchange:
                 self.store.set("verdict", verdict.encode())
                 self.verdict = verdict
         elif self.verdict is None:
-            if self.store.check(["verdict"]):
-                self.verdict = Verdict.decode(self.store.get("verdict"))
+            self.verdict = self._read_verdict()
+            if self.verdict is not None:
                 self.store.set(f"read/{self.rank}", "")
             elif self.store.check(["pulse"]):
-                pulse = self.store.get("pulse").decode()
-                if pulse != self._pulse:
-                    self._pulse, self.pulsed, self.main_host = pulse, now, pulse.partition(" ")[2]
+                self._read_pulse(now)
+
+    def _read_verdict(self) -> Verdict | None:
+        """Return rank 0's verdict; None where there is none, or where something else stands in its place."""
+        if not self.store.check(["verdict"]):
+            return None
+        with suppress(MessageError):
+            verdict = Verdict.decode(self.store.get("verdict"))
+            if all(0 <= rank < self.world_size for rank in verdict.ranks):
+                return verdict
+        return None
+
+    def _read_pulse(self, now: float) -> None:
+        pulse = self.store.get("pulse").decode(errors="replace")
+        if pulse and pulse != self._pulse:
+            self._pulse = pulse
+            self.pulsed = now
+            self.main_host = pulse.partition(" ")[2]
 
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
         keys = [f"beat/{rank}" for rank in range(self.world_size)]
         there = [rank for rank, key in enumerate(keys) if rank in judge.beats or self.store.check([key])]
         texts = self.store.multi_get([keys[rank] for rank in there])
-        beats = {rank: Beat.decode(text) for rank, text in zip(there, texts, strict=True)}
+        beats = {}
+        for rank, text in zip(there, texts, strict=True):
+            # What is no heartbeat counts as none: the rank's own next one takes its place.
+            with suppress(MessageError):
+                beats[rank] = Beat.decode(text)
         if len(beats) == self.world_size:
             self.slow += self._stragglers.see(beats)
         if any(beat.phase == "failed" and beat.error.startswith(BROKEN) for beat in beats.values()):

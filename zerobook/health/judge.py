@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from zerobook.health.position import Window
+from zerobook.utils import messages
 
 MOST_SPANS, MOST_PLACES = 16, 8
 """Limits of a verdict's size: spans of ranks, and places where ranks wait."""
@@ -40,8 +43,9 @@ class Beat(NamedTuple):
 
     @classmethod
     def decode(cls, text: str | bytes) -> Beat:
-        *fields, window = json.loads(text)
-        return cls._make([*fields, None if window is None else Window(*window)])
+        """Return the heartbeat that a store holds. Raises `MessageError` for anything else."""
+        beat: Beat = messages.read(text, Beat)
+        return beat
 
 
 class Verdict(NamedTuple):
@@ -54,12 +58,12 @@ class Verdict(NamedTuple):
     """
 
     kind: Kind
-    ranks: list[int]
+    ranks: Annotated[list[int], Field(min_length=1)]
     hosts: list[str]
     phase: str
     step: int
     seconds: float
-    others: list[tuple[str, int, list[tuple[int, int]]]]
+    others: list[tuple[str, int, Annotated[list[tuple[int, int]], Field(min_length=1)]]]
     error: str = ""
 
     def encode(self) -> str:
@@ -67,7 +71,9 @@ class Verdict(NamedTuple):
 
     @classmethod
     def decode(cls, text: str | bytes) -> Verdict:
-        return cls(*json.loads(text))
+        """Return the verdict that a store holds. Raises `MessageError` for anything else."""
+        verdict: Verdict = messages.read(text, Verdict)
+        return verdict
 
 
 class Judge:

@@ -25,15 +25,19 @@ from zerobook.health import position
 from zerobook.health.exchange import BROKEN, GONE, Exchange
 from zerobook.health.judge import Beat, Kind, Verdict, describe
 from zerobook.health.stragglers import Slow
+from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from zerobook.utils.messages import SignedStore
 
 EXIT_CODE = 77
 """Exit code of a rank that stopped because another rank, or itself, held up the run."""
 STACKS_S = 3.0
 """Seconds to wait for the stacks of ranks that hold up the run."""
 MOST_STACKS = 4
+MOST_STACK_BYTES = 16_384
 
 
 class PeerError(ZerobookError):
@@ -58,7 +62,7 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | SignedStore,
         rank: int,
         world_size: int,
         hang_timeout: float,
@@ -183,7 +187,7 @@ class Watch:
     def _reports(self, verdict: Verdict, text: str) -> None:
         alive = [rank for rank in self.local if verdict.kind in ("stuck", "together") or rank not in verdict.ranks]
         if self.rank == min(alive, default=self.rank):
-            print(f"\nHANG: {text}\n", file=sys.stderr, flush=True)
+            say(f"\nHANG: {text}\n", file=sys.stderr)
             self.report(verdict, text)
         with suppress(Exception):  # the report is more important
             self.record()
@@ -200,7 +204,8 @@ class Watch:
                 while not self.store.check([key]) and time.monotonic() < until:
                     time.sleep(0.1)
                 if self.store.check([key]):
-                    found.append(f"\nStack of rank {rank}:\n{self.store.get(key).decode().rstrip()}")
+                    stack = self.store.get(key)[:MOST_STACK_BYTES].decode(errors="replace")
+                    found.append(f"\nStack of rank {rank}:\n{stack.rstrip()}")
             # the store may end with rank 0, so rank 0 waits until the others have read the verdict
             others = [f"read/{rank}" for rank in range(1, self.world_size) if rank not in verdict.ranks]
             until = time.monotonic() + 2 * self.interval + STACKS_S

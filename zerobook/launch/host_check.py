@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 import psutil
+from pydantic import with_config
+from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
 from zerobook.launch import links
 from zerobook.launch.preflight import differences
+from zerobook.utils import messages
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -60,6 +63,23 @@ class HostReport:
     warnings: list[str] = field(default_factory=list)
     hosts: list[dict[str, Any]] = field(default_factory=list)
     links: str = ""
+
+
+@with_config(extra="allow")
+class FactsOfHost(TypedDict):
+    """What a host sends to the others: `zerobook.launch.preflight.facts`, and where it listens."""
+
+    host: str
+    address: str
+    port: int
+    machines: int
+
+
+class FindingsOfHost(TypedDict):
+    """What a host sends to the first one, after it has tried to reach the next ones."""
+
+    problems: list[str]
+    clock: float
 
 
 def place(launch_flags: list[str]) -> Place:
@@ -232,13 +252,19 @@ def _listener() -> Iterator[tuple[str, int]]:
 def _claim(store: Store, here: Place, own: Mapping[str, Any]) -> None:
     """Take this host's number, and give its facts to the others."""
     if store.add(f"claimed/{here.number}", 1) > 1:
-        other = json.loads(store.get(f"host/{here.number}"))["host"]
+        (other,) = (facts["host"] for facts in _facts(store, [here.number]))
         store.set(f"twice/{here.number}", str(own["host"]))
         raise ConfigError(
             f"--machine_rank {here.number} was given to {other} and to {own['host']}. Every host needs a rank of its own, from "
             f"0 to {here.hosts - 1}."
         )
     store.set(f"host/{here.number}", json.dumps(own))
+
+
+def _facts(store: Store, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what the hosts of these numbers say about themselves."""
+    texts = store.multi_get([f"host/{number}" for number in numbers])
+    return [messages.read(text, FactsOfHost) for text in texts]
 
 
 def _wait_for_all(store: Store, here: Place, patience: float) -> list[dict[str, Any]]:
@@ -249,7 +275,7 @@ def _wait_for_all(store: Store, here: Place, patience: float) -> list[dict[str, 
     """
     if here.number:
         store.wait(["all"], timedelta(seconds=2 * patience))
-        if said := store.get("all").decode():
+        if said := store.get("all").decode(errors="replace"):
             _leave(store, here, patience)
             raise ConfigError(said)
         return []
@@ -257,14 +283,14 @@ def _wait_for_all(store: Store, here: Place, patience: float) -> list[dict[str, 
     while absent := [number for number in absent if not store.check([f"host/{number}"])]:
         twice = [number for number in range(here.hosts) if store.check([f"twice/{number}"])]
         if twice or time.monotonic() > until:
-            came = [json.loads(store.get(f"host/{number}"))["host"] for number in range(here.hosts) if number not in absent]
+            came = [facts["host"] for facts in _facts(store, [number for number in range(here.hosts) if number not in absent])]
             why = "".join(f"--machine_rank {number} was given to two hosts. " for number in twice) + (
                 f"No host came with --machine_rank {', '.join(map(str, absent))} within {patience:.0f} s; {', '.join(came)} "
                 "came. Run the same command on all hosts."
             )
             _refuse(store, here, why, absent)
         time.sleep(0.2)
-    hosts = [json.loads(text) for text in store.multi_get([f"host/{number}" for number in range(here.hosts)])]
+    hosts = _facts(store, range(here.hosts))
     for host in hosts:
         if host["machines"] != here.hosts:
             numbers = f"{host['machines']} on {host['host']}, and {here.hosts} on {hosts[0]['host']}"
@@ -283,7 +309,7 @@ def _refuse(store: Store, here: Place, why: str, absent: Sequence[int] = ()) -> 
 def _unreached(store: Store, here: Place, own: str) -> list[str]:
     """Return a problem for each of the next hosts that does not answer where its ranks would listen."""
     numbers = [(here.number + distance) % here.hosts for distance in range(1, min(here.hosts - 1, NEIGHBOURS) + 1)]
-    others = [json.loads(text) for text in store.multi_get([f"host/{number}" for number in numbers])]
+    others = _facts(store, numbers)
     with ThreadPoolExecutor(NEIGHBOURS) as pool:
         return [problem for problem in pool.map(lambda other: _reach(other, own), others) if problem]
 
@@ -320,7 +346,7 @@ def _shared(store: Store, here: Place, output_dir: Path | None, own: str) -> str
         (output_dir / token).unlink(missing_ok=True)
         return problem
     store.wait(["token"])
-    first, token = json.loads(store.get("token"))
+    first, token = messages.read(store.get("token"), tuple[str, str])
     seen = not token or _within(3.0, lambda: (output_dir / token).exists())
     store.set(f"looked/{here.number}", "")
     if seen:
@@ -341,14 +367,14 @@ def _within(seconds: float, done: Callable[[], bool]) -> bool:
     return True
 
 
-def _collect(store: Store, here: Place, what: str, value: object, patience: float) -> list[Any]:
+def _collect(store: Store, here: Place, what: str, value: FindingsOfHost, patience: float) -> list[FindingsOfHost]:
     """Return every host's ``value`` on the first host; an empty list on the others."""
     store.set(f"{what}/{here.number}", json.dumps(value))
     if here.number:
         return []
     keys = [f"{what}/{number}" for number in range(here.hosts)]
     store.wait(keys, timedelta(seconds=patience))
-    return [json.loads(store.get(key)) for key in keys]
+    return [messages.read(store.get(key), FindingsOfHost) for key in keys]
 
 
 def _told(store: Store, here: Place, what: str, value: bool, patience: float) -> bool:
@@ -367,10 +393,11 @@ def _measure(store: Store, here: Place, report: HostReport) -> None:
         "gloo", store=dist.PrefixStore("links", store), rank=here.number, world_size=here.hosts, timeout=timedelta(seconds=60)
     )
     rate = links.ring_rate(torch.device("cpu"))
-    rates: list[float] | None = [0.0] * here.hosts if here.number == 0 else None
-    dist.gather_object(rate, rates)
-    if rates is not None:
-        between, _ = links.links([host["host"] for host in report.hosts], rates)
+    own_rate = torch.tensor([rate], dtype=torch.float64)
+    rates = [torch.empty_like(own_rate) for _ in range(here.hosts)]
+    dist.all_gather(rates, own_rate)
+    if here.number == 0:
+        between, _ = links.links([host["host"] for host in report.hosts], [float(other) for other in rates])
         report.links = links.summary(between, [])
         report.warnings += links.slow_links(between)
     dist.barrier()

@@ -58,19 +58,24 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
             missing = [other for other, key in zip(others, absent, strict=True) if not store.check([key])]
             raise TimeoutError(f"rank(s) {', '.join(map(str, missing))} did not come within {patience:.0f} s")
         for other, key in zip(others, absent, strict=True):
-            store.set(f"confirmed/{mine}/{other}", store.get(key).decode())
+            store.set(f"confirmed/{mine}/{other}", _text(store.get(key)))
         return mine
     while time.monotonic() < until:
         if not _wait(store, ["attempt"], 1.0):
             continue
-        attempt = store.get("attempt").decode()
+        attempt = _text(store.get("attempt"))
         store.set(f"here/{attempt}/{rank}", mine)
         confirmed = f"confirmed/{attempt}/{rank}"
         if _wait(store, [confirmed], 1.0):
-            if store.get(confirmed).decode() == mine:
+            if _text(store.get(confirmed)) == mine:
                 return attempt
             time.sleep(0.1)  # it was confirmed to a process that is gone
     raise TimeoutError(f"rank 0 did not come within {patience:.0f} s")
+
+
+def _text(name: bytes) -> str:
+    """Return a name that a process wrote. A stranger's is cut, so that it is nobody's."""
+    return name[:64].decode(errors="replace")
 
 
 def _wait(store: Store, keys: list[str], seconds: float) -> bool:

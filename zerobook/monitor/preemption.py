@@ -11,18 +11,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from zerobook.launch.process import INTERRUPTED
 from zerobook.strategy import Strategy
+from zerobook.utils import messages
 
 if TYPE_CHECKING:
     from types import FrameType
 
 EXIT_CODE = 75
 """Exit code EX_TEMPFAIL of sysexits.h: start the run again. ``--max_restarts`` does so, as for any code but 0."""
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 _ASKED = "zerobook/stop/asked"
 
 
@@ -44,9 +47,7 @@ class Preemption:
         self._interrupted = False  # `received` may be what another rank has received
         self._said = False
         self._last: int | None = None
-        self._before = {
-            number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        }
+        self._before = {number: signal.signal(number, self._receive) for number in (signal.Signals[name] for name in SIGNALS)}
 
     def restore(self) -> None:
         """Set the signal handlers that were there before."""
@@ -72,20 +73,30 @@ class Preemption:
         if self.received and not self._said:
             store.set(_ASKED, self.received)
         if not self._said:
-            if not store.check([_ASKED]):
+            self.received = self.received or _signal_in(store)
+            if self.received is None:
                 return False
             self._said = True
-            self.received = self.received or store.get(_ASKED).decode()
             store.set(self._key(self.strategy.rank), str(step))
         self.settle()
         keys = [self._key(rank) for rank in range(self.strategy.world_size)]
         if self._last is None and store.check(keys):
-            self._last = max(int(store.get(key)) for key in keys) + 2
+            # A value that is no step makes the run wait for one, as if the rank had not written yet.
+            with suppress(messages.MessageError):
+                self._last = max(messages.read(store.get(key), int) for key in keys) + 2
         return self._last is not None and step >= self._last
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"zerobook/stop/{rank}"
+
+
+def _signal_in(store: dist.Store) -> str | None:
+    """Return the name of the signal that some rank has received; None if there is none."""
+    if not store.check([_ASKED]):
+        return None
+    name = store.get(_ASKED).decode(errors="replace")
+    return name if name in SIGNALS else None
 
 
 def _end_with(launcher: int) -> None:

@@ -1,18 +1,18 @@
-"""The processes of a run: their ranks and sizes, and the exchange of Python objects."""
+"""The processes of a run: their ranks and sizes, and the exchange of values between them."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from zerobook.errors import ZerobookError
+from zerobook.utils import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -93,38 +93,50 @@ class Mesh:
         return self.sum_over_ranks(values)
 
     def from_main(self, value: T | None) -> T:
-        """Return rank 0's picklable ``value`` on every rank. Collective."""
-        box: list[Any] = [value]
+        """Return rank 0's ``value`` on every rank. Collective.
+
+        Args:
+            value: of the types that `zerobook.utils.messages.encode` takes, here and in the methods below.
+        """
         if self.world_size == 1:
-            return box[0]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+            return cast("T", value)
+        data = messages.encode(value) if self.is_main else b""
+        size = torch.tensor([len(data)], device=self._message_device)
+        dist.broadcast(size, src=0)
+        content = self._as_tensor(data, self._checked(int(size)))
+        dist.broadcast(content, src=0)
+        if self.is_main:
+            return cast("T", value)
+        return messages.decode(_bytes_of(content))
 
     def gather(self, value: T) -> list[T]:
-        """Return a list of every rank's picklable ``value``, by rank, on every rank. Collective."""
+        """Return a list of every rank's ``value``, by rank, on every rank. Collective."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        data = messages.encode(value)
+        size = torch.tensor([len(data)], device=self._message_device)
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size)
+        lengths = [self._checked(int(other)) for other in sizes]
+        # all parts of an all-gather have one size
+        content = self._as_tensor(data, max(lengths))
+        parts = [torch.empty_like(content) for _ in range(self.world_size)]
+        dist.all_gather(parts, content)
+        values: list[T] = [messages.decode(_bytes_of(part[:length])) for part, length in zip(parts, lengths, strict=True)]
+        values[self.rank] = value
         return values
 
     def to_main(self, value: T) -> list[T] | None:
-        """Return a list of every rank's picklable ``value``, by rank, on rank 0; None on the others. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values)
-        return values
+        """Return a list of every rank's ``value``, by rank, on rank 0; None on the others. Collective."""
+        values = self.gather(value)
+        return values if self.is_main else None
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0; return its picklable result, or raise its error, on every rank. Collective."""
+        """Run ``work`` on rank 0; return its result, or raise its error, on every rank. Collective."""
         result: Any = None
         error: Exception | None = None
         if self.is_main:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
+            result, error = _outcome(work)
         result, error = self.from_main((result, error))
         if error is not None:
             raise error
@@ -134,7 +146,7 @@ class Mesh:
         """Run ``work`` in one process of each node, and return its result in all. The others wait without a limit. Collective.
 
         Args:
-            work: its result must be picklable, and valid for all processes of a node.
+            work: its result must be valid for all processes of a node.
 
         Raises:
             The first error that any node met, on every process. A `ZerobookError` names the node where there are several.
@@ -142,22 +154,55 @@ class Mesh:
         result: Any = None
         error: Exception | None = None
         if self.accelerator.is_local_main_process:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
+            result, error = _outcome(work)
         if self.world_size > 1:
-            # Waiting happens at the store: a collective would time out after 10 to 30 minutes.
-            store = dist.distributed_c10d._get_default_store()
-            self._waits += 1
-            keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
-            store.set(keys[self.rank], pickle.dumps(result))  # type: ignore[arg-type]  # torch's stub knows str alone
-            store.wait(keys, timedelta(days=7))
-            result = pickle.loads(store.get(keys[self.rank - self.accelerator.local_process_index]))
-            met = self.gather(None if error is None else (socket.gethostname(), error))
-            where, error = next((found for found in met if found is not None), ("", None))
+            self._wait_for_all()
+            outcomes = self.gather((result, error, socket.gethostname()))
+            if not self.accelerator.is_local_main_process:
+                result = outcomes[self.rank - self.accelerator.local_process_index][0]
+            host, error = next(((host, error) for _, error, host in outcomes if error is not None), ("", None))
             if isinstance(error, ZerobookError) and self.nodes > 1:
-                error.args = (f"{error} This happened on {where}.",)
+                error.args = (f"{error} This happened on {host}.",)
         if error is not None:
             raise error
         return result
+
+    def _wait_for_all(self) -> None:
+        """Wait until all ranks come here, for days where one of them tokenizes. A collective would end after an hour.
+
+        The keys say only that a rank has come: a stranger who can write to the store sends nothing through them.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        self._waits += 1
+        keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "")
+        store.wait(keys, timedelta(days=7))
+
+    # --- bytes in tensors
+    @property
+    def _message_device(self) -> torch.device:
+        # gloo beside NCCL takes tensors of the host, without a copy to the device
+        return torch.device("cpu") if "cpu" in str(dist.get_backend_config()) else self.device
+
+    def _as_tensor(self, data: bytes, size: int) -> torch.Tensor:
+        """Return a message as a tensor, uint8 [size], with zeros behind it."""
+        content = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        return content.to(self._message_device)
+
+    @staticmethod
+    def _checked(size: int) -> int:
+        if not 0 < size <= messages.MOST_BYTES:
+            raise messages.MessageError(f"a rank sends a message of {size} bytes; at most {messages.MOST_BYTES} are taken.")
+        return size
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return (result of ``work``, None), or (None, the error that it raised)."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _bytes_of(content: torch.Tensor) -> bytes:
+    return content.cpu().numpy().tobytes()

@@ -18,7 +18,7 @@ from zerobook.monitor.policy import joined
 from zerobook.runlog.compare import differences, first_apart
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
-from zerobook.runlog.lifecycle import decided
+from zerobook.runlog.lifecycle import Decided, decided
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.strategy import Strategy
@@ -115,7 +115,7 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     Returns:
         The state of the earlier attempts' ladder of measures.
     """
-    before = strategy.on_main(lambda: decided(log.folder))  # type: ignore[union-attr]  # rank 0 has a log
+    before = Decided(**strategy.on_main(lambda: decided(log.folder)._asdict()))  # type: ignore[union-attr]  # rank 0 has a log
     progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
     if manager.checkpoint is None:
         return {}

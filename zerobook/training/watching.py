@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from zerobook.health import position
 from zerobook.health.judge import describe
 from zerobook.health.watch import PeerError, Watch
 from zerobook.strategy import Strategy
+from zerobook.utils.messages import SignedStore
 
 
 @contextmanager
@@ -26,13 +28,14 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
     if not config.hang_timeout:
         yield None
         return
-    # a restarted attempt can find the store of the attempt before
-    attempt = strategy.from_main(uuid.uuid4().hex)
+    # A restarted attempt can find the store of the attempt before. The secret goes through the process group alone.
+    attempt, secret = strategy.from_main((uuid.uuid4().hex, secrets.token_hex()))
     if strategy.world_size == 1:
-        store: dist.Store = dist.HashStore()
+        plain_store: dist.Store = dist.HashStore()
     else:
         of_the_group: Any = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"zerobook/health/{attempt}", of_the_group.clone())
+        plain_store = dist.PrefixStore(f"zerobook/health/{attempt}", of_the_group.clone())
+    store = SignedStore(plain_store, secret)
     first = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
     local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
