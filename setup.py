@@ -1,11 +1,12 @@
-"""Adds the strategy files to wheels. Everything else stands in pyproject.toml.
+"""Puts the recipes and the strategy files into the package of a wheel. Everything else stands in pyproject.toml.
 
-They lie at the root of a clone, where users type their paths, and package data cannot come from outside of a package.
+They lie at the root of a clone, where users type their paths. A top-level package ``recipes`` would collide with that of
+other projects, and package data cannot come from outside of a package.
 """
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = ("accelerate_configs/**/*.yaml", "ds_configs/**/*.json")
@@ -21,7 +22,8 @@ class BuildWithStrategyFiles(build_py):
             self.copy_file(source, target, preserve_mode=False)
 
     def get_source_files(self) -> list[str]:
-        return [*super().get_source_files(), *self._shipped().values()]
+        # An editable install of an unpacked sdist finds the recipes as a clone does.
+        return [*super().get_source_files(), *self._shipped().values(), "zerobook/recipes/__init__.py"]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [*super().get_outputs(include_bytecode), *self._shipped()]
@@ -35,4 +37,8 @@ class BuildWithStrategyFiles(build_py):
         return {str(Path(self.build_lib, "zerobook", "_shipped", source)): source for source in sources}
 
 
-setup(cmdclass={"build_py": BuildWithStrategyFiles})
+setup(
+    packages=[*find_packages(include=["zerobook*"], exclude=["zerobook.recipes"]), "zerobook.recipes"],
+    package_dir={"zerobook.recipes": "recipes"},
+    cmdclass={"build_py": BuildWithStrategyFiles},
+)

@@ -22,7 +22,7 @@ PROJECT = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "zerobook", "re
 SHIPPED = {"accelerate_configs": "**/*.yaml", "ds_configs": "**/*.json"}
 LIBRARIES = sysconfig.get_paths()["purelib"]
 MINE = """
-from recipes.causal_lm import CausalLM
+from zerobook.recipes.causal_lm import CausalLM
 from zerobook.training.run import run
 
 class Mine(CausalLM):
@@ -69,7 +69,9 @@ def wheel(source, tmp_path_factory) -> Path:
 
 
 def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
-    code = {file.relative_to(ROOT).as_posix() for name in ("zerobook", "recipes") for file in (ROOT / name).rglob("*.py")}
+    modules = [file for name in ("zerobook", "recipes") for file in (ROOT / name).rglob("*.py")]
+    # the clone's own zerobook/recipes points to the folder beside the package
+    code = {file.relative_to(ROOT).as_posix() for file in modules} - {"zerobook/recipes/__init__.py"}
     configs = {file.relative_to(ROOT).as_posix() for file in (ROOT / "recipes" / "configs").rglob("*") if file.is_file()}
     strategies = {
         file.relative_to(ROOT).as_posix() for name, pattern in SHIPPED.items() for file in (ROOT / name).glob(pattern)
@@ -82,7 +84,9 @@ def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
-    assert found == everything | {f"zerobook/_shipped/{name}" for name in strategies}
+    recipes = {name for name in everything if name.startswith("recipes/")}
+    inside = {f"zerobook/{name}" for name in recipes} | {f"zerobook/_shipped/{name}" for name in strategies}
+    assert found == (everything - recipes) | inside
     assert f"\nVersion: {__version__}\n" in metadata
 
 
@@ -97,7 +101,7 @@ def test_an_editable_install_uses_the_clones_files(source, tmp_path):
     # libraries come last: an editable install there has a finder of the same name
     show = (
         f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); sys.path.append({LIBRARIES!r}); "
-        "from recipes.causal_lm import __file__ as recipe; from zerobook.utils.shipped import clone, shipped; "
+        "from zerobook.recipes.causal_lm import __file__ as recipe; from zerobook.utils.shipped import clone, shipped; "
         "print(recipe, shipped('ds_configs/zero3.json'), clone())"
     )
     said = run([sys.executable, "-S", "-P", "-c", show], tmp_path).split()

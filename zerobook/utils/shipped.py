@@ -1,8 +1,7 @@
 """Files that are shipped beside the modules of Zerobook: recipes with their configs, strategy files, DeepSpeed configs.
 
-In a clone they are beside the package, where users type their paths. A wheel has the recipes there too, for
-``from recipes.causal_lm import CausalLM``. It has the other files inside the package, because ``accelerate_configs`` is no
-suitable name for a folder of site-packages.
+In a clone they are beside the package, where users type their paths. A wheel has all of them inside the package, because
+other projects have a folder ``recipes`` of their own in site-packages.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ def shipped(name: str) -> Path:
     Args:
         name: its path in a clone, such as ``accelerate_configs/zero3.yaml`` or ``recipes``.
     """
-    inside = _INSTALLED / name
-    return inside if inside.exists() else _PACKAGE.parent / name
+    if clone() is not None:
+        return _PACKAGE.parent / name
+    # recipes are modules: zerobook.recipes.causal_lm
+    folder = _PACKAGE if Path(name).parts[0] == "recipes" else _INSTALLED
+    return folder / name
 
 
 def clone() -> Path | None:
