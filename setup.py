@@ -22,7 +22,7 @@ class BuildWithStrategyFiles(build_py):
             self.copy_file(source, target, preserve_mode=False)
 
     def get_source_files(self) -> list[str]:
-        # An editable install of an unpacked sdist finds the recipes as a clone does.
+        # The package's own file is not among the recipes, where setuptools looks for it.
         return [*super().get_source_files(), *self._shipped().values(), "zerobook/recipes/__init__.py"]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:

@@ -17,7 +17,7 @@ from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
 
-_COPIED = {"recipes": "*.py", "recipes/configs": "**/*.*", "accelerate_configs": "**/*.yaml", "ds_configs": "**/*.json"}
+_COPIED = {"recipes": "[!_]*.py", "recipes/configs": "**/*.*", "accelerate_configs": "**/*.yaml", "ds_configs": "**/*.json"}
 """Shipped folder -> pattern of the files in it"""
 _CONFIG = """\
 # LoRA on a small chat model. Every key is a flag, too; recipes/lora_finetune.py --help prints all of them.

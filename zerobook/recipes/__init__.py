@@ -1,6 +1,10 @@
-"""The recipes, for ``from zerobook.recipes.causal_lm import CausalLM``. In a clone, their files are at its root, where users
-type their paths. A wheel has them in this folder, without this file."""
+"""The recipes, for ``from zerobook.recipes.causal_lm import CausalLM``.
+
+A wheel has their files in this folder. A clone has them at its root, where users type their paths.
+"""
 
 from pathlib import Path
 
-__path__ = [str(Path(__file__).absolute().parents[2] / "recipes")]
+_FOLDER = Path(__file__).absolute().parent
+if not (_FOLDER / "causal_lm.py").exists():
+    __path__ = [str(_FOLDER.parents[1] / "recipes")]
