@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import zstandard
-from hypothesis import example, given
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from zerobook.data import files
@@ -119,6 +121,133 @@ def test_what_a_folder_holds_out_is_not_trained_on(tmp_path, files, train, held_
     opened = open_source(str(tmp_path))
     assert texts(opened.train) == train
     assert opened.held_out and texts(opened.held_out) == held_out if held_out else opened.held_out is None
+
+
+def fill(folder, names):
+    """Write one sample of its own into each file, and a small README where one is named."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, f"text,n\n{name},1\n" if name.endswith(".csv") else json.dumps({"text": name}) + "\n")
+
+
+def with_card(folder, header):
+    write(folder / "README.md", f"---\n{header}---\n# A dataset\n")
+
+
+@pytest.mark.parametrize(
+    "files, train, held_out",
+    [
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], "data/train", "data/test"),
+        (["data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"], "data/train_sft", "data/test_sft"),
+        (["train_sft-00000-of-00001.jsonl", "test_sft-00000-of-00001.jsonl"], "train_sft", "test_sft"),
+        (["train.v1.jsonl", "test.v1.jsonl"], "train", "test"),
+        (["a/b/my-training.jsonl", "a/b/my-dev.jsonl", "a/b/my-eval.jsonl"], "a/b/my-training", "a/b/my-dev"),
+        (["en/training/0.jsonl", "en/evaluation/0.jsonl"], "en/training", "en/evaluation"),
+        (["wiki.train.txt", "wiki.test.txt", "wiki.valid.txt"], "wiki.train", "wiki.valid"),
+    ],
+)
+def test_the_test_split_of_a_downloaded_folder_is_held_out(tmp_path, files, train, held_out):
+    fill(tmp_path, files)
+    write(tmp_path / "README.md", "# A dataset")
+    opened = open_source(str(tmp_path))
+    assert [text.startswith((train, '{"text": "' + train)) for text in texts(opened.train)] == [True]
+    assert [text.startswith((held_out, '{"text": "' + held_out)) for text in texts(opened.held_out)] == [True]
+
+
+def test_the_configs_of_a_readme_name_the_splits(tmp_path):
+    fill(tmp_path, ["en/a.jsonl", "en/b.jsonl", "fr/a.jsonl", "fr/test.jsonl"])
+    english = "- config_name: en\n  data_files:\n  - {split: train, path: en/b*}\n  - {split: test, path: [en/a.jsonl]}\n"
+    with_card(tmp_path, f"configs:\n{english}- config_name: fr\n  data_dir: fr\n")
+    with pytest.raises(DataError, match=r"en, fr.*--dataset_config_name"):
+        open_source(str(tmp_path))
+    with pytest.raises(DataError, match="only en, fr"):
+        open_source(str(tmp_path), config_name="de")
+    en, fr = (open_source(str(tmp_path), config_name=name) for name in ("en", "fr"))
+    assert texts(en.train) == ["en/b.jsonl"] and texts(en.held_out) == ["en/a.jsonl"]
+    assert texts(fr.train) == ["fr/a.jsonl"] and texts(fr.held_out) == ["fr/test.jsonl"]
+    assert texts(open_source(str(tmp_path), config_name="en", split="test").train) == ["en/a.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/passwd", "https://example.org/a.jsonl", "data/none-*"])
+def test_a_readme_cannot_name_files_outside_of_its_folder(tmp_path, path):
+    fill(tmp_path, ["secret.jsonl", "folder/a.jsonl"])
+    with_card(tmp_path / "folder", f"configs:\n- config_name: default\n  data_files: {path}\n")
+    with pytest.raises(DataError, match=r"a\.jsonl"):
+        open_source(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    "header", ["configs: [1]\n", "configs: {a: b\n", "configs:\n- config_name: a\n  data_files: [{split: train}]\n"]
+)
+def test_a_readme_with_broken_configs_is_named(tmp_path, header):
+    fill(tmp_path, ["a.jsonl"])
+    with_card(tmp_path, header)
+    with pytest.raises(DataError, match=r"README\.md"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "files, words",
+    [
+        (["data/train_sft-00000-of-00001.jsonl", "data/train_gen-00000-of-00001.jsonl"], "train_gen"),
+        (["data/test-00000-of-00001.jsonl", "data/dev-00000-of-00001.jsonl"], "dev-00000-of-00001.jsonl"),
+        (["train-test.jsonl"], "train-test.jsonl"),
+    ],
+)
+def test_a_folder_whose_training_split_is_unclear_is_refused(tmp_path, files, words):
+    fill(tmp_path, files)
+    with pytest.raises(DataError, match=words):
+        open_source(str(tmp_path))
+
+
+HELD_OUT = ["validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"]
+OTHERS = ["train", "training", "trainer", "latest", "a", "train-0", "my_test", "test.v1", "dev set", "0test1", "__dev", ".val"]
+NAMES = st.sampled_from([*HELD_OUT, *OTHERS])
+FOLDERS = st.sampled_from(["", "data/", "data/train/", "test/", "x/dev_1/", "x/y/", "__x/", ".x/", "my-train/"])
+LAYOUTS = st.lists(
+    st.tuples(FOLDERS, NAMES, st.sampled_from(["", "-00000-of-00001", "_1"])), min_size=1, max_size=5, unique=True
+)
+
+
+@settings(max_examples=40, deadline=None)
+@example([("", "train", ""), ("x/", "a", ""), ("test/", "a", "")])
+@given(LAYOUTS)
+def test_splits_of_a_folder_are_those_of_datasets(layout):
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        fill(folder, [f"{inside}{stem}{number}.csv" for inside, stem, number in layout])
+        try:
+            expected = DataFilesDict.from_patterns(get_data_patterns(name), base_path=name)
+        except EmptyDatasetError:
+            expected = {}
+        except ValueError:  # datasets refuses some names of splits
+            reject()
+        by_split = {split: {str(Path(file).relative_to(folder)) for file in files} for split, files in expected.items()}
+        shared = sum(map(len, by_split.values())) > len(set().union(*by_split.values()))
+        try:
+            opened = open_source(name)
+        except DataError:
+            assert shared or "train" not in by_split
+            return
+        trained, held_out = set(texts(opened.train)), set(texts(opened.held_out) if opened.held_out else [])
+        assert not shared and not trained & held_out
+        if "train" in by_split:
+            assert trained == by_split["train"]
+            assert held_out == next((by_split[split] for split in HELD_OUT if split in by_split), set())
+        else:
+            assert not any(trained & by_split.get(split, set()) for split in HELD_OUT)
+
+
+def test_the_choice_of_splits_is_said(tmp_path):
+    fill(tmp_path, ["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl", "data/extra-00000-of-00001.jsonl"])
+    opened = open_source(str(tmp_path))
+    used, replaced = opened.describe(uses_held_out=True), opened.describe(uses_held_out=False)
+    assert used.startswith("trains on split train (1 file), holds out split test (1 file)") and "extra" in used
+    assert "holds out" not in replaced and "does not use split test" in replaced
+    alone = write(tmp_path / "alone.jsonl", LINES)
+    assert open_source(alone).describe(uses_held_out=True) == ""
 
 
 def test_a_split_that_is_not_there_is_not_all_of_it(tmp_path):

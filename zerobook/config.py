@@ -88,7 +88,7 @@ class DatasetSpec(_Keys):
 
     path: str = Field(description="hub name, local file or folder, embedded:NAME")
     name: str = Field("", description="name in the logs; unset: the last part of the path")
-    config_name: str | None = Field(None, description="the hub dataset's configuration")
+    config_name: str | None = Field(None, description="configuration of a dataset from the hub")
     revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
     split: str | None = Field(None, description="use this split only; held-out samples are taken from it")
     format: Format | None = Field(None, description="see the recipe's format")
@@ -136,7 +136,7 @@ class RecipeConfig(_Keys):
 
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
-    dataset_config_name: str | None = Field(None, description="the hub dataset's configuration")
+    dataset_config_name: str | None = Field(None, description="configuration of a dataset from the hub")
     dataset_revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
     datasets: list[DatasetSpec] | None = Field(
         None, description="a mixture, as a list in YAML; each entry has path, format, weight, split, limit"

@@ -155,6 +155,8 @@ class Library:
         shelves = []
         for spec in self.config.dataset_specs():
             splits = self._splits(spec)
+            if choice := splits.describe(uses_held_out=not self.config.validation_file):
+                tqdm.write(f"data: {spec.path} {choice}")
             train = None if self.config.streaming else self._folder(spec, splits.train, self._train_rows(splits), workers)
             held_out = None
             if splits.held_out is not None and not self.config.validation_file:
@@ -163,7 +165,8 @@ class Library:
         self._warn_of_a_leak([shelf for shelf in shelves if shelf.train and not shelf.held_out])
         if self.config.validation_file:
             spec = self.config.validation_spec()
-            source = open_source(spec.path).train
+            splits = open_source(spec.path)
+            source = splits.held_out or splits.train  # the user may name the folder that is trained on
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
             trained = [_meta(shelf.train) for shelf in shelves if shelf.train]
             content = (_meta(held_out) or {}).get("settings", {}).get("source")

@@ -41,10 +41,35 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Splits of a dataset. ``held_out`` is None where the data has no split for it."""
+    """Splits of a dataset. ``held_out`` is None where the data has no split for it.
+
+    ``train_name`` and ``held_out_name`` are the data's own names of the splits, with the number of files in a folder; empty
+    for data without splits. ``unused``: other splits, and files that are not read.
+    """
 
     train: Source
     held_out: Source | None = None
+    train_name: str = ""
+    held_out_name: str = ""
+    unused: tuple[str, ...] = ()
+
+    def describe(self, *, uses_held_out: bool) -> str:
+        """Return a sentence on what is trained on and what is held out; empty where there was nothing to choose.
+
+        Args:
+            uses_held_out: the held-out split is used. It is not where the user named other held-out data.
+        """
+        unused = list(self.unused)
+        words = []
+        if self.train_name:
+            words.append(f"trains on {self.train_name}")
+        if self.held_out_name and uses_held_out:
+            words.append(f"holds out {self.held_out_name}")
+        elif self.held_out_name:
+            unused.insert(0, self.held_out_name)
+        if unused:
+            words.append(f"does not use {', '.join(unused)}")
+        return ", ".join(words)
 
 
 def not_utf8(place: int | None) -> str:

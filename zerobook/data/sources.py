@@ -6,13 +6,14 @@ A `Source` is read from its beginning, one sample at a time, so that memory does
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.data import embedded
-from zerobook.data.files import JSON_LINES, KNOWN, TEXT, file_source, suffix_of
+from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, suffix_of
+from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, named_after, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
 from zerobook.errors import DataError
 
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 SHARD_ROWS = 50_000
 """Rows of a stream's shard, if the source is a dataset in memory."""
-_SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-           "test": "test"}  # fmt: skip
-_NUMBERED = re.compile(r"[-_]\d+(-of-\d+(-\w+)?)?$")
+_TRAINING = re.compile(r"train(ing)?([-_.]|$)")
+_HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+"""Names of splits to hold out, the first that is there. A test split comes last: it is meant for the final figure."""
+_KINDS = (JSON_LINES, (".parquet",), (".json",), TABLE, TEXT)
+"""File types that are read together, in the order of preference."""
 
 
 def open_source(
@@ -33,9 +36,9 @@ def open_source(
 
     Args:
         path: a local file or folder, ``embedded:NAME``, or a hub name.
-        config_name: the hub dataset's configuration.
+        config_name: the configuration of a hub dataset, or of a folder that was downloaded from there.
         revision: branch, tag or commit on the hub.
-        split: take only this split, for training; else ``train``, and ``validation`` or ``test`` to hold out.
+        split: take only this split, for training; else the split ``train``, and one to hold out.
         streaming: do not download a hub dataset, but read its shards from there.
 
     Raises:
@@ -51,7 +54,7 @@ def open_source(
         _only_train(path, split)
         return Splits(train=file_source(local))
     if local.is_dir():
-        return _folder(local, split)
+        return _folder(local, config_name, split)
     if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
     load = _hub_stream if streaming else _hub
@@ -89,6 +92,8 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
 
 
 def _not_loaded(name: str, error: Exception) -> DataError:
+    if "onfig name is missing" in str(error):
+        return DataError(f"{name}: {' '.join(str(error).split())} Choose one with {CONFIG_FLAG}.")
     first = str(error).splitlines()[0] if str(error) else "no message"
     return DataError(
         f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
@@ -109,14 +114,42 @@ def _hub_stream(name: str, config_name: str | None, revision: str | None, split:
 
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
     """Return the splits of a loaded dataset. ``revision``: of a streamed dataset, which has no fingerprint."""
-    wanted = split or "train"
-    if wanted not in loaded:
-        raise DataError(f"{name}: there is no split {wanted!r}, only {', '.join(loaded)}. Name one with split.")
-    held_out = None if split else loaded.get("validation", loaded.get("test"))
+    train, held_out = _choose(name, list(loaded), split)
+    source = None if held_out is None else _of_split(f"{name} held out", loaded[held_out], revision)
     return Splits(
-        train=_of_split(f"{name} {wanted}", loaded[wanted], revision),
-        held_out=None if held_out is None else _of_split(f"{name} held out", held_out, revision),
+        train=_of_split(f"{name} {train}", loaded[train], revision),
+        held_out=source,
+        train_name=f"split {train}",
+        held_out_name=f"split {held_out}" if held_out else "",
+        unused=tuple(f"split {other}" for other in loaded if other not in (train, held_out)),
     )
+
+
+def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[str, str | None]:
+    """Return (the split to train on, the split to hold out or None).
+
+    Args:
+        request: the split that the user named; nothing of the dataset is held out beside it.
+
+    Raises:
+        DataError: there is no such split, no training split, or several.
+    """
+    if request is not None:
+        for split in (request, same_split(request)):
+            if split in available:
+                return split, None
+        raise DataError(f"{name}: there is no split {request!r}, only {', '.join(available)}. Name one with split.")
+    # train_sft and the like are training splits of datasets that are published for several methods
+    training = ["train"] if "train" in available else [split for split in available if _TRAINING.match(split)]
+    if len(training) != 1:
+        reason = "several training splits" if training else "no split 'train'"
+        raise DataError(
+            f"{name}: it has {reason}; its splits are {', '.join(available)}. Name the one to train on with split, in an entry "
+            "under datasets in the YAML."
+        )
+    suffix = training[0].removeprefix("training").removeprefix("train")
+    candidates = [held_out + ending for ending in (suffix, "") for held_out in _HELD_OUT_SPLITS]
+    return training[0], next((split for split in candidates if split in available), None)
 
 
 def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | None = None) -> Source:
@@ -142,7 +175,7 @@ def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
     return piece(dataset, "")
 
 
-def _folder(path: Path, split: str | None) -> Splits:
+def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
@@ -151,42 +184,83 @@ def _folder(path: Path, split: str | None) -> Splits:
             return _of_dataset(str(path), saved, split)
         _only_train(str(path), split)
         return Splits(train=_of_split(str(path), saved))
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and suffix_of(f) in KNOWN and not _hidden(f, path)]
-    wanted = split or "train"
-    named: dict[str, list[Path]] = {}
-    for file in files:
-        named.setdefault(_split_of(file, path, wanted), []).append(file)
-    held_out = None if split else named.get("validation") or named.get("test")
-    if wanted in named:
-        train = _all_of(path, wanted, named[wanted])
-        return Splits(train=train, held_out=_all_of(path, "held out", held_out) if held_out else None)
-    if split:
-        there = ", ".join(name for name in named if name) or "none"
-        raise DataError(f"{path}: there is no split {split!r}; its files are named after {there}. Name one with split.")
-    # no file is named train: files such as test.txt may still be held out; folders such as test/ are ordinary text
-    apart = [f for f in held_out or [] if f.parent == path]
-    rest = [f for f in files if f not in apart]
-    for kinds in (JSON_LINES, (".parquet",), TEXT):
-        chosen = [f for f in rest if suffix_of(f) in kinds]
-        if chosen:
-            train = _joined(path, [replace(file_source(f), lone_text=False) for f in chosen])
-            return Splits(train=train, held_out=_all_of(path, "held out", apart) if apart else None)
-    raise DataError(
-        f"{path}: found neither a saved dataset, nor train.jsonl (or {', '.join(KNOWN)}), "
-        "nor JSON lines, Parquet or text files to train on."
+    layout = find_splits(path, config_name)
+    files = dict(layout.splits)
+    if not layout.declared:
+        if split is None and not any(map(_TRAINING.match, files)):
+            return _without_train(path, files, layout.rest)
+        if split is not None and split not in files and same_split(split) not in files:
+            # the user may name any split that files are named after
+            members = named_after(path, layout.rest, split)
+            if members:
+                files[split] = members
+    if not files:
+        raise DataError(f"{path}: there is no split {split!r}. {_listing(path, layout.rest)} Name one with --train_file.")
+    train, held_out = _choose(str(path), list(files), split)
+    unused = [_count(name, members) for name, members in files.items() if name not in (train, held_out)]
+    unused += [f"split {name} (no file here)" for name in layout.absent]
+    unused += _others(set(layout.rest) - set(files[train]))
+    return Splits(
+        train=_all_of(path, train, files[train]),
+        train_name=_count(train, files[train]),
+        **_held_out(path, files, held_out),
+        unused=tuple(unused),
     )
 
 
-def _hidden(file: Path, folder: Path) -> bool:
-    """Return whether a file is hidden or in a hidden folder, as copies of notebooks and notes on downloads are."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[Path]) -> Splits:
+    """Return the splits of a folder where no file is named after a training split: files that no split has are trained on.
+
+    Of several kinds of files, one is taken: JSON lines, else Parquet, else the one with the most files.
+    """
+    by_kind = [[file for file in rest if suffix_of(file) in kind] for kind in _KINDS]
+    chosen = by_kind[0] or by_kind[1] or max(by_kind[2:], key=len)
+    if not chosen:
+        raise _nothing_to_train_on(path, splits)
+    held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
+    unused = [_count(name, members) for name, members in splits.items() if name != held_out]
+    unused += _others(set(rest) - set(chosen))
+    # in a folder of files alone, nothing was chosen
+    train_name = _files(len(chosen)) if splits or unused else ""
+    train = _joined(path, [replace(file_source(file), lone_text=False) for file in chosen])
+    return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
 
 
-def _split_of(file: Path, folder: Path, wanted: str) -> str:
-    """Return the split that a file belongs to: ``train.jsonl``, ``train-0-of-2.parquet``, ``train/any.txt``; "" if none."""
-    first, *inside = file.relative_to(folder).parts
-    name = first if inside else _NUMBERED.sub("", first.partition(".")[0])
-    return wanted if name == wanted else _SPLITS.get(name, "")
+def _held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -> dict[str, Any]:
+    """Return the fields of `Splits` for the split that is held out."""
+    if split is None:
+        return {}
+    return {"held_out": _all_of(path, "held out", splits[split]), "held_out_name": _count(split, splits[split])}
+
+
+def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataError:
+    if not splits:
+        return DataError(
+            f"{path}: found neither a saved dataset, nor files to train on ({', '.join(KNOWN)}). Name a file with --train_file."
+        )
+    files = [file for members in splits.values() for file in members]
+    return DataError(
+        f"{path}: its files are named after {', '.join(splits)}, and none after train. {_listing(path, files)} Name the file "
+        "to train on with --train_file, or the split with split, in an entry under datasets in the YAML."
+    )
+
+
+def _listing(folder: Path, files: Sequence[Path]) -> str:
+    return listing([file.relative_to(folder) for file in files])
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
+
+
+def _count(split: str, files: Sequence[Path]) -> str:
+    return f"split {split} ({_files(len(files))})"
+
+
+def _others(files: Collection[Path]) -> list[str]:
+    """Return one entry for files that are not read, or none."""
+    kinds = sorted({suffix_of(file) for file in files})
+    return [f"{_files(len(files))} beside them ({', '.join(kinds)})"] if files else []
 
 
 def _all_of(folder: Path, split: str, files: list[Path]) -> Source:

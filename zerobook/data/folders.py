@@ -1,0 +1,288 @@
+"""Splits of a folder of data files, by the rules of `datasets`: the README's ``configs``, else the names of files and folders.
+
+A folder that was downloaded from the hub has the same splits here as ``datasets.load_dataset`` gives it. Files are only
+matched against patterns, so a README cannot name files outside of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from zerobook.data.files import KNOWN, suffix_of
+from zerobook.errors import DataError
+
+CARD = "README.md"
+CARD_BYTES = 4 << 20
+"""Bytes. A longer README has no header that is read."""
+CONFIG_FLAG = "--dataset_config_name"
+PROSE = (".md", ".py")
+"""File types that `datasets` does not read as text. Their names are ordinary words, such as test_loss.py or train/loop.py."""
+LISTED = 12
+"""Files that an error lists; the others are counted."""
+
+
+@dataclass(frozen=True)
+class FolderSplits:
+    """The files of each split, and the data files that no split has.
+
+    ``declared``: the README names the splits, not the names of the files. ``absent``: splits that it names and that have no
+    file here.
+    """
+
+    splits: dict[str, list[Path]]
+    rest: list[Path]
+    declared: bool
+    absent: list[str]
+
+
+def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
+    """Return the splits of a folder, by the README's ``configs``, or else by the names of its files and folders.
+
+    Raises:
+        DataError: the README cannot be read, names several configs and none is chosen, or names files that are not here; a
+            file belongs to two splits.
+    """
+    config = _chosen_config(folder, config_name)
+    base = PurePosixPath(str(config.get("data_dir") or "."))
+    names = [name for name in _data_files(folder) if name.is_relative_to(base)]
+    patterns = _declared_patterns(config)
+    if patterns is not None:
+        candidates = _declared_splits(folder, names, base, patterns)
+    elif all(suffix_of(Path(name)) in PROSE for name in names):
+        candidates = _top_folders(names, base)
+    else:
+        candidates = _splits_by_name([name for name in names if suffix_of(Path(name)) not in PROSE], base)
+    _refuse_shared_files(folder, candidates)
+
+    splits: dict[str, list[Path]] = {}
+    rest = set(names)
+    for split, members in candidates.items():
+        if members:
+            splits[split] = [folder / name for name in members]
+            rest -= set(members)
+    return FolderSplits(
+        splits,
+        rest=[folder / name for name in sorted(rest)],
+        declared=patterns is not None,
+        absent=[split for split in candidates if split not in splits],
+    )
+
+
+def listing(files: Sequence[PurePosixPath | Path]) -> str:
+    """Return a sentence that lists files."""
+    if not files:
+        return "It has no data files."
+    more = f" and {len(files) - LISTED} more" if len(files) > LISTED else ""
+    return f"Its data files: {', '.join(map(str, files[:LISTED]))}{more}."
+
+
+def same_split(name: str) -> str:
+    """Return the name that `datasets` gives a split: ``validation`` for ``dev``; other names as they are."""
+    return next((str(split) for split, keywords in _keywords().items() if name in keywords), name)
+
+
+def named_after(folder: Path, files: Iterable[Path], split: str) -> list[Path]:
+    """Return the files that are named after ``split``, or that are in a folder of that name."""
+    from datasets.data_files import KEYWORDS_IN_DIR_NAME_BASE_PATTERNS, KEYWORDS_IN_FILENAME_BASE_PATTERNS, NON_WORDS_CHARS
+
+    names = [PurePosixPath(file.relative_to(folder)) for file in files]
+    keyword = escape(split)
+    for base_patterns in (KEYWORDS_IN_DIR_NAME_BASE_PATTERNS, KEYWORDS_IN_FILENAME_BASE_PATTERNS):
+        patterns = [pattern.format(keyword=keyword, sep=NON_WORDS_CHARS) for pattern in base_patterns]
+        matches = _matching(names, PurePosixPath("."), patterns)
+        if matches:
+            return [folder / name for name in matches]
+    return []
+
+
+def _keywords() -> Mapping[Any, list[str]]:
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    return SPLIT_KEYWORDS
+
+
+def _data_files(folder: Path) -> list[PurePosixPath]:
+    """Return the files of known types, relative to the folder and sorted. As in `datasets`, hidden ones are left out."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    names = []
+    for file in sorted(folder.rglob("*")):
+        name = PurePosixPath(file.relative_to(folder).as_posix())
+        is_hidden = any(part.startswith(".") for part in name.parts)
+        # __MACOSX and __pycache__ are no data
+        is_special = any(part.startswith("__") for part in name.parent.parts)
+        # a README deeper in a folder of texts is a text
+        is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)
+        if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
+            names.append(name)
+    return names
+
+
+# --- the README
+def _chosen_config(folder: Path, config_name: str | None) -> dict[str, Any]:
+    """Return the README's config of that name, or its default one; an empty one where the README has no configs."""
+    configs = _card_configs(folder)
+    if not configs:
+        if config_name not in (None, "default"):
+            raise DataError(f"{folder}: {CONFIG_FLAG} is {config_name!r}, and its {CARD} names no configs. Drop the flag.")
+        return {}
+    if config_name is None:
+        try:
+            config_name = configs.get_default_config_name()
+        except ValueError as error:
+            raise DataError(f"{folder / CARD}: {error} Choose one with {CONFIG_FLAG}.") from None
+    if config_name is None:
+        raise DataError(f"{folder}: its {CARD} names the configs {', '.join(configs)}. Choose one with {CONFIG_FLAG}.")
+    if config_name not in configs:
+        raise DataError(f"{folder}: there is no config {config_name!r}, only {', '.join(configs)}. Correct {CONFIG_FLAG}.")
+    return configs[config_name]
+
+
+def _card_configs(folder: Path) -> Any:
+    """Return the ``configs`` in the header of the README (`datasets.utils.metadata.MetadataConfigs`), or None."""
+    from datasets.utils.metadata import MetadataConfigs
+
+    card = folder / CARD
+    if not card.is_file() or card.stat().st_size > CARD_BYTES:
+        return None
+    header = _header(card)
+    if not isinstance(header, dict) or not header.get("configs"):
+        return None
+    try:
+        entries = [_file_keys(entry) for entry in header["configs"]]
+        return MetadataConfigs.from_dataset_card_data({"configs": entries})
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{card}: the configs in its header cannot be read: {reason:.300}") from None
+
+
+def _header(card: Path) -> object:
+    """Return the YAML between the README's first two lines of three dashes; None without it."""
+    import yaml
+
+    text = card.read_text(encoding="utf-8", errors="replace")
+    match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", text, re.DOTALL)
+    if match is None or "configs:" not in match[1]:
+        return None
+    try:
+        return yaml.safe_load(match[1])
+    except (yaml.YAMLError, RecursionError) as error:
+        raise DataError(f"{card}: its header is not valid YAML: {' '.join(str(error).split()):.300}") from None
+
+
+def _file_keys(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config says about files."""
+    return {key: entry[key] for key in ("config_name", "data_files", "data_dir", "default") if key in entry}
+
+
+def _declared_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """Return split -> patterns as the README's config declares them; None where it declares none."""
+    from datasets.data_files import sanitize_patterns
+
+    if config.get("data_files") is None:
+        return None
+    try:
+        return {split: list(map(str, patterns)) for split, patterns in sanitize_patterns(config["data_files"]).items()}
+    except ValueError as error:
+        raise DataError(f"{CARD}: {error}") from None
+
+
+def _declared_splits(
+    folder: Path, names: list[PurePosixPath], base: PurePosixPath, patterns: Mapping[str, list[str]]
+) -> dict[str, list[PurePosixPath]]:
+    """Return the files of the splits that the README declares. Raises `DataError` where no split has any."""
+    splits = {split: _matching(names, base, split_patterns) for split, split_patterns in patterns.items()}
+    if not any(splits.values()):
+        raise DataError(
+            f"{folder}: its {CARD} names the splits {', '.join(splits)}, and no file here matches. {listing(names)} "
+            "Download the data files too, or name a file with --train_file."
+        )
+    return splits
+
+
+# --- names
+def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
+    """Return the splits that names of files or folders tell, by the first kind of pattern of `datasets` that matches."""
+    from datasets.data_files import (
+        DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME,
+        DEFAULT_PATTERNS_SPLIT_IN_FILENAME,
+        SPLIT_PATTERN_SHARDED,
+    )
+
+    sharded: dict[str, list[PurePosixPath]] = {}
+    for name in _matching(names, base, [SPLIT_PATTERN_SHARDED.replace("{split}", "*")]):
+        split = re.split(r"-\d{5}-of-\d{5}", name.name)[0]
+        sharded.setdefault(split, []).append(name)
+    if sharded:
+        return sharded
+    for patterns in (DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME, DEFAULT_PATTERNS_SPLIT_IN_FILENAME):
+        by_split: dict[str, list[PurePosixPath]] = {}
+        for split, split_patterns in patterns.items():
+            if members := _matching(names, base, split_patterns):
+                by_split[str(split)] = members
+        if by_split:
+            return by_split
+    return {}
+
+
+def _top_folders(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
+    """Return the splits of a folder of texts, whose folders at the top are splits only if one is called ``train``."""
+    splits: dict[str, list[PurePosixPath]] = {}
+    keywords = {str(split) for split in _keywords()}
+    for name in names:
+        top, *inside = name.relative_to(base).parts
+        split = same_split(top)
+        if inside and split in keywords:
+            splits.setdefault(split, []).append(name)
+    return splits if "train" in splits else {}
+
+
+def _matching(names: Sequence[PurePosixPath], base: PurePosixPath, patterns: Iterable[str]) -> list[PurePosixPath]:
+    """Return the names that match one of the patterns relative to ``base``, in the order of the patterns, each once."""
+    matches: dict[PurePosixPath, None] = {}  # a set that keeps its order
+    for pattern in patterns:
+        pattern_parts = (base / pattern).parts
+        matches |= dict.fromkeys(name for name in names if _matches(name.parts, pattern_parts))
+    return list(matches)
+
+
+def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Return whether a path matches a pattern, part by part; the part ``**`` is any number of parts, at the end at least one.
+
+    Each pair of parts is compared once: a README's pattern may be made to take exponential time.
+    """
+
+    @cache
+    def matches_from(name_index: int, pattern_index: int) -> bool:
+        if pattern_index == len(pattern):
+            return name_index == len(name)
+        if pattern[pattern_index] == "**":
+            if pattern_index == len(pattern) - 1:
+                return name_index < len(name)
+            if matches_from(name_index, pattern_index + 1):
+                return True
+            return name_index < len(name) and matches_from(name_index + 1, pattern_index)
+        if name_index == len(name) or not fnmatchcase(name[name_index], pattern[pattern_index]):
+            return False
+        return matches_from(name_index + 1, pattern_index + 1)
+
+    return matches_from(0, 0)
+
+
+def _refuse_shared_files(folder: Path, splits: Mapping[str, Sequence[PurePosixPath]]) -> None:
+    """Check that no file belongs to two splits: what is held out would be trained on."""
+    owners: dict[PurePosixPath, str] = {}
+    for split, files in splits.items():
+        for name in files:
+            if owners.setdefault(name, split) != split:
+                raise DataError(
+                    f"{folder}: {name} belongs to the splits {owners[name]} and {split} by its name. Rename it, or name the "
+                    "file to train on with --train_file."
+                )
