@@ -22,8 +22,10 @@ from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
+from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError
+from zerobook.utils.chat_template import READ_TOOLS
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -108,6 +110,7 @@ class CausalEncoder:
         self.length = length
         self.chat_template = chat_template
         self.template = _template(tokenizer, chat_template)
+        self.tool_template = _tool_template(tokenizer, chat_template) or self.template
         self._turns = TurnTokenizer(tokenizer)
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._control = ControlTokens(tokenizer)
@@ -158,7 +161,7 @@ class CausalEncoder:
         return results
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
-        if self.template is None:
+        if self.template is None or self.tool_template is None:
             raise ConfigError(
                 "the samples are chats, but the tokenizer has no chat template. "
                 "Give one with --chat_template FILE, or use an instruct model's tokenizer."
@@ -166,7 +169,8 @@ class CausalEncoder:
         results: list[Any] = []
         for sample in samples:
             try:
-                results.append(self.template.render(sample))
+                template = self.template if sample.tools is None else self.tool_template
+                results.append(template.render(sample))
             except BadSample as error:
                 results.append(error)
         good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
@@ -281,11 +285,21 @@ class Asked(NamedTuple):
         return Turn(self.start, len(self.text), self.ends)
 
 
-class ChatTemplate:
-    """Renders chats as text, and finds the assistant's turns in the text."""
+_OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
+_TOOL_TEMPLATE = "tool_use"
+"""Name of the template that transformers takes for chats with tools, where a tokenizer has several templates."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase):
+
+class ChatTemplate:
+    """Renders chats as text, and finds the assistant's turns in the text.
+
+    Args:
+        way_out: what to do about tools that the template does not read, for messages.
+    """
+
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, way_out: str = _OTHER_TEMPLATE):
         self.source = source
+        self.way_out = way_out
         self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
@@ -311,8 +325,9 @@ class ChatTemplate:
                 has a special token of the tokenizer in its text.
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
-        messages = chat.messages
         self._check(chat)
+        messages = self._with_arguments_as_read(chat)
+        self._check_results(messages, chat.tools)
         spoken = _assistant_turns(messages)
         supervised = [i not in chat.unsupervised for i in spoken]
         if self.marked:
@@ -336,13 +351,12 @@ class ChatTemplate:
     def _check(self, chat: Chat) -> None:
         """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
         if chat.tools is not None and not self._reads("tools"):
-            raise BadSample("there are tools, which the chat template does not read; give another with --chat_template")
+            raise BadSample(f"there are tools, which the chat template does not read; {self.way_out}")
         for number, message in enumerate(chat.messages, 1):
             for key in message.keys() - {"role", "content", *IDENTIFIERS}:
                 if not self._reads(key):
-                    raise BadSample(
-                        f"turn {number} has {key}, which the chat template does not read; write it into the content"
-                    )
+                    way_out = self.way_out if key == "tool_calls" else "write it into the content"
+                    raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
             texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in message.values()]
             text = "\n".join([*texts, json.dumps(chat.tools, ensure_ascii=False)] if chat.tools else texts)
             refusal = self._control.refusal(f"turn {number}", text)
@@ -351,6 +365,42 @@ class ChatTemplate:
             found = self._turn_tokens.search(text)
             if found:
                 raise BadSample(f"turn {number} has the text {found[0]!r}, which the chat template begins or ends turns with")
+
+    def _with_arguments_as_read(self, chat: Chat) -> list[dict[str, Any]]:
+        """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
+        messages = chat.messages
+        if not has_calls(messages):
+            return messages
+        refusal: BadSample | None = None
+        try:
+            if not has_python_arguments(self._text(messages, tools=chat.tools), messages):
+                return messages
+        except BadSample as error:
+            refusal = error
+        with_text = with_text_arguments(messages)
+        try:
+            self._text(with_text, tools=chat.tools)
+        except BadSample:
+            if refusal is not None:
+                # The first refusal is about the form that most templates read.
+                raise refusal from None
+            return messages
+        return with_text
+
+    def _check_results(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+        """Raise `BadSample` if results stand in another order than their calls, and the template does not tell them apart."""
+        in_order = in_order_of_calls(messages)
+        if in_order == messages:
+            return
+        try:
+            is_same_text = self._text(in_order, tools=tools) == self._text(messages, tools=tools)
+        except BadSample:  # it reads the identifiers; where it refuses the chat itself, rendering says so
+            return
+        if is_same_text:
+            raise BadSample(
+                "the results of tool calls stand in another order than the calls, and the chat template reads neither their "
+                "tool_call_id nor their name: the model could not tell them apart. Put them in the order of the calls"
+            )
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{name}\b", self.source) is not None
@@ -423,7 +473,8 @@ class ChatTemplate:
     def _asked(self, messages: list[dict[str, Any]], i: int, tools: list[dict[str, Any]] | None = None) -> Asked:
         """Return turn ``i`` as the model would generate it, also where the template rewrites it later."""
         content = messages[i]["content"].strip()
-        prompt, after = self._text(messages[:i], True, tools), self._text(messages[: i + 1], tools=tools)
+        after = self._text(messages[: i + 1], tools=tools)
+        prompt = self._prompt_of(messages, i, tools)
         opened, closing = self._around_last(tuple(message["role"] for message in messages[: i + 1]))
         lead = prompt
         if opened and prompt.endswith(opened) and not after.startswith(prompt):
@@ -442,6 +493,19 @@ class ChatTemplate:
             raise BadSample(f"the chat template leaves turn {i + 1} out")
         shortened = _squeezed(content) not in _squeezed(lead[len(lead) - len(opened) :] + spoken)
         return Asked(lead + spoken[:end], len(lead), ends, shortened)
+
+    def _prompt_of(self, messages: list[dict[str, Any]], i: int, tools: list[dict[str, Any]] | None) -> str:
+        """Return what the model is given before turn ``i``."""
+        try:
+            return self._text(messages[:i], True, tools)
+        except BadSample:
+            content = messages[0]["content"]
+            if i > 0 or not content.strip():
+                raise
+        # Many templates look at the first turn, and there is none before a greeting: the prompt is all before its content.
+        text = self._text(messages[:1], tools=tools)
+        written = content if content in text else content.strip()
+        return text.rpartition(written)[0]
 
     def _around_last(self, roles: tuple[str, ...]) -> Around:
         if roles not in self._around:
@@ -568,6 +632,9 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
+_STAND_IN_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+
+
 def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set[int]:
     """Return the tokens that end a supervised answer: the tokenizer's end of text, and the chat template's end of turn.
 
@@ -578,11 +645,13 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     if chats and getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zerobook"}]
         try:
-            (encoded,) = CausalEncoder(tokenizer, length=None).encode([Chat(turns)])
+            # Chats with tools may have another template.
+            rows = CausalEncoder(tokenizer, length=None).encode([Chat(turns), Chat(turns, tools=[_STAND_IN_TOOL])])
         except ConfigError:  # nothing ends a turn, or the template cannot be read: no chat was trained on
             return ends
-        if isinstance(encoded, Encoded):
-            ends.add(int(encoded.labels[encoded.labels != IGNORE][-1]))
+        for row in rows:
+            if isinstance(row, Encoded):
+                ends.add(int(row.labels[row.labels != IGNORE][-1]))
     return ends
 
 
@@ -609,7 +678,24 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemp
         raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
+    if given is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
+        way_out = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
+        return ChatTemplate(source, tokenizer, way_out)
     return ChatTemplate(source, tokenizer)
+
+
+def _tool_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate | None:
+    """Return the template that transformers takes for chats with tools; None where all chats have the same one."""
+    source = _named_templates(tokenizer).get(_TOOL_TEMPLATE)
+    if given is not None or source is None:
+        return None
+    return _template(tokenizer, source)
+
+
+def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the tokenizer's templates by name; nothing where it has one without a name."""
+    templates = tokenizer.chat_template
+    return templates if isinstance(templates, dict) else {}
 
 
 def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:

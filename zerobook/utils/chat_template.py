@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("chat_templates")
-NAMES = ("chatml", "falcon", "gemma", "llama-3", "mistral", "zephyr")
+READ_TOOLS = ("chatml-tools", "llama-3-tools")
+"""Those that read tools, calls of them and their results."""
+NAMES = ("chatml", "chatml-tools", "falcon", "gemma", "llama-3", "llama-3-tools", "mistral", "zephyr")
 
 
 def template_file(name: str) -> Path:

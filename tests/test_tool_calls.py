@@ -1,0 +1,286 @@
+"""Calls of tools under templates of many habits: what they are rendered as, and what of it is supervised."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from tests.tiny import CHAT_TEMPLATE as CHATML
+from zerobook.constants import IGNORE
+from zerobook.data.formats import BadSample, Chat, parse
+from zerobook.data.templates import CausalEncoder, Encoded, Seq2SeqEncoder, end_tokens
+from zerobook.utils.chat_template import READ_TOOLS, template_file
+
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def calling(written: str, *, marked: bool = False, result: str = "") -> str:
+    """A template in ChatML that writes each call as ``written``, and ``result`` before the content of a tool turn."""
+    answer = "{{ m.content }}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}<|im_end|>"
+    if marked:
+        answer = "{% generation %}" + answer + "{% endgeneration %}"
+    return (
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + answer + "{% else %}"
+        "{% if m.role == 'tool' %}" + result + "{% endif %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + PROMPT
+    )
+
+
+AS_OBJECT = "[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
+JOINED = "{{ '[' + c.function.name + ' ' + c.function.arguments + ']' }}"
+PRINTED = "[{{ c.function.name }} {{ c.function.arguments }}]"
+ONLY_TEXT = "{% if c.function.arguments is not string %}{{ raise_exception('text, please') }}{% endif %}" + PRINTED
+STRICT = "{% if c.id | length != 2 %}{{ raise_exception('an id has 2 characters') }}{% endif %}" + AS_OBJECT
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+def call(city: str, identifier: str | None = None, name: str = "look") -> dict:
+    made = {"type": "function", "function": {"name": name, "arguments": {"city": city}}}
+    return made if identifier is None else {"id": identifier, **made}
+
+
+def answer(*calls: dict, content: str = "") -> dict:
+    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+
+
+def result(content: str, identifier: str | None = None, name: str | None = None) -> dict:
+    identifiers = {"tool_call_id": identifier, "name": name}
+    return {"role": "tool", "content": content} | {key: value for key, value in identifiers.items() if value is not None}
+
+
+ASK = {"role": "user", "content": "Rain?"}
+SAY = {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+def encode(tokenizer, messages: list[dict], *, template: str | None = None, tools=None, unsupervised=()) -> Encoded | BadSample:
+    sample = Chat(messages, frozenset(unsupervised), tools)
+    (encoded,) = CausalEncoder(tokenizer, length=None, chat_template=template).encode([sample])
+    return encoded
+
+
+def said(tokenizer, encoded: Encoded | BadSample) -> list[str]:
+    """The supervised stretches of a row, as text."""
+    assert isinstance(encoded, Encoded), encoded
+    supervised = encoded.labels != IGNORE
+    assert (encoded.labels[supervised] == encoded.input_ids[supervised]).all()
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], supervised, [False]])))
+    return [tokenizer.decode(encoded.labels[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("written", [AS_OBJECT, JOINED, PRINTED, ONLY_TEXT])
+def test_arguments_are_written_as_json_whatever_form_the_template_reads(tokenizer, written, marked):
+    template = calling(written, marked=marked)
+
+    encoded = encode(tokenizer, [ASK, answer(call("Oslo")), result("wet"), SAY], template=template)
+
+    assert said(tokenizer, encoded) == ['[look {"city": "Oslo"}]<|im_end|>', "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("written", [AS_OBJECT, JOINED, PRINTED])
+def test_a_turn_with_a_call_that_is_context_only_is_not_supervised(tokenizer, written):
+    for marked in (False, True):
+        template = calling(written, marked=marked)
+        messages = [ASK, answer(call("Oslo")), result("wet"), SAY]
+        assert said(tokenizer, encode(tokenizer, messages, template=template, unsupervised=[1])) == ["No.<|im_end|>"]
+        assert said(tokenizer, encode(tokenizer, messages, template=template, unsupervised=[3])) == [
+            '[look {"city": "Oslo"}]<|im_end|>'
+        ]
+
+
+def test_a_template_that_refuses_both_forms_gives_its_reason(tokenizer):
+    template = calling("{{ raise_exception('no calls here') }}{{ m.tool_calls }}")
+
+    refused = encode(tokenizer, [ASK, answer(call("Oslo")), result("wet"), SAY], template=template)
+
+    assert isinstance(refused, BadSample) and "no calls here" in str(refused)
+
+
+def test_a_content_that_quotes_python_does_not_change_the_form_of_the_arguments(tokenizer):
+    messages = [{"role": "user", "content": "{'city': 'Oslo'}"}, answer(call("Oslo")), result("wet"), SAY]
+
+    encoded = encode(tokenizer, messages, template=calling(AS_OBJECT + "{{ c.function.arguments is mapping }}"))
+
+    assert said(tokenizer, encoded)[0] == '[look {"city": "Oslo"}]True<|im_end|>'
+
+
+def test_identifiers_reach_the_template(tokenizer):
+    template = calling(STRICT, result="({{ m.tool_call_id }} {{ m.name }}) ")
+    row = {
+        "messages": [
+            ASK,
+            answer(call("Oslo", "a1"), call("Rome", "a2")),
+            result("dry", "a2", "look"),
+            result("wet", "a1", "look"),
+            SAY,
+        ]
+    }
+
+    encoded = encode(tokenizer, parse("messages", row).messages, template=template)
+
+    assert said(tokenizer, encoded) == ['[look {"city": "Oslo"}][look {"city": "Rome"}]<|im_end|>', "No.<|im_end|>"]
+    text = tokenizer.decode(encoded.input_ids)
+    assert "(a2 look) dry" in text and "(a1 look) wet" in text
+
+
+@pytest.mark.parametrize(
+    "results, writes, is_refused",
+    [
+        ([result("wet", "a1", "look"), result("dry", "a2", "seek")], "", False),
+        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "", True),
+        ([result("dry", "a2", "seek")], "", True),
+        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "{{ m.tool_call_id }}", False),
+        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "{{ m.name }}", False),
+        ([result("dry", "a2", "look"), result("wet", "a1", "look")], "{{ m.name }}", False),
+        ([result("dry", "unknown"), result("wet", "other")], "", False),
+        ([result("dry"), result("wet")], "", False),
+    ],
+)
+def test_results_out_of_order_are_refused_where_the_template_does_not_tell_them_apart(tokenizer, results, writes, is_refused):
+    messages = [ASK, answer(call("Oslo", "a1"), call("Rome", "a2", "seek")), *results, SAY]
+
+    encoded = encode(tokenizer, messages, template=calling(AS_OBJECT, result=writes))
+
+    assert isinstance(encoded, BadSample) == is_refused
+    if is_refused:
+        assert "tool_call_id" in str(encoded)
+
+
+def test_two_results_of_one_tool_are_not_told_apart_by_its_name(tokenizer):
+    messages = [ASK, answer(call("Oslo", "a1"), call("Rome", "a2")), result("dry", "a2", "look"), result("wet", "a1", "look")]
+
+    encoded = encode(tokenizer, messages, template=calling(AS_OBJECT, result="{{ m.name }}"))
+
+    assert isinstance(encoded, BadSample) and "tool_call_id" in str(encoded)
+
+
+@pytest.fixture
+def with_named_templates(tokenizer):
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"default": CHATML, "tool_use": calling(AS_OBJECT)}
+    return named
+
+
+def test_chats_with_tools_are_rendered_as_transformers_renders_them(with_named_templates):
+    named = with_named_templates
+    messages = [ASK, answer(call("Oslo")), result("wet"), SAY]
+    encoder = pickle.loads(pickle.dumps(CausalEncoder(named, length=None)))
+
+    with_tools, without = encoder.encode([Chat(messages, tools=[TOOL]), Chat([ASK, SAY])])
+
+    assert named.decode(with_tools.input_ids) == named.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert named.decode(without.input_ids) == named.apply_chat_template([ASK, SAY], tokenize=False)
+    assert said(named, with_tools) == ['[look {"city": "Oslo"}]<|im_end|>', "No.<|im_end|>"]
+
+
+def test_calls_without_tools_name_the_template_that_would_read_them(with_named_templates):
+    refused = encode(with_named_templates, [ASK, answer(call("Oslo")), result("wet"), SAY])
+
+    assert isinstance(refused, BadSample) and "tool_use" in str(refused)
+
+
+def test_a_given_template_is_taken_for_chats_with_tools_too(with_named_templates):
+    encoded = encode(with_named_templates, [ASK, answer(call("Oslo")), SAY], template=calling("!" + AS_OBJECT), tools=[TOOL])
+
+    assert said(with_named_templates, encoded)[0].startswith("![look")
+
+
+def test_the_end_of_the_template_for_tools_stops_a_generation(with_named_templates):
+    named = with_named_templates
+    other = "<|im_start|>"
+    named.chat_template["tool_use"] = calling(AS_OBJECT).replace("<|im_end|>", other).replace("<|im_start|>{{", "{{")
+
+    assert end_tokens(named) >= {named.convert_tokens_to_ids("<|im_end|>"), named.convert_tokens_to_ids(other)}
+
+
+@pytest.mark.parametrize(
+    "name, calls, after",
+    [
+        (
+            "chatml-tools",
+            '<tool_call>\n{"name": "look", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+            "No.<|im_end|>",
+        ),
+        (
+            "llama-3-tools",
+            '{"name": "look", "parameters": {"city": "Oslo"}}; {"name": "look", "parameters": {"city": "Rome"}}<|eot_id|>',
+            "No.<|eot_id|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_shipped_templates_read_tools(tokenizer, name, calls, after, system):
+    made = copy.deepcopy(tokenizer)
+    made.add_tokens(["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], special_tokens=True)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*first, ASK, answer(call("Oslo"), call("Rome")), result("wet"), result("dry"), SAY]
+
+    encoded = encode(made, messages, template=template_file(name).read_text(), tools=[TOOL])
+
+    assert said(made, encoded) == [calls, after]
+    text = made.decode(encoded.input_ids)
+    assert '{"name": "look", "parameters": {}}' in text.split("Rain?")[0]
+    assert text.index("wet") < text.index("dry")
+    assert system is None or text.index(system) < text.index('"look"')
+
+
+@pytest.mark.parametrize("name", READ_TOOLS)
+def test_without_tools_a_shipped_template_writes_what_the_plain_one_does(tokenizer, name):
+    messages = [{"role": "system", "content": "Be brief."}, ASK, SAY, ASK, SAY]
+    plain = encode(tokenizer, messages, template=template_file(name.removesuffix("-tools")).read_text())
+
+    encoded = encode(tokenizer, messages, template=template_file(name).read_text())
+
+    assert encoded.input_ids.tolist() == plain.input_ids.tolist()
+    assert encoded.labels.tolist() == plain.labels.tolist()
+
+
+def test_a_template_without_tools_names_shipped_ones_that_read_them(tokenizer):
+    for refused in (
+        encode(tokenizer, [ASK, SAY], tools=[TOOL]),
+        encode(tokenizer, [ASK, answer(call("Oslo")), result("wet"), SAY]),
+    ):
+        assert isinstance(refused, BadSample)
+        assert all(name in str(refused) for name in READ_TOOLS)
+
+
+LOOKS_AT_THE_FIRST = "{% if messages[0].role == 'system' %}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("template", [CHATML, calling(AS_OBJECT), calling(AS_OBJECT, marked=True), LOOKS_AT_THE_FIRST])
+def test_a_greeting_is_supervised_and_so_is_the_answer_after_it(tokenizer, template):
+    greeting = {"role": "assistant", "content": "Welcome!"}
+
+    encoded = encode(tokenizer, [greeting, ASK, SAY], template=template)
+
+    assert said(tokenizer, encoded) == ["Welcome!<|im_end|>", "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, calling(AS_OBJECT), calling(AS_OBJECT, marked=True)])
+def test_an_empty_result_and_a_question_after_it_are_context(tokenizer, template):
+    call_as_text = {"role": "assistant", "content": "look()"}
+
+    encoded = encode(tokenizer, [ASK, call_as_text, result(""), ASK, SAY], template=template)
+
+    assert said(tokenizer, encoded) == ["look()<|im_end|>", "No.<|im_end|>"]
+
+
+def test_a_seq2seq_model_takes_identified_results_and_refuses_a_chat_that_is_an_answer_alone(tokenizer):
+    encoder = Seq2SeqEncoder(tokenizer, max_source_length=64, max_target_length=64)
+    as_text = [ASK, {"role": "assistant", "content": "look()"}, result("wet", "a1", "look"), SAY]
+
+    encoded, refused = encoder.encode([Chat(as_text), Chat([SAY])])
+
+    assert "Rain?\nlook()\nwet" in tokenizer.decode(encoded.input_ids)
+    assert isinstance(refused, BadSample)
