@@ -57,7 +57,7 @@ def test_bash_completes_commands_and_actions(capsys, typed, completed):
 
 
 def test_completion_knows_the_actions_there_are():
-    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, "report", "test-detector"}
+    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, "compare", "report", "test-detector"}
 
 
 def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811

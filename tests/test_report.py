@@ -25,6 +25,7 @@ from zerobook.cli import report as served
 from zerobook.cli.main import main
 from zerobook.runlog import figures, report
 from zerobook.runlog.history import History
+from zerobook.runlog.lifecycle import begin, code_state
 from zerobook.runlog.writer import RunLog
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -299,3 +300,30 @@ def test_a_page_that_does_not_fit_leaves_the_old_one_and_nothing_else(run):  # n
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert page.read_text() == before and sorted(file.name for file in page.parent.iterdir()) == there
+
+
+def test_the_page_names_model_data_rate_rank_and_commit(tmp_path):
+    log = RunLog(tmp_path)
+    begin(
+        log, step=0, sources={}, argv=[], plan={}, live={"strategy": "DDP", "world_size": 2}, batch="2 micro", total_steps=3,
+        config={"model_name_or_path": "org/<base>", "dataset_name": "org/chats", "learning_rate": 2e-4, "adapter": "lora",
+                "lora_r": 16}, data={}, versions={}, code={"file": "mine.py", "commit": "0123456789abcdef", "changed_files": 2},
+    )  # fmt: skip
+    log.close()
+    page, markdown = (file.read_text() for file in report.write(tmp_path))
+    for text in ("org/chats", "0.0002", "<dd>16</dd>", "mine.py, commit 0123456789ab with local changes", "org/&lt;base&gt;"):
+        assert text in page
+    assert "- model: org/&lt;base&gt;" in markdown and "- adapter rank: 16" in markdown
+
+
+def test_the_commit_is_that_of_the_repository_which_tracks_the_recipe(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("")
+    assert code_state(recipe) == {"file": "mine.py"}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], ["add", "mine.py"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    state = code_state(recipe)
+    assert len(state["commit"]) == 40 and state["changed_files"] == 0
+    (tmp_path / "ignored.py").write_text("")
+    assert code_state(tmp_path / "ignored.py") == {"file": "ignored.py"}, "the repository does not know this file"

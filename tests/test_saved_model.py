@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
 
 import zerobook.models.save
 from recipes.causal_lm import CausalLMConfig
@@ -27,7 +28,7 @@ from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.adapters import add_adapter
+from zerobook.models.adapters import add_adapter, save_adapter
 from zerobook.models.generation_config import RULES, answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
 from zerobook.models.result import load_result
@@ -611,3 +612,28 @@ def test_of_two_exports_into_one_folder_the_second_ends_in_one_sentence(tiny, tm
     assert [*folder.parent.iterdir()] == [folder]
     with pytest.raises(ConfigError, match="not empty"):
         export([str(run), "--output", str(folder)])
+
+
+def test_the_folder_of_a_run_has_a_card_that_says_what_was_trained(tiny, tmp_path):
+    from recipes.lora_finetune import LoraFinetune
+
+    flags = dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", max_seq_length=64, lora_r=4, max_train_steps=2,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    run = train(tmp_path / "run", LoraFinetune, **flags)
+    card = (run.output / "adapter" / "README.md").read_text()
+    assert "| trained on | few.jsonl |" in card and "| adapter rank | 4 |" in card and "| steps | 2 |" in card
+    assert "1 process |" in card and "More Information Needed" not in card
+    assert run.event("run_start")["code"]["file"] == "lora_finetune.py"
+    export([str(run.output), "--output", str(tmp_path / "out"), "--keep_adapter"])
+    assert "| adapter rank | 4 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_adapter_alone_has_no_card_of_a_library(tiny, tmp_path):
+    model = add_adapter(
+        AutoModelForCausalLM.from_pretrained(tiny / "llama"), "lora", rank=2, alpha=4, dropout=0.0, targets=["all-linear"],
+        seed=0, revision="main",
+    )  # fmt: skip
+    save_adapter(model, tmp_path / "adapter", dict(model.named_parameters()))
+    assert not (tmp_path / "adapter" / "README.md").exists()

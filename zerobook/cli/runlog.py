@@ -7,6 +7,7 @@ zerobook runlog lost outputs/run             where the time and the steps went
 zerobook runlog good outputs/run             the checkpoints, and which are proven good
 zerobook runlog skipped outputs/run          samples that are left out, and why
 zerobook runlog path outputs/run             the branches of the run, and the steps of each that are still part of it
+zerobook runlog compare A B C ...            runs in one table: what differs, held-out loss, speed, memory [--json]
 zerobook runlog diff A B                     two runs, or two attempts of one: diff RUN 1 2
 zerobook runlog note outputs/run "..."       write into the logbook, while it runs or later
 zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
@@ -51,8 +52,12 @@ def runlog(arguments: list[str]) -> int:
         from zerobook.cli.report import report
 
         return report(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        from zerobook.cli.compare_runs import compare_runs
+
+        return compare_runs(arguments[1:])
     parser = Parser("zerobook runlog", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=[*_ACTIONS, "report", "test-detector"])
+    parser.add_argument("action", choices=[*_ACTIONS, "compare", "report", "test-detector"])
     parser.add_argument("run", help="a run's output_dir")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help="export: include steps of abandoned branches")

@@ -123,11 +123,6 @@ def pattern_of(targets: list[str]) -> str | None:
     return targets[0] if len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0]) else None
 
 
-def trains_adapters(values: Mapping[str, Any]) -> bool:
-    """Return whether a run trained adapters. ``values`` is the config of its checkpoint, also of one without ``adapter``."""
-    return bool(values.get("adapter", "lora_r" in values) or values.get("adapter_path"))
-
-
 def adapted(
     model: PreTrainedModel, values: Mapping[str, Any], *, revision: str, recorded: Mapping[str, Any] | None = None
 ) -> PeftModel:
@@ -276,6 +271,8 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
             joined[name] = joined[first]
     # the embeddings that a run changes are among the modules that it trains whole
     model.save_pretrained(str(folder), state_dict=joined, selected_adapters=[ADAPTER], save_embedding_layers=False)
+    # peft's card is a form that nobody has filled in; see `zerobook.models.card`
+    (folder / "README.md").unlink(missing_ok=True)
     if pissa:
         file = folder / "adapter_config.json"
         facts = json.loads(file.read_text())

@@ -1,8 +1,10 @@
-"""The model card of an exported folder, in the hub's format: https://huggingface.co/docs/hub/model-cards."""
+"""The model card of a saved or exported folder, in the hub's format: https://huggingface.co/docs/hub/model-cards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import yaml
 
 from zerobook.checkpoint import store
 from zerobook.errors import RunLogError
-from zerobook.models.adapters import trains_adapters
 from zerobook.runlog.event_text import duration
+from zerobook.runlog.facts import code_version, data_names, model_name, training_method
 from zerobook.runlog.history import History
+from zerobook.utils.units import counted
 
 LOAD = {
     "adapter": """from peft import AutoPeftModelFor{task}
@@ -27,46 +30,65 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 }
 
 
-def card(config: Mapping[str, Any], checkpoint: Path, *, seq2seq: bool, adapter: bool, notes: Sequence[str]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training that made a model, as far as its card tells it."""
+
+    run: Path
+    """the run's output_dir"""
+    progress: Mapping[str, Any]
+    """as in a checkpoint"""
+    strategy: str
+    world_size: int
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> Training:
+        """Return the training up to ``checkpoint``."""
+        progress = store.read_json(checkpoint / store.PROGRESS)
+        written_by = store.read_json(checkpoint / "tensors.json")["written_by"]
+        run = checkpoint.parents[1]
+        return cls(run=run, progress=progress, strategy=written_by["strategy"], world_size=written_by["world_size"])
+
+
+def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapter: bool, notes: Sequence[str] = ()) -> str:
     """Return the card: the base, the data, how it was trained, the run's figures and events, and code that loads it.
 
     It names no path of this machine: of local files and folders, only the last part.
 
     Args:
-        config: the run's, from the checkpoint; one of an earlier version lacks newer keys.
+        config: the run's; one of an earlier version lacks newer keys.
         adapter: the folder holds an adapter, and not the whole model.
         notes: limits for people, each a sentence without its full stop.
     """
-    progress, index = store.read_json(checkpoint / store.PROGRESS), store.read_json(checkpoint / "tensors.json")
-    base = config["model_name_or_path"] or config.get("config_name")
+    progress = training.progress
+    base = model_name(config)
     on_hub = _on_hub(config["model_name_or_path"])
-    data = [config.get("dataset_name") or config.get("train_file"), *(spec["path"] for spec in config.get("datasets") or [])]
-    data = [name for name in data if name]
-    loss, method = store.eval_loss(checkpoint), _method(config)
+    data = data_names(config)
+    loss, method = progress.get("eval_loss"), training_method(config)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["zerobook", method]}
     if on_hub:
         head["base_model"] = base
     if named := [name for name in data if _on_hub(name)]:
         head["datasets"] = named
-    written = index["written_by"]
     rows = {
         "trained from": _shown(str(base)) + (f", revision {config.get('model_revision')}" if on_hub else ""),
         "trained on": ", ".join(map(_shown, data)),
         "dataset revision": config.get("dataset_revision"),
         "method": method,
+        "adapter rank": config.get("lora_r") if adapter else None,
         "steps": f"{progress['step']:,}",
         "samples seen": f"{progress['samples']:,}",
         "supervised tokens seen": f"{progress['tokens']:,}",
         "global batch": progress["global_batch"],
         "optimizer": config.get("optimizer", "adamw"),
         "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
-        "held-out loss": "not measured at this step" if loss is None else f"{loss:.4f}",
-        "strategy": f"{written['strategy']}, {written['world_size']} processes",
+        "held-out loss": "not measured at this step" if loss is None or not math.isfinite(loss) else f"{loss:.4f}",
+        "strategy": f"{training.strategy}, {counted(training.world_size, 'process')}",
         "data fingerprint": progress["data_fingerprint"],
-    } | _of_run(checkpoint.parents[1])
+    } | _of_run(training.run)
     load = LOAD["adapter" if adapter else "model"].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
     lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
-    lines += [f"# {checkpoint.parents[1].name}, step {progress['step']}", "", "| | |", "|---|---|"]
+    lines += [f"# {training.run.resolve().name}, step {progress['step']}", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in (None, "")]
     lines += ["", "## Use", "", "```python", load, "```", "", "## Limits", ""]
     lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
@@ -87,6 +109,7 @@ def _of_run(folder: Path) -> dict[str, Any]:
     if starts:
         versions = starts[-1]["versions"]
         named = ("torch", "transformers", "accelerate", "deepspeed")
+        found["code"] = code_version(starts[-1])
         found["versions"] = ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
     rollbacks = [event for event in history.of("rollback") if event["phase"] == "outcome"]
     alarms, left_out = (
@@ -96,13 +119,6 @@ def _of_run(folder: Path) -> dict[str, Any]:
     counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": len(rollbacks), "samples left out": left_out}
     found["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
     return found
-
-
-def _method(config: Mapping[str, Any]) -> str:
-    if not trains_adapters(config):
-        return "full finetuning"
-    kind = config.get("adapter") or "lora"
-    return f"{kind} on 4-bit weights" if config.get("load_in_4bit") else kind
 
 
 def _on_hub(name: str | None) -> bool:

@@ -13,10 +13,11 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter, trains_adapters
-from zerobook.models.card import card
+from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter
+from zerobook.models.card import Training, card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer
 from zerobook.models.vocabulary import grow_embeddings
+from zerobook.runlog.facts import trains_adapters
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import disk_errors_named, modes_by_umask, staged
@@ -79,7 +80,8 @@ def export_checkpoint(
     model.eval()
     if merge or not adapts:
         _cast(model, dtype)
-    text = card(config, checkpoint, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
+    training = Training.of_checkpoint(checkpoint)
+    text = card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
     with staged(folder) as staging:
         with disk_errors_named(folder, "Free some space, or give another --output."):
             _write(model, tokenizer, config, staging)

@@ -44,6 +44,7 @@ KINDS: dict[str, EventKind] = {
             "config": "every key of the recipe's config with its value",
             "sources": "source of each value: default, a YAML file, a flag, Python",
             "versions": "versions of Python and of the packages that training uses",
+            "code": "file of the recipe; commit of the git repository that tracks it, and how many files differ from that",
             "argv": "command line of the process",
             "plan": "resolved launch: strategy, processes, device, precision, DeepSpeed config, notes",
             "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",

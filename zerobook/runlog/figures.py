@@ -145,9 +145,9 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
 
     There is one curve for each dataset where there are several, or else one curve.
     """
-    lives, found = history.lives_to(), dict[str, dict[int, float]]()
-    for event in history.of("eval"):
-        if event["step"] > lives.get(event["branch"], math.inf) or event.get("loss") is None:
+    found: dict[str, dict[int, float]] = {}
+    for event in history.living_evaluations():
+        if event.get("loss") is None:
             continue
         losses = {f"held out: {name}": part.get("loss") for name, part in event.get("datasets", {}).items()}
         for name, loss in (losses or {"held out": event["loss"]}).items():
@@ -158,12 +158,11 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
 
 def scores(history: History) -> dict[str, dict[int, float]]:
     """Return the scores of tasks and generated texts that are part of the run as it is: name -> step -> value."""
-    lives, found = history.lives_to(), dict[str, dict[int, float]]()
-    for event in history.of("eval"):
-        if event["step"] <= lives.get(event["branch"], math.inf):
-            for name, value in (event.get("metrics") or {}).items():
-                if value is not None:
-                    found.setdefault(name, {})[event["step"]] = value
+    found: dict[str, dict[int, float]] = {}
+    for event in history.living_evaluations():
+        for name, value in (event.get("metrics") or {}).items():
+            if value is not None:
+                found.setdefault(name, {})[event["step"]] = value
     return found
 
 

@@ -135,6 +135,11 @@ class History:
             limit = min(limit, start)
         return found
 
+    def living_evaluations(self) -> list[Event]:
+        """Return the evaluations that are part of the run as it is now, oldest first."""
+        lives = self.lives_to()
+        return [event for event in self.of("eval") if event["step"] <= lives.get(event["branch"], float("inf"))]
+
     def branches(self) -> list[Branch]:
         ends: dict[int, int] = {}
         for event in self.of("metrics"):

@@ -102,17 +102,32 @@ def _gpus() -> list[str]:
 
 def _git() -> dict[str, Any] | None:
     here = clone()
-    if here is None:
-        return None
+    return None if here is None else git_state(here)
 
-    def ask(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
 
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the git repository of ``folder``, and how many files differ from it; None without a repository."""
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "changed_files": len(ask("status", "--porcelain").splitlines())}
+        commit = _ask_git(folder, "rev-parse", "HEAD")
+        changed = _ask_git(folder, "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None
+    return {"commit": commit, "changed_files": len(changed.splitlines())}
+
+
+def code_state(file: Path) -> dict[str, Any]:
+    """Return the name of a recipe's file, and the state of the git repository that tracks it, if one does."""
+    try:
+        _ask_git(file.parent, "ls-files", "--error-unmatch", file.name)
+    except (OSError, subprocess.SubprocessError):
+        # A package in an environment can lie in a repository that knows nothing of it.
+        return {"file": file.name}
+    return {"file": file.name, **(git_state(file.parent) or {})}
+
+
+def _ask_git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 class Decided(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 from zerobook.runlog import figures
 from zerobook.runlog.event_text import QUIET, duration, figure, sentence
+from zerobook.runlog.facts import run_facts
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
 
 PAGE = "report.html"
@@ -49,7 +50,7 @@ def render(history: History, refresh: int | None = None) -> str:
     spent = history.time()
     drawn = {name: jinja2.utils.markupsafe.Markup(figure) for name, figure in figures.draw(history).items()}
     return environment.get_template("report.html.j2").render(
-        name=_name(history), state=_state(history), cards=_cards(history, spent), refresh=refresh,
+        name=_name(history), state=_state(history), facts=run_facts(history), cards=_cards(history, spent), refresh=refresh,
         figures=drawn, hint=figures.data_bound(history),
         tables=list(_tables(history, spent)), days=_days(history), events=len(history.events),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
@@ -179,6 +180,7 @@ def as_markdown(history: History) -> str:
     """Return the logbook as Markdown, without the figures."""
     spent = history.time()
     lines = [f"# {_plain(_name(history))}: logbook", "", _plain(_state(history)), ""]
+    lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
     for title, columns, rows, none in _tables(history, spent):
         lines += ["", f"## {title}", ""]

@@ -52,6 +52,8 @@ class TrainerView(Protocol):
     pace: Pace
     log: RunLog | None
     """the runlog; None on all ranks but 0"""
+    recipe_file: Path | None
+    """the file of the recipe; None where it is not known"""
 
     @property
     def progress(self) -> Progress: ...

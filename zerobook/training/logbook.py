@@ -12,7 +12,7 @@ from zerobook.config import ConfigSources
 from zerobook.launch.accelerate_cli import command_to_resume
 from zerobook.monitor.preemption import EXIT_CODE
 from zerobook.runlog.event_text import far_above_best
-from zerobook.runlog.lifecycle import begin, write_page
+from zerobook.runlog.lifecycle import begin, code_state, write_page
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.training.hooks import Hook, TrainerView
@@ -34,6 +34,7 @@ class Logbook(Hook):
             self.log,
             config=trainer.config.model_dump(),
             versions=versions(),
+            code=code_state(trainer.recipe_file) if trainer.recipe_file else {},
             step=state.progress.step,
             argv=sys.argv,
             sources=dict(sources),

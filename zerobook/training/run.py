@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from zerobook.checkpoint.progress import Progress
     from zerobook.data.prepare import PreparedData
     from zerobook.training.hooks import Hook
+    from zerobook.training.trainer import Trainer
 
 
 def run(recipe_class: type[Recipe[Any]]) -> None:
@@ -105,10 +109,10 @@ def train(
         scorers = recipe.scorers(tokenizer, adapted, data, collate)
         trainer = Trainer(
             config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks,
-            watch=watch,
+            watch=watch, recipe_file=_file_of(recipe),
         )  # fmt: skip
         try:
-            progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config))
+            progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
             if trainer.save_results and strategy.is_main:
                 say(next_commands(config))
         finally:
@@ -116,6 +120,29 @@ def train(
                 trainer.close()
                 AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
     return progress
+
+
+def _make_card(trainer: Trainer) -> str:
+    """Return the README.md of the trained model."""
+    from zerobook.models.card import Training, card
+
+    config, strategy = trainer.config, trainer.strategy
+    training = Training(
+        run=Path(config.output_dir),
+        progress=trainer.progress.to_json(),
+        strategy=strategy.describe()["strategy"],
+        world_size=strategy.world_size,
+    )
+    model: Any = strategy.unwrapped
+    return card(config.model_dump(), training, seq2seq=model.config.is_encoder_decoder, adapter=config.trains_adapters)
+
+
+def _file_of(recipe: Recipe[Any]) -> Path | None:
+    """Return the file of the recipe's class; None for one that a notebook defines."""
+    try:
+        return Path(inspect.getfile(type(recipe))).resolve()
+    except (OSError, TypeError):
+        return None
 
 
 def next_commands(config: RecipeConfig) -> str:

@@ -73,6 +73,7 @@ class Trainer:
         scorers: measure more than the loss at every evaluation.
         hooks: hooks besides those in ``config.hooks``.
         watch: the watch of this run, whose findings go into the runlog.
+        recipe_file: the file of the recipe, whose git commit is recorded.
 
     Attributes:
         state: the progress, the sample order and the learning rate.
@@ -93,8 +94,10 @@ class Trainer:
         scorers: Sequence[Scorer] = (),
         hooks: Sequence[Hook] = (),
         watch: Watch | None = None,
+        recipe_file: Path | None = None,
     ):
         self.config, self.objective, self.save_results = config, objective, True
+        self.recipe_file = recipe_file
         self.strategy, self.data, self.collate, self.scorers = strategy, data, collate, scorers
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)

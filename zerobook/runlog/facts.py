@@ -1,0 +1,102 @@
+"""What a run trains and what came of it, read from its log: for the page, for model cards and for comparisons of runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zerobook.runlog.history import Event, History
+
+
+def data_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of a run's training data. ``config`` may be one of an earlier version, which lacks newer keys."""
+    names = [config.get("dataset_name") or config.get("train_file")]
+    names += [spec["path"] for spec in config.get("datasets") or []]
+    return [name for name in names if name]
+
+
+def model_name(config: Mapping[str, Any]) -> str:
+    """Return the model that a run begins with, or the architecture that it trains from scratch."""
+    return str(config.get("model_name_or_path") or config.get("config_name") or "")
+
+
+def trains_adapters(config: Mapping[str, Any]) -> bool:
+    """Return whether a run trains adapters. ``config`` may be one without the key ``adapter``, of an earlier version."""
+    return bool(config.get("adapter", "lora_r" in config) or config.get("adapter_path"))
+
+
+def training_method(config: Mapping[str, Any]) -> str:
+    """Return how the weights are trained: ``full finetuning``, or the adapters and the format of the weights beside them."""
+    if not trains_adapters(config):
+        return "full finetuning"
+    adapter = config.get("adapter") or "lora"
+    return f"{adapter} on 4-bit weights" if config.get("load_in_4bit") else adapter
+
+
+def run_facts(history: History) -> dict[str, str]:
+    """Return what the newest attempt trains: label -> text for people. Nothing before the run began to train."""
+    starts = history.of("run_start")
+    if not starts:
+        return {}
+    config = starts[-1]["config"]
+    facts = {
+        "model": model_name(config),
+        "data": ", ".join(data_names(config)),
+        "method": training_method(config),
+        "adapter rank": str(config.get("lora_r") or "") if trains_adapters(config) else "",
+        "learning rate": f"{config['learning_rate']:g}" if "learning_rate" in config else "",
+        "batch": str(starts[-1].get("batch") or ""),
+        "code": code_version(starts[-1]),
+    }
+    return {label: text for label, text in facts.items() if text}
+
+
+def code_version(run_start: Event) -> str:
+    """Return the recipe's file with the git commit that it was run from, as far as they are known."""
+    code = run_start.get("code") or {}
+    if not code.get("commit"):
+        return str(code.get("file") or "")
+    changed = " with local changes" if code["changed_files"] else ""
+    return f"{code['file']}, commit {code['commit'][:12]}{changed}"
+
+
+def run_results(history: History) -> dict[str, Any]:
+    """Return what came of a run: figures as numbers, None for what was not measured.
+
+    Returns:
+        ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the
+        last and the lowest; ``best_step``; ``tokens_per_second``, the median of the log points; ``memory``, bytes of rank 0 at
+        the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``.
+    """
+    losses = {event["step"]: event["loss"] for event in history.living_evaluations() if event.get("loss") is not None}
+    best_step = min(losses, key=losses.__getitem__, default=None)
+    metrics, starts, memory = history.of("metrics"), history.of("run_start"), history.of("memory")
+    # The first log point of a run contains its start.
+    speeds = [event["tokens_per_second"] for event in metrics][1:] or [event["tokens_per_second"] for event in metrics]
+    return {
+        "state": history.ending(history.attempts()[-1]) if history.events else "not begun",
+        "step": metrics[-1]["steps"][1] if metrics else None,
+        "total_steps": starts[-1]["total_steps"] if starts else None,
+        "loss": losses[max(losses)] if losses else None,
+        "best_loss": losses[best_step] if best_step is not None else None,
+        "best_step": best_step,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "memory": max(map(_peak_memory, history.of("machine")), default=None),
+        "trained_parameters": memory[-1]["trained_parameters"] if memory else None,
+    }
+
+
+def _peak_memory(machine: Event) -> int:
+    allocator = machine.get("allocator")
+    return allocator["reserved_peak"] if allocator else machine["own"]
+
+
+def short_name(name: str, places: int = 24) -> str:
+    """Return the last part of a long path.
+
+    >>> short_name("outputs/run"), short_name("/data/of/a/long/name/train.jsonl")
+    ('outputs/run', '.../train.jsonl')
+    """
+    return f".../{Path(name).name}" if len(name) > places and "/" in name else name
