@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,3 +207,20 @@ def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
     layout = BatchLayout(world_size=1, rank=0, micro=1)
     state = RunState(RecipeConfig(num_train_epochs=epochs), data, layout, Progress(seed=1), list)
     assert (state.loader.end, state.end_step) == (rows, rows)
+
+
+@pytest.mark.parametrize("name", ["bart", "blenderbot", "mbart", "marian", "pegasus", "t5"])
+def test_a_row_that_fills_up_a_batch_has_a_decoder_input(tiny, name):
+    """The rule of mBART begins a row with its last token, and a filler has none."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    from zerobook.data.collate import DecoderInput
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny / name)
+    labels = torch.tensor([[5, 6, 7], [IGNORE, IGNORE, IGNORE]])
+
+    made = DecoderInput(model)(labels)
+
+    assert made[0, 1:].tolist() == [5, 6]
+    assert ((made >= 0) & (made < model.config.vocab_size)).all()
+    assert labels[1].eq(IGNORE).all(), "the labels themselves are left as they are"

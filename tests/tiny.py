@@ -44,10 +44,16 @@ def _make(target: Path) -> None:
         BartConfig,
         BlenderbotConfig,
         FalconConfig,
+        Gemma3Config,
+        Gemma3TextConfig,
         GPT2Config,
         LlamaConfig,
+        MarianConfig,
+        MBartConfig,
         MixtralConfig,
         PegasusConfig,
+        Qwen3MoeConfig,
+        SiglipVisionConfig,
         T5Config,
     )
 
@@ -63,12 +69,37 @@ def _make(target: Path) -> None:
     seq2seq = {
         "blenderbot": BlenderbotConfig(scale_embedding=True, decoder_start_token_id=1, **decoder),
         "bart": BartConfig(decoder_start_token_id=2, **decoder),
+        "marian": MarianConfig(scale_embedding=True, decoder_start_token_id=2, forced_eos_token_id=2, **decoder),
+        "mbart": MBartConfig(decoder_start_token_id=1, forced_eos_token_id=2, **decoder),
         "pegasus": PegasusConfig(scale_embedding=True, decoder_start_token_id=2, forced_eos_token_id=2, **decoder),
         "t5": T5Config(
             d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0, decoder_start_token_id=2, **special
         ),
     }
+    gemma3 = Gemma3TextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=32,
+        max_position_embeddings=128,
+        **special,
+    )
+    # text never reaches its vision tower and projector
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    images = {"mm_tokens_per_image": 4, "image_token_index": 511, "boi_token_index": 510, "eoi_token_index": 509}
     causal = {
+        "gemma3": gemma3,
+        "gemma3_composite": Gemma3Config(text_config=gemma3, vision_config=vision, tie_word_embeddings=True, **images),
+        "qwen3_moe": Qwen3MoeConfig(
+            hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+            router_aux_loss_coef=0.5, **special,
+        ),
         "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
         "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),
         "vocabulary": LlamaConfig(

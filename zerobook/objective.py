@@ -6,7 +6,8 @@ A mean over a batch would depend on how the batch is cut into micro-batches and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from zerobook.constants import IGNORE
 from zerobook.head import SUPERVISED, LossHead
+from zerobook.utils.model_config import text_config
 
 Metrics = Mapping[str, torch.Tensor]
 
@@ -217,7 +219,7 @@ class NextToken(Objective):
             return 0.0
         if self.router_weight is not None:
             return self.router_weight
-        return float(own) if getattr(config, "output_router_logits", False) else 0.0
+        return float(own) if getattr(text_config(config), "output_router_logits", False) else 0.0
 
     def weight(self, row: Mapping[str, np.ndarray]) -> int:
         return int(np.count_nonzero(row["labels"][1:] != IGNORE))
@@ -225,6 +227,7 @@ class NextToken(Objective):
 
 def router_coefficient(config: Any) -> float | None:
     """Return the factor of the loss that balances experts, from a model's config; None for models without one."""
+    config = text_config(config)
     own = getattr(config, "router_aux_loss_coef", None)
     if own is None:
         own = getattr(config, "aux_loss_coef", None)  # JetMoe
@@ -235,8 +238,24 @@ def router_coefficient(config: Any) -> float | None:
 
 def experts_per_token(config: Any) -> int | None:
     """Return the number of experts that a token takes, from a model's config; None where it does not say so."""
+    config = text_config(config)
     own = getattr(config, "num_experts_per_tok", None)
     return own if own is not None else getattr(getattr(config, "ffn_config", None), "moe_top_k", None)
+
+
+@contextmanager
+def router_outputs_off(model: nn.Module) -> Iterator[None]:
+    """Let the model leave out its routers' outputs. While it generates, transformers would compare the routers' logits of the
+    last tokens with the mask of all tokens, which is an error."""
+    config = text_config(getattr(unwrap(model), "config", None))
+    wanted = getattr(config, "output_router_logits", False)
+    if wanted:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if wanted:
+            config.output_router_logits = True
 
 
 def expert_load(router_logits: Sequence[torch.Tensor], chosen: int, attention_mask: torch.Tensor | None) -> torch.Tensor:

@@ -29,7 +29,8 @@ def generated(strategy, model, step):
             input_ids=prompts, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False,
             synced_gpus=strategy.generation_in_step,
         )  # fmt: skip
-    return {}, [{"generated": str(tokens[:, prompts.shape[1] :].tolist())}]
+    answers = tokens if strategy.unwrapped.config.is_encoder_decoder else tokens[:, prompts.shape[1] :]
+    return {}, [{"generated": str(answers.tolist())}]
 
 
 class Between(Hook):

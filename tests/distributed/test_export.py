@@ -69,6 +69,26 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("recipe", ["causal_lm", "lora_finetune"])
+def test_a_model_that_also_takes_images_exports(tiny, tmp_path, recipe):
+    from transformers import AutoModelForCausalLM
+
+    run = launch(
+        "single", 1, recipe, tmp_path / "run", model_name_or_path=tiny / "gemma3_composite", train_file=tiny / "few.jsonl",
+        max_train_steps=2, learning_rate=1e-2, validation_split_percentage=0,
+    )  # fmt: skip
+    export([str(run.output), "--output", str(tmp_path / "out")])
+    base, mine = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny / "gemma3_composite", tmp_path / "out"))
+    assert not torch.equal(logits(mine), logits(base))
+    tower, before = mine.model.vision_tower.state_dict(), base.model.vision_tower.state_dict()
+    assert all(torch.equal(tower[name], before[name]) for name in before), "what text does not reach is as it was"
+    if recipe == "causal_lm":
+        theirs = AutoModelForCausalLM.from_pretrained(run.output / "model")
+        assert torch.equal(logits(mine), logits(theirs))
+        assert theirs.state_dict().keys() == base.state_dict().keys()
+
+
+@pytest.mark.launch
 def test_an_encoder_decoder_exports_with_the_way_it_generates(tiny, tmp_path):
     from transformers import AutoModelForSeq2SeqLM
 

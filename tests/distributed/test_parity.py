@@ -26,6 +26,9 @@ STRATEGIES = {
 }  # fmt: skip
 """File in accelerate_configs/ -> processes it is launched on. Those in published/ fix fp16: test_published.py resolves them."""
 
+SEQ2SEQ = {
+    "recipe": "seq2seq_chatbot", "max_source_length": 64, "max_target_length": 32, "block_size": None, "learning_rate": 1e-2
+}  # fmt: skip
 RECIPES = {
     "causal_lm": {},
     "lora_finetune": {},
@@ -36,10 +39,21 @@ RECIPES = {
     "int8": {"recipe": "lora_finetune", "load_in_8bit": True},
     "moe": {"recipe": "causal_lm", "model": "mixtral"},
     "joined": {"recipe": "lora_finetune", "padding_free": True},
+    "router": {"recipe": "causal_lm", "model": "qwen3_moe"},
+    "gemma3": {"recipe": "causal_lm", "model": "gemma3", "learning_rate": 1e-2},
+    "composite": {"recipe": "causal_lm", "model": "gemma3_composite", "learning_rate": 1e-2},
+    "composite_lora": {"recipe": "lora_finetune", "model": "gemma3_composite", "learning_rate": 2e-2},
+    "marian": SEQ2SEQ | {"model": "marian"},
+    "pegasus": SEQ2SEQ | {"model": "pegasus"},
+    "mbart": SEQ2SEQ | {"model": "mbart"},
     "vocabulary": {"recipe": "causal_lm", "model": "vocabulary", "adam_epsilon": 1e-6, "max_train_steps": 6, "between": False},
 }
 """Name of a case -> the recipe and its flags. ``vocabulary`` has an embedding of 28 million numbers, as real models do. The
-process that ``joined`` is compared with pads its rows."""
+process that ``joined`` is compared with pads its rows. The model of ``router`` has a loss that balances its experts."""
+
+ARCHITECTURES = {"router", "gemma3", "composite", "composite_lora", "marian", "pegasus", "mbart"}
+"""Cases of one more kind of model each, for one strategy of each kind."""
+KINDS = {"ddp", "zero2", "zero3", "fsdp"}
 
 SHARED = {"zero3_sequence": 2, "fsdp_context": 2, "fsdp_tensor": 2}
 """Processes that read the same rows."""
@@ -64,6 +78,8 @@ SAMPLE = {
     ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "int8"), ("zero2", "vocabulary"),
     ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
     ("fsdp_tensor", "causal_lm"), ("fsdp_experts", "moe"), ("fsdp", "joined"),
+    ("zero3", "router"), ("fsdp", "gemma3"), ("ddp", "composite"), ("zero3", "composite_lora"), ("fsdp", "marian"),
+    ("zero3", "pegasus"), ("zero2", "mbart"),
 }  # fmt: skip
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
@@ -104,6 +120,12 @@ MOMENT_TOLERANCE = 2e-4
 and a gradient of an adapter is small beside the roundings of the weights that it comes from."""
 
 
+FALLS = {"ia3": 0.85, "router": 0.85, "composite_lora": 0.97}
+"""Case -> share of the first loss that the last one is below, where it is not 0.75: ia3 trains 384 numbers, the loss of the
+router stays, and the base of
+the composite model has learnt nothing that adapters could use."""
+
+
 def largest_difference(ours: list[float], reference: list[float]) -> float:
     assert len(ours) == len(reference) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
@@ -124,6 +146,8 @@ def cases():
                 continue
             if (recipe == "moe" and strategy in NO_MOE) or (strategy == "fsdp_experts" and recipe != "moe"):
                 continue
+            if recipe in ARCHITECTURES and strategy not in KINDS:
+                continue
             if strategy in IN_PARTS and RECIPES[recipe].get("recipe", recipe) == "lora_finetune":
                 continue
             marks = [] if (strategy, recipe) in SAMPLE else [pytest.mark.full]
@@ -141,8 +165,16 @@ def test_same_training_as_one_process(launches, strategy, case):
     if strategy == "zero3_nvme":  # swapping to disk starts at tensors of 1 MiB a rank
         flags |= {"model": "wide", "learning_rate": 1e-3 if case == "causal_lm" else 2.5e-3}
     recipe = flags["recipe"]
+    # the loss of a router is one of a whole micro-batch, which must therefore be the same
+    accumulation = processes if case == "router" else 1
     one, run = (
-        launches("single", 1, 4, 1, **{key: value for key, value in flags.items() if key != "padding_free"}),
+        launches(
+            "single",
+            1,
+            4 // accumulation,
+            accumulation,
+            **{key: value for key, value in flags.items() if key != "padding_free"},
+        ),
         launches(strategy, processes, 4 * SHARED.get(strategy, 1) // processes, 1, **flags),
     )
 
@@ -162,12 +194,13 @@ def test_same_training_as_one_process(launches, strategy, case):
     assert far < 1e-3 and weight < 1e-2 * max(s["learning_rate"] for s in one.steps)
     for moment in ("exp_avg", "exp_avg_sq"):
         assert moment_difference(ours, reference, moment) < MOMENT_TOLERANCE
-    assert run.losses[-1] < (0.85 if case == "ia3" else 0.75) * run.losses[0]  # ia3 trains 384 numbers
+    assert run.losses[-1] < FALLS.get(case, 0.75) * run.losses[0]
     for live, name in ((one.event("run_start")["live"], "single"), (run.event("run_start")["live"], strategy)):
         assert LIVE[name].items() <= live.items(), f"{name} runs as {live}"
     assert run.event("run_start")["live"]["strategy"] == run.event("run_start")["plan"]["name"], "what was announced"
     if not (case == "ia3" and strategy.startswith("fsdp")):  # FSDP2 shards rows, and some of IA3's tensors have one row
-        assert_sharded(strategy, recipe, run, processes)
+        trains_all = recipe == "causal_lm" and case != "composite"
+        assert_sharded(strategy, run, processes, trains_all=trains_all)
     if flags["between"]:
         rounded = case == "int8" and strategy == "zero2_offload"
         assert_same_between_the_steps(run, one, INT8_TOLERANCE if rounded else TOLERANCE)
@@ -282,8 +315,9 @@ def pieces(folder: Path, stage: int) -> list[str]:
 
 
 def moment_difference(ours: dict, reference: dict, moment: str) -> float:
-    """Largest difference of a moment, relative to the largest of its tensor."""
-    names = [name for name in reference if name.startswith(f"{moment}/")]
+    """Largest difference of a moment, relative to the largest of its tensor. Attention does not change with a bias of its
+    keys, whose gradients are therefore nothing but rounding."""
+    names = [name for name in reference if name.startswith(f"{moment}/") and not name.endswith("k_proj.bias")]
     assert names
     return max(((ours[n] - reference[n]).abs().max() / reference[n].abs().max()).item() for n in names)
 
@@ -301,7 +335,7 @@ def weight_differences(ours: dict, reference: dict) -> tuple[float, float]:
     return largest, far / count
 
 
-def assert_sharded(strategy: str, recipe: str, run: Run, processes: int) -> None:
+def assert_sharded(strategy: str, run: Run, processes: int, *, trains_all: bool) -> None:
     """Bytes that each rank holds are what the stage promises, plus padding that is stated here."""
     memory = run.event("memory")
     trained = 4 * memory["trained_parameters"]  # bytes of fp32
@@ -333,7 +367,7 @@ def assert_sharded(strategy: str, recipe: str, run: Run, processes: int) -> None
         assert 0.9 * copies * trained / shards <= rank["gradients"] <= copies * (trained / shards + padding) + straddling
         share = optimizer * trained / shards
         assert 0.9 * share <= rank["optimizer"] <= share + 3 * padding + counters
-        if recipe == "causal_lm":
+        if trains_all:
             sharded = strategy.startswith(("zero3", "fsdp"))
             second = (trained - small) / 2 if strategy == "zero3_hpz" else 0  # two processes share another copy
             part = trained / shards + second + small + padding if sharded else trained

@@ -14,6 +14,7 @@ from torch import nn
 from zerobook.constants import IGNORE
 from zerobook.head import SUPERVISED
 from zerobook.objective import shifted
+from zerobook.utils.model_config import text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -253,7 +254,7 @@ def length_multiple(model: nn.Module) -> int:
 
     It is also 1 where the model's number of positions is no multiple of 8: the longest rows would be padded beyond them.
     """
-    positions = getattr(model.config, "max_position_embeddings", None) or 0
+    positions = getattr(text_config(model.config), "max_position_embeddings", None) or 0
     return 8 if torch.cuda.is_available() and positions % 8 == 0 else 1
 
 
@@ -296,13 +297,26 @@ class DecoderInput:
         self.shell.config = cast("PreTrainedModel", model).config
 
     def __call__(self, labels: torch.Tensor) -> torch.Tensor:
+        config = self.shell.config
+        labels = _with_a_token_in_each_row(labels, config.pad_token_id)
         own = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
         if own is not None:
             return own(labels)
         # BlenderBot has no such method; its forward calls this function of its module
-        config = self.shell.config
         shift = sys.modules[type(self.shell).__module__].shift_tokens_right
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
+
+
+def _with_a_token_in_each_row(labels: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Return labels in which rows of nothing but padding begin with another token.
+
+    The rows that fill up a batch have no label, and the rule of mBART, PLBart and FSMT begins a row with its last token. What
+    the decoder reads there has no effect: nothing is supervised.
+    """
+    empty = ((labels == IGNORE) | (labels == pad_token_id)).all(dim=1)
+    filled = labels.clone()
+    filled[empty, 0] = 0 if pad_token_id != 0 else 1
+    return filled
 
 
 class Seq2SeqCollator:

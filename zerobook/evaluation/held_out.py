@@ -13,6 +13,7 @@ from zerobook.data.sampler import SampleOrder
 from zerobook.health.position import touch
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
+from zerobook.utils.model_config import text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,8 +41,7 @@ def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
 
 def vocabulary(config: PreTrainedConfig) -> int:
     """Return the number of logits per position, by the model's config; 1 where the config names none."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "vocab_size", None) or 1
+    return getattr(text_config(config), "vocab_size", None) or 1
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
+from zerobook.models.reach import pattern_of_unreached
 from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def add_adapter(
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
-            output head.
+            output head. Modules that no text reaches get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         whole: names of modules that are trained whole.
         vocabulary: also train the input and output embeddings whole.
@@ -182,8 +183,9 @@ def add_adapter(
 
     set_seed(seed)
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    unreached = pattern_of_unreached(model)
     if method == "ia3":
-        return _put_in(model, IA3Config(task_type=task), revision)
+        return _put_in(model, IA3Config(task_type=task, exclude_modules=unreached), revision)
     embeddings = embedding_names(model)
     modules = _whole_modules(model, [*whole, *(embeddings if vocabulary else ())])
     tied = are_tied(model) and embeddings[0] in modules
@@ -195,7 +197,7 @@ def add_adapter(
     config = LoraConfig(
         r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
         target_modules=targets[0] if targets == ["all-linear"] else pattern_of(targets) or targets, use_dora=method == "dora",
-        modules_to_save=modules or None, ensure_weight_tying=tied,
+        modules_to_save=modules or None, ensure_weight_tying=tied, exclude_modules=unreached,
     )  # fmt: skip
     made = _put_in(model, config, revision)
     if method == "pissa":

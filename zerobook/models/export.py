@@ -15,13 +15,15 @@ from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter
 from zerobook.models.card import Training, card
-from zerobook.models.load import drop_foreign_attention, open_tokenizer
+from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
+from zerobook.models.reach import freeze_unreached
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.runlog.facts import trains_adapters
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import disk_errors_named, modes_by_umask, staged
 from zerobook.utils.library_messages import hush_loading
+from zerobook.utils.model_config import text_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -123,6 +125,7 @@ def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_rem
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
             f"{str(error).splitlines()[0]}{code}"
         ) from error
+    freeze_unreached(model)
     digested = (kept.get("base") or {}).get("weights") is not None
     now = origin.facts(facts, hub.folder(source, revision) if digested else None)
     origin.check(checkpoint, kept, now, weights=not kept.get("base_commit") or Path(source).exists())
@@ -181,7 +184,7 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
     from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config
 
-    model.config.use_cache = True
+    use_cache(model, True)
     if "num_beams" in config:
         answer_as_measured(
             model, tokenizer, source_prefix=config["source_prefix"], num_beams=config["num_beams"],
@@ -227,7 +230,8 @@ def _difference(one: Model, other: Model) -> float:
         if f".{INITIAL}." in name:  # it is a part of the adapter that was written
             continue
         buffer.data = buffer.data.to(theirs[name].dtype)
-    ids = torch.randint(3, min(one.config.vocab_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    vocabulary = text_config(one.config).vocab_size
+    ids = torch.randint(3, min(vocabulary, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
     mine, reloaded = (model(**batch).logits.float() for model in (one, other))
     return float((mine - reloaded).abs().max() / mine.abs().max())

@@ -25,14 +25,17 @@ from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_atten
 from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
+from zerobook.models.reach import freeze_unreached
 from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
+from zerobook.utils.model_config import text_config
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from zerobook.data.prepare import PreparedData
@@ -283,7 +286,7 @@ def load_model(
         check_layers(model, config.base_format)
     model.base_commit, model.base_facts = commit, facts
     keep_4bit_layout(model)
-    model.config.use_cache = False
+    use_cache(model, False)
     if model.config._attn_implementation == "flex_attention":
         # each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
         # attention computes without kernels
@@ -294,7 +297,18 @@ def load_model(
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
+    # it builds the model's class without weights, which ZeRO-3 would shard
+    with strategy.initialising_whole():
+        note = freeze_unreached(model)
+    if strategy.is_main and note:
+        print(f"  note: {note}")
     return model
+
+
+def use_cache(model: PreTrainedModel | PeftModel, cache: bool) -> None:
+    """Let the model keep keys and values of earlier tokens, or not. In a composite model, the text model's config decides."""
+    for config in (model.config, text_config(model.config)):
+        config.use_cache = cache
 
 
 def keep_all_layers(model: nn.Module) -> float:
@@ -358,7 +372,7 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
 
 def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
     """Raise `ConfigError` where texts of ``longest`` tokens exceed the model's position embeddings."""
-    positions = getattr(model_config, "max_position_embeddings", None)
+    positions = getattr(text_config(model_config), "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
@@ -392,7 +406,7 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 
 def absolute_positions(model: PreTrainedModel) -> int | None:
     """Return the rows of the model's table of positions; None where it has none (rotary or relative ones have no limit)."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(text_config(model.config), "max_position_embeddings", None)
     words = {id(module) for module in model.get_input_embeddings().modules()}  # several where adapters train a copy
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in words]
     tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines

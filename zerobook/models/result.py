@@ -19,6 +19,7 @@ from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
 from zerobook.utils.library_messages import hush_loading
+from zerobook.utils.model_config import text_config
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Loaded:
 def context_of(config: PreTrainedConfig) -> int | None:
     """Return the positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
     # T5's n_positions is what it was trained on; its relative bias limits nothing
+    config = text_config(config)
     if getattr(config, "relative_attention_num_buckets", None):
         return None
     for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
@@ -73,6 +75,8 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
         ConfigError: no such folder, a folder with neither a model nor an adapter in it, an adapter whose base
             is not there, or weights that cannot be read.
     """
+    from zerobook.models.load import use_cache
+
     hush_loading()
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
@@ -86,7 +90,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     tokenizer = _load_tokenizer(name, options, str(path)) if own else _load_tokenizer(base, of_base, str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
     # training switches the cache off and saves this setting; without a cache, every answer takes quadratic time
-    model.config.use_cache = True
+    use_cache(model, True)
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cast("nn.Module", model).to(device).eval()

@@ -26,9 +26,9 @@ def save_model(
 ) -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
-    Weights are gathered whole, one at a time, to rank 0, from their fp32 masters. A whole model is written in
-    ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights that transformers loads in fp32
-    whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete and on the disk
+    Weights are gathered whole, one at a time, to rank 0: trained ones from their fp32 masters, and of a whole model also its
+    frozen ones. A whole model is written in ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights
+    that transformers loads in fp32 whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete and on the disk
     when it appears: until then, the result of an earlier attempt stays.
 
     Args:
@@ -41,7 +41,7 @@ def save_model(
     dtype = _saved_dtype(model, config)
     folder = Path(config.output_dir) / config.result
     weights: dict[str, Any] = {}
-    for key, parameter in strategy.trainable():
+    for key, parameter in strategy.saved():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
             kept = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
@@ -71,7 +71,7 @@ def save_model(
 def bytes_of_result(strategy: Strategy, config: RecipeConfig) -> int:
     """Return the bytes of the tensors that `save_model` will write."""
     dtype = _saved_dtype(strategy.unwrapped, config)
-    return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.trainable())
+    return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.saved())
 
 
 def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
@@ -103,6 +103,8 @@ def _write(
         # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
         file = folder / "config.json"
         facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        if "text_config" in facts:
+            facts["text_config"]["use_cache"] = True
         file.write_text(json.dumps(facts, indent=2) + "\n")
     save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)

@@ -68,6 +68,7 @@ class Decoder:
         Raises:
             ConfigError: lists every key that is missing or not a number, and everything that the formulas do not cover.
         """
+        facts = {**facts, **(facts.get("text_config") or {})}
         problems = []
         if facts.get("is_encoder_decoder"):
             problems.append(f"{name}: is_encoder_decoder: true, and the formulas know decoders alone.")

@@ -19,8 +19,9 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.models import recompute
-from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers
+from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers, use_cache
 from zerobook.models.quantise import base_of, check_layers
+from zerobook.models.reach import freeze_unreached
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import Weight
@@ -113,8 +114,9 @@ class Job:
                 model = kind.from_config(self.model_config, dtype=self._dtype(precision), **options)
             except Exception as error:  # whatever the code of a class raises
                 raise NoClass(self.name, self.model_config.to_dict(), error) from error
-            model.config.use_cache = False
+            use_cache(model, False)
             keep_all_layers(model)
+            freeze_unreached(model)
             dropout = attention_dropout(self.model_config.to_dict())
             recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
             base = self.config.base_format or base_of(self.model_config)

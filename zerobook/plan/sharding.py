@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zerobook.optimizer import OptimizerSpec, optimizer_spec
+from zerobook.utils.model_config import automatic_zero_sizes
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -70,7 +71,7 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
     """Return the numbers of a resolved strategy file for a model.
 
     Args:
-        model_config: transformers' config; accelerate sizes buckets by its ``hidden_size``.
+        model_config: transformers' config; buckets are sized by its width.
         node: ranks on one node; None where there is only one node.
     """
     # on GPUs, accelerate wraps a model in DDP only with several processes; on a CPU also with one
@@ -85,13 +86,7 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
     if plan.kind != "deepspeed":
         return ShardingSpec(**common)
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
-    width = _width(model_config)
-    # accelerate 1.15, Accelerator._prepare_deepspeed
-    auto = {
-        "reduce_bucket_size": width**2,
-        "stage3_prefetch_bucket_size": int(0.9 * width**2),
-        "stage3_param_persistence_threshold": 10 * width,
-    }
+    auto = automatic_zero_sizes(model_config)
 
     def number(key: str, default: float, section: dict[str, Any] = zero) -> int:
         value = section.get(key, default)
@@ -118,13 +113,3 @@ def spread(plan: LaunchPlan, model_config: PreTrainedConfig | SimpleNamespace, n
         quantized_weights=bool(zero.get("zero_quantized_weights", False)),
         quantized_gradients=bool(zero.get("zero_quantized_gradients", False)),
     )
-
-
-def _width(model_config: PreTrainedConfig | SimpleNamespace) -> int:
-    """Return the width as accelerate finds it: the hidden size, the largest of several, or that of the text model inside."""
-    for config in (model_config, getattr(model_config, "text_config", None)):
-        if size := getattr(config, "hidden_size", None):
-            return int(size)
-        if sizes := getattr(config, "hidden_sizes", None):
-            return int(max(sizes))
-    return 0

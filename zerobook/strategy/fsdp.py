@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerobook.strategy.base import Strategy
-from zerobook.strategy.fsdp_loading import weights_freed_as_sharded, zeros
+from zerobook.strategy.fsdp_loading import replace_parameter, weights_freed_as_sharded, zeros
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.token_split import Ring
 from zerobook.strategy.weights import local, owners_of_buffers
@@ -58,7 +58,10 @@ class FullyShardedStrategy(Strategy):
         dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
         if self._zeros:
             for name, parameter in named.items():
-                parameter.data = zeros(parameter.shape, dtypes[name])
+                if parameter.is_meta:  # the file lacks it: transformers makes it on rank 0 only
+                    replace_parameter(model, parameter, nn.Parameter(zeros(parameter.shape, dtypes[name])))
+                else:
+                    parameter.data = zeros(parameter.shape, dtypes[name])
             for name, buffer in model.named_buffers():
                 buffer.data = buffer.data.to(dtypes[name])
         return model
@@ -83,7 +86,13 @@ class FullyShardedStrategy(Strategy):
             self.accelerator._prepare_cp = lambda *objects: objects
         special = getattr(model.config, "is_encoder_decoder", False)
         encoders = _encoder_decoder(model) if special else nullcontext()
-        with _hidden_buffers(model, self.mesh.device), encoders, _tied_as_before(model), weights_freed_as_sharded():
+        with (
+            _hidden_buffers(model, self.mesh.device),
+            encoders,
+            _layers_that_are_there(model),
+            _tied_as_before(model),
+            weights_freed_as_sharded(),
+        ):
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
@@ -223,6 +232,20 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del model.get_input_embeddings, model.get_output_embeddings
+
+
+@contextmanager
+def _layers_that_are_there(model: nn.Module) -> Iterator[None]:
+    """Hide layer classes that the model's class names and this model does not have: accelerate refuses these. A composite
+    class names those of all models that it can be composed of."""
+    model = cast("PreTrainedModel", model)
+    named = getattr(model, "_no_split_modules", None)
+    there = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = {name for name in named or () if name in there}
+    try:
+        yield
+    finally:
+        model._no_split_modules = named
 
 
 @contextmanager

@@ -39,6 +39,14 @@ def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` in the place of ``old``, under all of its names."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is old:
+                setattr(module, name, new)
+
+
 def shard_weights(
     accelerator: Accelerator, model: nn.Module, full_sd: dict[str, torch.Tensor], cpu_offload: bool = False
 ) -> nn.Module:

@@ -61,6 +61,13 @@ class TrainingState:
             if parameter.requires_grad:
                 yield unwrapped_name(name), parameter
 
+    def saved(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) of every weight of the saved model: with adapters, of the trained ones."""
+        adapts = hasattr(self.unwrapped, "peft_config")
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad or not adapts:
+                yield unwrapped_name(name), parameter
+
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the shape of the whole parameter, also if this rank holds a part."""
         return parameter.shape

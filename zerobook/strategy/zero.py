@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,11 +14,14 @@ from torch import nn
 
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.token_split import ATTENTION, Ulysses
+from zerobook.strategy.zero_loading import loaded_modules_left_alone
 from zerobook.strategy.zero_state import ZeroState
+from zerobook.utils.model_config import automatic_zero_sizes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.utils import DummyOptim, DummyScheduler
+    from transformers import PreTrainedModel
 
     from zerobook.config import RecipeConfig
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -46,17 +51,30 @@ class ZeroStrategy(ZeroState, Strategy):
             objects.append(self._build_optimizer(model, config))
         if self.owns_schedule:
             objects.append(self._schedule(objects[1], config, total_steps))
+        self._fill_sizes(model)
         if self.plan.sequence > 1:
             self.model, self.optimizer, *_ = self._prepare_split(objects)
         else:
             self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
         self.deepspeed_optimizer = self.model.optimizer
+        _switch_mode_with_model(self.model)
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
             # in these stages, DeepSpeed applies gradients that are not finite unless this is set
             self.deepspeed_optimizer.check_grad_overflow = True
         stage = self.model.zero_optimization_stage()
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
+
+    def _fill_sizes(self, model: nn.Module) -> None:
+        """Put numbers in place of ``auto``, which accelerate cannot do for the composite configs of some models."""
+        section = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        for key, size in automatic_zero_sizes(getattr(model, "config", None)).items():
+            if section.get(key) == "auto":
+                section[key] = size
+
+    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+        with loaded_modules_left_alone() if self.plan.zero_stage == 3 else nullcontext():
+            return super().load(load, options)
 
     def _prepare_split(self, objects: list[Any]) -> tuple[Any, ...]:
         """Prepare the model and the optimizer, and take Ulysses out of transformers, where accelerate registers it."""
@@ -184,3 +202,13 @@ class ZeroStrategy(ZeroState, Strategy):
             "sub_groups": len(masters),
             "offload": offload,
         }
+
+
+def _switch_mode_with_model(engine: nn.Module) -> None:
+    """Let ``train`` and ``eval`` also set the engine's own ``training``.
+
+    DeepSpeed 0.19.8 passes the mode on to the model inside only. An objective that reads ``model.training`` would then
+    train in every evaluation.
+    """
+    engine.train = MethodType(nn.Module.train, engine)  # type: ignore[method-assign]
+    engine.eval = MethodType(nn.Module.eval, engine)  # type: ignore[method-assign]

@@ -90,9 +90,20 @@ class ZeroState(TrainingState):
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        if not parameter.requires_grad:
+            return self._frozen(parameter)
         if key is None:
             return safe_get_full_fp32_param(parameter).detach()
         return safe_get_full_optimizer_state(parameter, key).detach()
+
+    def _frozen(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a weight that has no fp32 master, whole. Collective under ZeRO-3."""
+        if self.plan.zero_stage != 3:
+            return parameter.detach().float()
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to(torch.float32, copy=True)
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         if self.plan.zero_stage != 3:

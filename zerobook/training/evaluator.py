@@ -12,6 +12,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
 from zerobook.evaluation import held_out
+from zerobook.objective import router_outputs_off
 from zerobook.runlog.records import EvaluationRecord
 from zerobook.strategy import Strategy
 from zerobook.training.recipe import Collator, Scorer
@@ -60,20 +61,21 @@ class Evaluator:
             return None
         start = time.monotonic()
         strategy.model.eval()
-        result: dict[str, Any] = {}
-        if self.data.held_out:
-            result = held_out.losses(strategy, self.data.held_out, self.rows_at_once, self.collate, self.summed_loss)
-        metrics: dict[str, float] = {}
-        samples: list[dict[str, Any]] = []
-        for scorer in self.scorers:
-            measured, table = scorer(strategy, strategy.model, step)
-            if twice := metrics.keys() & measured.keys():
-                raise ConfigError(
-                    f"two scorers measure {', '.join(sorted(twice))}, and only one value could be logged. Give each scorer "
-                    "names of its own."
-                )
-            metrics |= measured
-            samples += table
+        with router_outputs_off(strategy.unwrapped):
+            result: dict[str, Any] = {}
+            if self.data.held_out:
+                result = held_out.losses(strategy, self.data.held_out, self.rows_at_once, self.collate, self.summed_loss)
+            metrics: dict[str, float] = {}
+            samples: list[dict[str, Any]] = []
+            for scorer in self.scorers:
+                measured, table = scorer(strategy, strategy.model, step)
+                if twice := metrics.keys() & measured.keys():
+                    raise ConfigError(
+                        f"two scorers measure {', '.join(sorted(twice))}, and only one value could be logged. Give each scorer "
+                        "names of its own."
+                    )
+                metrics |= measured
+                samples += table
         strategy.model.train()
         strategy.release_gathered_parameters()
         if metrics:

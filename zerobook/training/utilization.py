@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from zerobook.models.reach import unreached_modules
 from zerobook.strategy import Strategy
 from zerobook.utils.devices import known
+from zerobook.utils.model_config import text_config
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
-    text = config.get_text_config()
+    text = text_config(config)
     layers, width = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
     heads, head = getattr(text, "num_attention_heads", None), getattr(text, "head_dim", None)
     if not layers or not width or getattr(config, "is_encoder_decoder", False):
@@ -49,10 +51,12 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
         return None
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = output is not None and output.weight is embedding
+    base = getattr(model, "get_base_model", lambda: model)()
+    unreached = {id(weight) for path in unreached_modules(base) for weight in base.get_submodule(path).parameters()}
     trained = frozen = 0
     for parameter in model.parameters():
-        if parameter is embedding and not tied:
-            continue  # rows are looked up
+        if (parameter is embedding and not tied) or id(parameter) in unreached:
+            continue  # rows are looked up; no token passes a vision tower
         size = strategy.shape(parameter).numel()
         trained, frozen = (trained + size, frozen) if parameter.requires_grad else (trained, frozen + size)
     attention = 12 * layers * (heads * head if heads and head else width)

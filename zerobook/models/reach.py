@@ -1,0 +1,107 @@
+"""The weights that training on text cannot change, which are frozen under every strategy.
+
+Such a weight gets no gradient. DDP would wait for one, ZeRO would let the weight decay, and one process would leave it alone.
+Everything that follows (optimizer, checkpoints, the planner) goes by ``requires_grad``.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerobook.utils.model_config import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FOR_OTHER_INPUTS = ("multi_modal_projector", "visual_projection", "embed_tokens_extend")
+"""Names of modules that bring images or sound into the text model's embedding."""
+_UNUSED = ("query_global", "key_global", "value_global", "pooler")
+"""Names of modules that no text passes: LED's projections of tokens with global attention, which the recipes give to none, and
+summaries of a whole text."""
+_CROSS_ATTENTION = ("encoder_attn", "encoder_attn_layer_norm", "cross_attn", "cross_attn_layer_norm")
+"""Names of modules of an encoder-decoder's decoder that nothing passes where it is loaded without the encoder."""
+
+
+def freeze_unreached(model: PreTrainedModel) -> str | None:
+    """Freeze the weights that no text reaches and those that the model's class keeps fixed. Call it on a loaded model.
+
+    transformers 5.23 makes every weight that it loads trainable, also fixed ones such as sinusoidal positions.
+
+    Returns:
+        A note for people; None where there is no module that is left out.
+    """
+    fixed = _fixed_by_class(model)
+    modules = unreached_modules(model)
+    for name, parameter in model.named_parameters():
+        if name in fixed or name.startswith(tuple(f"{module}." for module in modules)):
+            parameter.requires_grad = False
+    if not modules:
+        return None
+    names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules))
+    return f"text does not reach {', '.join(names)} of this {type(model).__name__}: frozen, and without adapters"
+
+
+def unreached_modules(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the modules that no text reaches, none inside of another."""
+    unreached: list[str] = []
+    for path, module in model.named_modules():
+        inside = path.startswith(tuple(f"{outer}." for outer in unreached))
+        if path and not inside and _is_unreached(model, path, module):
+            unreached.append(path)
+    return [path for path in unreached if any(True for _ in model.get_submodule(path).parameters())]
+
+
+def pattern_of_unreached(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the paths of all modules that no text reaches; None where text reaches every module."""
+    paths = "|".join(map(re.escape, unreached_modules(model)))
+    return rf"({paths})(\..*)?" if paths else None
+
+
+def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    leaf = path.rpartition(".")[2]
+    if leaf in (*_FOR_OTHER_INPUTS, *_UNUSED):
+        return True
+    if model.config.is_encoder_decoder:
+        return isinstance(module, PreTrainedModel) and not _reads_text(module)
+    if leaf in _CROSS_ATTENTION and not getattr(model.config, "add_cross_attention", False):
+        return True
+    if text_config(model.config) is model.config:
+        return isinstance(module, PreTrainedModel) and not _reads_text(module)
+    return not any(module is part or _contains(module, part) or _contains(part, module) for part in _text_parts(model))
+
+
+def _reads_text(module: PreTrainedModel) -> bool:
+    return module.main_input_name == "input_ids"
+
+
+def _text_parts(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the text model inside of a composite model, and its output layer."""
+    from transformers import PreTrainedModel
+
+    text = text_config(model.config)
+    inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model and m.config is text]
+    # without a text model that can be told from the others, all modules count as reached
+    yield from inner or [model]
+    output = model.get_output_embeddings()
+    if output is not None:
+        yield output
+
+
+def _contains(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _fixed_by_class(model: PreTrainedModel) -> set[str]:
+    """Return the names of the weights that the model's class makes without a gradient: sinusoidal positions, and biases by
+    which routers balance their experts."""
+    with torch.device("meta"):
+        as_made = type(model)(copy.deepcopy(model.config))
+    return {name for name, parameter in as_made.named_parameters() if not parameter.requires_grad}

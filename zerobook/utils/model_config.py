@@ -1,0 +1,32 @@
+"""Facts from a transformers config, also where it is composed of the configs of several models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the model that reads and writes text: the part named so in a composite config, as of models that
+    also take images, and else ``config`` itself."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def hidden_width(config: Any) -> int:
+    """Return the width of the text model's layers, the largest where there are several; 0 where the config names none."""
+    for part in (config, text_config(config)):
+        if size := getattr(part, "hidden_size", None):
+            return int(size)
+        if sizes := getattr(part, "hidden_sizes", None):
+            return int(max(sizes))
+    return 0
+
+
+def automatic_zero_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes, in elements, that ``auto`` stands for in the ``zero_optimization`` of a DeepSpeed config: those of
+    accelerate 1.15, which finds no width in composite configs."""
+    width = hidden_width(config)
+    return {
+        "reduce_bucket_size": width**2,
+        "stage3_prefetch_bucket_size": int(0.9 * width**2),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
