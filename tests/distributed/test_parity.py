@@ -121,9 +121,8 @@ and a gradient of an adapter is small beside the roundings of the weights that i
 
 
 FALLS = {"ia3": 0.85, "router": 0.85, "composite_lora": 0.97}
-"""Case -> share of the first loss that the last one is below, where it is not 0.75: ia3 trains 384 numbers, the loss of the
-router stays, and the base of
-the composite model has learnt nothing that adapters could use."""
+"""Case -> share of the first loss that the last one is below, where it is not 0.75: ia3 trains 384 numbers, a router's loss
+does not fall below its coefficient, and the base of the composite model has learnt nothing that adapters could use."""
 
 
 def largest_difference(ours: list[float], reference: list[float]) -> float:
