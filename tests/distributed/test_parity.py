@@ -78,7 +78,7 @@ SAMPLE = {
     ("fsdp", "qlora"), ("zero3", "qlora"), ("zero2", "int8"), ("zero2", "vocabulary"),
     ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
     ("fsdp_tensor", "causal_lm"), ("fsdp_experts", "moe"), ("fsdp", "joined"),
-    ("zero3", "router"), ("fsdp", "gemma3"), ("ddp", "composite"), ("zero3", "composite_lora"), ("fsdp", "marian"),
+    ("zero3", "router"), ("fsdp", "gemma3"), ("ddp", "composite"), ("zero3", "composite"), ("fsdp", "marian"),
     ("zero3", "pegasus"), ("zero2", "mbart"),
 }  # fmt: skip
 
