@@ -28,8 +28,8 @@ def save_model(
 
     Weights are gathered whole, one at a time, to rank 0: trained ones from their fp32 masters, and of a whole model also its
     frozen ones. A whole model is written in ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights
-    that transformers loads in fp32 whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder is complete and on the disk
-    when it appears: until then, the result of an earlier attempt stays.
+    that transformers loads in fp32 whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder
+    is complete and on the disk when it appears: until then, the result of an earlier attempt stays.
 
     Args:
         make_card: makes the folder's README.md; called on rank 0.
