@@ -182,10 +182,29 @@ CORPUS: dict[str, Case] = {
     "a TPU": Case({"distributed_type": "XLA"}, said="distributed_type is XLA", refused_by_launcher=True),
     "SageMaker": Case({"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"}, said="compute_environment", refused_by_launcher=True),
     "mpirun": Case({"distributed_type": "MULTI_CPU", "mpirun_config": {"mpirun_hostfile": "/etc/hosts"}}, said="mpirun_config", refused_by_launcher=True),
-    "one process that is launched twice": Case({"distributed_type": "NO"}, said="--num_processes is 2"),
+    "one process that is launched twice": Case({"distributed_type": "NO"}, said="num_processes is 2"),
     "tensor parallel under DDP": Case(parallel({"distributed_type": "MULTI_GPU"}, tp=2), said=""),
     "tensor and expert parallel": Case(parallel(FSDP, tp=2, ep=2), said="is not supported"),
     "sequence parallel under FSDP": Case(parallel(FSDP, sp=2), said="zero3_sequence.yaml"),
+    "masters in bf16": Case(
+        DEEPSPEED, ZERO2 | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        "bf16.bf16_master_weights_and_grads is not supported"),
+    "masters in bf16, offloaded": Case(
+        DEEPSPEED, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu"}}}, "bf16_master_weights_and_grads is not supported"),
+    "masters in fp16": Case(
+        DEEPSPEED, ZERO2 | {"fp16": {"fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads is not supported"),
+    "masters in bf16, switched off": Case(DEEPSPEED, ZERO2 | {"bf16": {"bf16_master_weights_and_grads": False}}),
+    "bf16 as it was written once": Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}),
+    "bf16 as it is and was written": Case(
+        DEEPSPEED, ZERO2 | {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16 and bf16, which replaced it"),
+    "several processes of MPI": Case({"distributed_type": "MULTI_CPU"}, said="distributed_type is MULTI_CPU"),
+    "fsdp 1, hybrid": Case(
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
+        said="parallelism_config_dp_replicate_size"),
+    "a layer of experts that is not there": Case(
+        DEEPSPEED | {"deepspeed_config": {"zero_stage": 3, "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock"}},
+        said="MixtralSparseMoeBlock: LlamaForCausalLM has no such layer"),
     # --- two values
     "another clipping in the YAML": Case(
         DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2 | {"gradient_clipping": 1.0}, "gradient_clipping is 1.0"),

@@ -6,8 +6,11 @@ import pytest
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
-from zerobook.config import changed, parse
+from tests.harness import ROOT
+from zerobook.config import ALIASES, changed, nearest, parse
 from zerobook.errors import ConfigError
+from zerobook.training.recipe_file import recipe_class
+from zerobook.utils import other_trainers
 
 BASE = ["--model_name_or_path", "m", "--dataset_name", "d"]
 
@@ -43,7 +46,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
     file.write_text("learning_rat: 1e-3\nseed: many\n")
     found = problems(["--config", str(file), "--per_device_train_batch", "4", "--num_warmup_steps", "-1"])
     text = "\n".join(found)
-    assert len(found) == 4
+    assert len(found) == 5 and "model_name_or_path: it is None" in found[-1]
     assert "learning_rat: no such key. Did you mean learning_rate?" in text
     assert "Did you mean --per_device_train_batch_size?" in text
     assert f"seed: got 'many' (from {file}), expected a valid integer" in text
@@ -60,6 +63,10 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         ([*BASE, "--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: no such folder: nowhere"),
         ([*BASE, "--max_train_steps", "5", "--num_warmup_steps", "9"], "9 warm-up steps do not fit into max_train_steps=5"),
         ([*BASE, "--lr_scheduler_type", "sine"], "lr_scheduler_type: got 'sine'"),
+        ([*BASE, "--chat_template", "{% for m in messages %}" + "{{ m.content }}" * 40], "write the template into FILE.jinja"),
+        ([*BASE, "--chat_template", "x" * 300], "expected a path"),
+        (["--model_name_or_path", "m", "--train_file", "x" * 300], "train_file: got"),
+        ([*BASE, "--output_dir", "x" * 300], "output_dir: got"),
         ([*BASE, "5"], "5: a value without a flag"),
         ([*BASE, "--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
     ],
@@ -190,3 +197,46 @@ def test_paths_in_a_yaml_start_beside_it_too(tmp_path, monkeypatch):
     (project / "run.yaml").write_text("model_name_or_path: m\ntrain_file: gone.jsonl\n")
     (said,) = problems(["--config", "../project/run.yaml"])
     assert f"gone.jsonl, looked for in {elsewhere}" in said
+
+
+RECIPES = {name: recipe_class(str(ROOT / "recipes" / f"{name}.py")).config_class
+           for name in ("causal_lm", "lora_finetune", "seq2seq_chatbot")}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe, name, meant", [
+    ("causal_lm", "deepspeed", "accelerate_configs/zero2.yaml"),
+    ("causal_lm", "fsdp", "accelerate_configs/fsdp.yaml"),
+    ("causal_lm", "data_path", "Did you mean --train_file?"),
+    ("causal_lm", "val_set_size", "Did you mean --validation_split_percentage?"),
+    ("causal_lm", "max_length", "Did you mean --block_size?"),
+    ("causal_lm", "max_seq_length", "Did you mean --block_size?"),
+    ("seq2seq_chatbot", "cutoff_len", "Did you mean --max_source_length?"),
+    ("lora_finetune", "model_max_length", "Did you mean --max_seq_length?"),
+    ("lora_finetune", "quantization_bit", "Did you mean --load_in_4bit?"),
+    ("causal_lm", "load_in_4bit", "recipes/lora_finetune.py takes --load_in_4bit"),
+    ("causal_lm", "use_dora", "recipes/lora_finetune.py takes --adapter dora"),
+    ("lora_finetune", "peft_use_dora", "Did you mean --adapter dora?"),
+    ("lora_finetune", "tuner_type", "Did you mean --adapter?"),
+    ("lora_finetune", "neftune_noise_alpha", "no such setting here"),
+    ("lora_finetune", "lerning_rate", "Did you mean --learning_rate?"),
+])  # fmt: skip
+def test_a_name_of_another_trainer_is_answered_with_what_does_it_here(recipe, name, meant):
+    (problem,) = [problem for problem in problems([f"--{name}", "x"], RECIPES[recipe]) if problem.startswith(f"--{name}")]
+    assert meant in problem
+
+
+def test_every_flag_that_other_trainers_names_lead_to_is_one_of_a_recipe():
+    known = set().union(*(config.model_fields for config in RECIPES.values()))
+    led_to = {candidate.split()[0] for candidates in other_trainers.FLAGS.values() for candidate in candidates}
+    assert led_to <= known and set().union(*other_trainers.OTHER_RECIPES.values()) <= known
+    assert not other_trainers.ABSENT & (known | other_trainers.FLAGS.keys() | other_trainers.SENTENCES.keys())
+
+
+def test_each_name_of_transformers_trainer_has_an_answer_of_its_own():
+    """A name that is only spelt like one of ours would be answered with a flag that means something else."""
+    from transformers import TrainingArguments
+
+    flags = set(RECIPES["lora_finetune"].model_fields) | ALIASES.keys()
+    for name in TrainingArguments.__dataclass_fields__.keys() - flags:
+        answer = other_trainers.translate(name, flags, "--")
+        assert answer or not nearest(name, flags), name

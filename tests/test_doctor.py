@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import ROOT
 from zerobook.cli.doctor import doctor, inspect_launch
+from zerobook.cli.main import main
 from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
@@ -88,9 +89,82 @@ def test_the_findings_as_json(capsys, name, code):
     assert all(" ".join(problem.split()) in text for problem in found["problems"])
 
 
+TWO_NODES = [
+    "--num_processes", "4", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "10.0.0.1",
+    "--main_process_port", "29500",
+]  # fmt: skip
+
+
+MANY = ["--num_machines", "2", "--num_processes", "4"]
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["ddp", "--num_processes", "2", "--deepspeed_config_file", "ds.json"], "--deepspeed_config_file ds.json has no effect"),
+    (["", "--deepspeed_config_file", "ds.json", "--num_processes", "1"], "Add --use_deepspeed"),
+    (["ddp", "--num_processes", "2", "--fsdp_offload_params", "true"], "--fsdp_offload_params true has no effect"),
+    (["fsdp", "--num_processes", "2", "--gradient_clipping", "0.5"], "--gradient_clipping 0.5 has no effect"),
+    (["", "--num_processes", "2"], "no strategy file is named"),
+    (["ddp", "--cpu", "--num_processes", "2"], "--cpu starts one process"),
+    (["ddp", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
+    (["zero2", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
+    (["", "--mixed_precision", "fp8", "--num_processes", "1"], "fp8 is not supported"),
+    (["ddp", "--num_processes", "2", "--gpu_ids", "0"], "accelerate refuses this launch"),
+    (["ddp", "--num_processes", "2", "--use_deepspeed", "--use_fsdp"], "accelerate refuses this launch"),
+    (["ddp", *MANY, "--machine_rank", "0"], "--main_process_ip: not given"),
+    (["ddp", *MANY, "--machine_rank", "0", "--main_process_ip", "YOUR_MAIN_IP"], "this host cannot resolve it"),
+    (["ddp", *MANY, "--machine_rank", "0", "--main_process_ip", "xxx.xxx.xxx.xxx"], "this host cannot resolve it"),
+    (["zero2", *MANY, "--machine_rank", "0", "--main_process_ip", "0.0.0.0"], "no address of a machine"),
+    (["ddp", *MANY, "--machine_rank", "2", "--main_process_ip", "10.0.0.1"], "2 machines have ranks 0 to 1"),
+    (["ddp", "--num_machines", "2", "--num_processes", "5", "--machine_rank", "0", "--main_process_ip", "10.0.0.1"],
+     "5 is no multiple of num_machines 2"),
+    (["", "--use_deepspeed", "--zero_stage", "2", *MANY, "--machine_rank", "0", "--main_process_ip", "10.0.0.1"],
+     "deepspeed_multinode_launcher is pdsh"),
+])  # fmt: skip
+def test_what_accelerate_would_drop_or_wait_for_is_one_problem(monkeypatch, flags, said):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: (_ for _ in ()).throw(OSError("no such name")))
+    file = ["--config_file", f"accelerate_configs/{flags[0]}.yaml"] if flags[0] else []
+    plan, found, _, _ = inspect_launch([*file, *flags[1:]], Hardware())
+    found += plan.problems if plan else []
+    assert len(found) == 1 and said in found[0], found
+
+
+@pytest.mark.parametrize("name, content, said", [
+    ("ds.json", '{"zero_optimization": {"stage": 2}}', "this is a DeepSpeed config"),
+    ("run.yaml", "model_name_or_path: gpt2\nlearning_rate: 1e-4\n", "this is a recipe's config"),
+])  # fmt: skip
+def test_another_programs_file_as_the_strategy_file_is_recognised(written, name, content, said):
+    plan, found, _, _ = inspect_launch(["--config_file", written(content, name)], Hardware())
+    assert plan is None and len(found) == 1 and said in found[0]
+
+
+def test_zerobook_launch_says_what_accelerate_would_show_a_traceback_of(capsys):
+    line = ["launch", "--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), "--mixed_precision", "fp8", "a.py"]
+    assert main(line) == 2
+    assert "fp8 is not supported" in " ".join(capsys.readouterr().err.split())
+
+
+def test_problems_of_all_stages_are_told_at_once(written, tmp_path, tiny):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    strategy = written("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2, fsdp_ofload_params: true}\n")
+    recipe = [str(ROOT / "recipes" / "causal_lm.py"), "--train_file", str(tmp_path / "chat.jsonl"), "--lerning_rate", "1"]
+    recipe += ["--global_batch_size", "9", "--mixed_precision", "fp16", "--model_name_or_path", str(tiny / "llama")]
+    plan, found, config, _ = inspect_launch(["--config_file", strategy, *recipe], Hardware())
+    said = "\n".join(found + plan.problems)
+    for words in (
+        "Did you mean fsdp_offload_params?",
+        "chats.jsonl?",
+        "--learning_rate?",
+        "no multiple",
+        "fp16 does not train",
+    ):
+        assert words in said
+    assert len(found + plan.problems) == 5 and config.global_batch_size == 9
+
+
 def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
     monkeypatch.chdir(ROOT)
-    flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "8", "--num_machines", "2"]
+    flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "8", *TWO_NODES[2:]]
     plan, _, _, _ = inspect_launch(flags, Hardware(gpus=2, gpu_name="A100"))
     assert any("4 processes on this machine, which has 2 GPU(s)" in p for p in plan.problems)
 
@@ -108,9 +182,6 @@ def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
 )
 def test_the_launchers_own_flags_are_found(command, expected):
     assert launcher_flags(command) == expected
-
-
-TWO_NODES = ["--num_processes", "4", "--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
 
 
 @pytest.mark.parametrize(

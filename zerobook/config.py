@@ -14,7 +14,9 @@ import os
 import re
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
@@ -25,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
-from zerobook.utils import user_code
+from zerobook.utils import other_trainers, user_code
 from zerobook.utils.chat_template import NAMES, template_file
 from zerobook.utils.terminal import plain
 from zerobook.utils.yaml_text import load_yaml
@@ -40,22 +42,6 @@ ALIASES = {
     "n_train": "max_train_samples",
     "n_val": "max_eval_samples",
 }
-OTHERS_NAMES = {
-    "optim": "optimizer", "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "epochs": "num_train_epochs",
-    "num_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "global_batch_size", "micro_batch_size": "per_device_train_batch_size",
-    "gradient_accumulation": "gradient_accumulation_steps", "bf16": "mixed_precision bf16", "fp16": "mixed_precision fp16",
-    "precision": "mixed_precision", "max_length": "max_seq_length", "cutoff_len": "max_seq_length",
-    "sequence_len": "max_seq_length", "lora_rank": "lora_r", "lora_target": "lora_target_modules", "use_lora": "adapter lora",
-    "use_peft": "adapter lora", "lora_modules_to_save": "modules_to_save", "flash_attn": "attn_implementation",
-    "sample_packing": "packing", "save_strategy": "save_steps", "eval_strategy": "eval_steps",
-    "evaluation_strategy": "eval_steps", "base_model": "model_name_or_path", "template": "chat_template",
-    "dataset": "dataset_name", "logging_dir": "output_dir", "overwrite_output_dir": "resume_from_checkpoint",
-    "additional_special_tokens": "new_tokens", "new_special_tokens": "new_tokens", "add_tokens": "new_tokens",
-    "load_best_model_at_end": "early_stopping_patience",
-}  # fmt: skip
-"""Names of other trainers -> the flag that does it here."""
-
 Precision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -281,6 +267,18 @@ class RecipeConfig(_Keys):
         """The folder in ``output_dir`` that the trained weights are saved in."""
         return "adapter" if self.trains_adapters else "model"
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _no_content_as_path(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name not in FILES or not isinstance(value, str):
+            return value
+        if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
+            raise PydanticCustomError("choice", "Input should be a file: write the template into FILE.jinja, and name that")
+        # The system answers a longer name with an error of its own.
+        if "\0" in value or any(len(part.encode()) > LONGEST_NAME for part in value.split("/")):
+            raise PydanticCustomError("choice", "Input should be a path")
+        return value
+
     @field_validator("output_dir")
     @classmethod
     def _expand_home(cls, value: str) -> str:
@@ -387,7 +385,7 @@ class RecipeConfig(_Keys):
             value = getattr(self, key)
             template = key == "chat_template"
             if value and not (template_file(value) if template else Path(value).expanduser()).exists():
-                near = nearest(value, set(NAMES)) if template else ""
+                near = nearest(value, set(NAMES)) if template else _nearest_file(Path(value).expanduser())
                 found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
         found += _unusable_folder("output_dir", self.output_dir)
         for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
@@ -491,15 +489,27 @@ class ConfigSources(dict[str, str]):
         return self.get(key, "default").startswith("flag ")
 
 
+@dataclass(frozen=True)
+class Parsed(Generic[ConfigT]):
+    """Flags and YAML, read.
+
+    Attributes:
+        config: the config of all values that are valid.
+        sources: the source of each of its values.
+        dry_run: ``--dry-run`` was given.
+        problems: every unknown key, wrong type, missing file and disagreement.
+    """
+
+    config: ConfigT
+    sources: ConfigSources
+    dry_run: bool
+    problems: list[str]
+
+
 def parse(
     config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True
 ) -> tuple[ConfigT, ConfigSources, bool]:
-    """Read flags and the YAML they name.
-
-    Args:
-        config_class: the recipe's config.
-        argv: the flags, without the program's name; ``sys.argv[1:]`` when None.
-        data: training data has to be named.
+    """Read flags and the YAML they name. See `read` for the arguments.
 
     Returns:
         (config, source of each value, whether ``--dry-run`` was asked for).
@@ -507,12 +517,29 @@ def parse(
     Raises:
         ConfigError: with every unknown key, wrong type, missing file and disagreement at once.
     """
+    parsed = read(config_class, argv, data=data)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    return parsed.config, parsed.sources, parsed.dry_run
+
+
+def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True) -> Parsed[ConfigT]:
+    """Read flags and the YAML they name, and gather the problems: those of the launch can then be told together with them.
+
+    Args:
+        config_class: the recipe's config.
+        argv: the flags, without the program's name; ``sys.argv[1:]`` when None.
+        data: training data has to be named.
+
+    Raises:
+        ConfigError: the YAML cannot be read, so that nothing else can be said.
+    """
     parser = _parser(config_class)
     known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
     names = set(config_class.model_fields) | set(ALIASES)
     problems = [
-        f"{token}: no such flag.{nearest(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
+        f"{token}: no such flag.{_hint(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
         for token in unknown
         if token.startswith("--")
     ]
@@ -527,7 +554,7 @@ def parse(
         for key, value in file_values.items():
             name = ALIASES.get(key, key)
             if name not in config_class.model_fields:
-                problems.append(f"{known.config}: {key}: no such key.{nearest(str(key), names)}")
+                problems.append(f"{known.config}: {key}: no such key.{_hint(str(key), names)}")
             elif name in values:
                 problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
             else:
@@ -535,17 +562,31 @@ def parse(
     for key, value in flags.items():
         values[key], sources[key] = value, f"flag --{key}"
 
-    try:
-        config = config_class(**values)
-    except ValidationError as error:
-        problems += [_explain(e, sources) for e in error.errors()]
-        raise ConfigError(problems) from None
-    if data and not config.names_data():
+    config, invalid = _valid(config_class, values, sources)
+    problems += invalid
+    # What is not valid may have been the name of the data.
+    if data and not invalid and not config.names_data():
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
-    problems += config.problems()
-    if problems:
-        raise ConfigError(problems)
-    return config, sources, known.dry_run
+    problems += [problem for problem in config.problems() if not _is_about(problem, invalid)]
+    return Parsed(config, sources, known.dry_run, problems)
+
+
+def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigSources) -> tuple[ConfigT, list[str]]:
+    """Return the config of the values that are valid, and a problem for each that is not. Takes its source away."""
+    try:
+        return config_class(**values), []
+    except ValidationError as error:
+        errors = error.errors()
+    problems = [_explain(each, sources) for each in errors]
+    bad = {str(each["loc"][0]) for each in errors}
+    sources.update(dict.fromkeys(bad, "default"))
+    config, _ = _valid(config_class, {key: value for key, value in values.items() if key not in bad}, sources)
+    return config, problems
+
+
+def _is_about(problem: str, others: list[str]) -> bool:
+    """Return whether a problem is about a key that one of ``others`` is about."""
+    return problem.partition(":")[0] in {other.partition(":")[0].partition(".")[0] for other in others}
 
 
 class ConfigDraft(Generic[ConfigT]):
@@ -670,9 +711,24 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
     return loaded, []
 
 
+def _nearest_file(missing: Path) -> str:
+    """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
+    try:
+        neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
+    except OSError:
+        return ""
+    near = nearest(missing.name, neighbours)
+    return near and near.replace(" mean ", f" mean {missing.parent}/") if str(missing.parent) != "." else near
+
+
 PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",
          "config_name", "adapter_path", "dataset_name")  # fmt: skip
 """Keys that may name a file or a folder."""
+FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
+LONGEST_SHOWN = 200
+"""Characters of a wrong value that a message repeats."""
+LONGEST_NAME = 255
+"""Bytes that a name in a path may have, on all common file systems."""
 
 
 def _beside(yaml_file: str, key: str, value: Any) -> Any:
@@ -694,21 +750,27 @@ def _path_beside(yaml_file: str, name: str) -> str:
 
 
 def nearest(name: str, names: set[str], prefix: str = "") -> str:
-    """Return ``Did you mean ...?`` with the name that is meant, or an empty string."""
-    other = OTHERS_NAMES.get(name)
-    if other is not None and other.split()[0] in names:
-        return f" Did you mean {prefix}{other}?"
+    """Return ``Did you mean ...?`` with the name that is spelt most like it, or an empty string."""
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {prefix}{match[0]}?" if match else ""
+
+
+def _hint(name: str, names: set[str], prefix: str = "") -> str:
+    """Return a sentence about the key that is meant: by its name in another trainer, or by its spelling."""
+    translation = other_trainers.translate(name, names, prefix)
+    return f" {translation}" if translation else nearest(name, names, prefix)
 
 
 def _explain(error: Any, sources: ConfigSources) -> str:
     path = ".".join(str(part) for part in error["loc"])
     source = sources.get(str(error["loc"][0]), "default")
     if error["type"] == "extra_forbidden":
-        return f"{source}: {path}: no such key.{nearest(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
+        return f"{source}: {path}: no such key.{_hint(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
     if error["type"] == "missing":
         return f"{source}: {path}: the key is missing."
     # "a valid number, unable to parse string as a number": the first half says it
     message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
-    return f"{path}: got {error['input']!r} (from {source}), expected {message}."
+    shown = repr(error["input"])
+    if len(shown) > LONGEST_SHOWN:
+        shown = f"{shown[:LONGEST_SHOWN]}..."
+    return f"{path}: got {shown} (from {source}), expected {message}."

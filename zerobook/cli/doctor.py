@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
-from zerobook.config import ConfigSources, RecipeConfig, parse
+from zerobook.config import ConfigSources, RecipeConfig, read
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight
 from zerobook.launch.accelerate_cli import loopback_note
 from zerobook.launch.host_check import PATIENCE_S
-from zerobook.launch.resolve import Hardware, resolve
-from zerobook.launch.worker_environment import worker_environment
+from zerobook.launch.resolve import Hardware, resolve, together
+from zerobook.launch.worker_environment import inspect, worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils import hub
@@ -72,7 +72,7 @@ def doctor(argv: list[str]) -> int:
                 out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
         if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
             problems.append(earlier)
-        if all_ranks:
+        if all_ranks and not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems):
             problems += _hosts(out, argv, plan, config)
     elif all_ranks:
         problems.append("--all_ranks: give the flags of the launch as well.")
@@ -98,22 +98,26 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         (plan, problems found before it, the recipe's config, the source of each of its values).
     """
     launch_flags, recipe, recipe_flags = _split(argv)
-    problems: list[str] = []
     config: RecipeConfig = RecipeConfig()
     sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
+    config_problems: list[str] = []
     if recipe:
         try:
-            config, sources, _ = parse(recipe_class(recipe).config_class, recipe_flags)
+            parsed = read(recipe_class(recipe).config_class, recipe_flags)
+            config, sources, config_problems = parsed.config, parsed.sources, parsed.problems
         except ConfigError as error:
-            problems += error.problems
-    try:
-        environ, precision = worker_environment(launch_flags)
-    except ConfigError as error:
-        return None, problems + error.problems, config, sources
-    plan, config, sources = resolve(environ, hardware, config, sources, precision)
+            config_problems = error.problems
+    workers = inspect(launch_flags)
+    environ = workers.environ
+    plan, config, sources = resolve(environ, hardware, config, sources, workers.precision)
+    problems = together(config_problems, workers.problems)
+    # The plan has problems of its own, which the caller adds to the others.
+    plan.problems = together(problems, plan.problems)[len(problems) :]
+    if not workers.has_strategy:
+        return None, problems + plan.problems, config, sources
     if note := loopback_note(plan, environ):
         plan.notes.append(note)
-    if config.model_name_or_path and config.base_format is None:
+    if config.model_name_or_path and config.base_format is None and not problems:
         name = config.model_name_or_path
         folder = embedded.converted(name) or hub.folder(name, config.model_revision)
         copies = plan.copies_at_load(int(environ.get("LOCAL_WORLD_SIZE", 1)))

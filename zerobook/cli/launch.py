@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from zerobook.cli.arguments import Parser
-from zerobook.launch import accelerate_cli, elastic
+from zerobook.errors import ConfigError
+from zerobook.launch import accelerate_cli, elastic, flag_checks
 from zerobook.launch.process import quietly
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
@@ -35,5 +36,15 @@ def launch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
-    given, rest = parser.parse_known_args(argv)
-    return quietly(lambda: elastic.launch(given.min_machines, rest) if given.min_machines else accelerate_cli.launch(rest))
+    known, arguments = parser.parse_known_args(argv)
+    if known.min_machines:
+        return quietly(lambda: elastic.launch(known.min_machines, arguments))
+    return quietly(lambda: _launch(arguments))
+
+
+def _launch(arguments: list[str]) -> None:
+    """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
+    problems = flag_checks.check(accelerate_cli.parsed(arguments), starts=True).problems
+    if problems:
+        raise ConfigError(problems)
+    accelerate_cli.launch(arguments)

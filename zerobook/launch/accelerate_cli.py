@@ -7,6 +7,7 @@ which is that of a worker's parent process.
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import shlex
 import socket
@@ -59,9 +60,9 @@ def _without_machines(arguments: list[str]) -> list[str]:
 
 def launch(arguments: list[str]) -> None:
     """Start processes as ``accelerate launch`` does, and return when they have ended."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command
 
-    launch_command(launch_command_parser().parse_args(arguments))
+    launch_command(parsed(arguments))
 
 
 def parent_flags() -> list[str] | None:
@@ -120,9 +121,7 @@ def chose_threads() -> bool:
     if flags is None:
         ours = any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
         return ours and "OMP_NUM_THREADS" not in given
-    from accelerate.commands.launch import launch_command_parser
-
-    typed = launch_command_parser().parse_args(flags).num_cpu_threads_per_process
+    typed = parsed(flags).num_cpu_threads_per_process
     return typed is None and "OMP_NUM_THREADS" not in given
 
 
@@ -149,19 +148,16 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def file_and_processes(flags: list[str]) -> tuple[str | None, int | None]:
-    """Return ``--config_file`` and ``--num_processes`` of the launcher's arguments (script included); None if not given."""
+def parsed(flags: list[str]) -> argparse.Namespace:
+    """Return the launcher's arguments (script included) as its own parser reads them."""
     from accelerate.commands.launch import launch_command_parser
 
-    args = launch_command_parser().parse_args(flags)
-    return args.config_file, args.num_processes
+    return launch_command_parser().parse_args(flags)
 
 
 def typed_flags(flags: list[str]) -> dict[str, Any]:
     """Return the flags that the launcher's arguments (script included) set, by name."""
-    from accelerate.commands.launch import launch_command_parser
-
-    args = launch_command_parser().parse_args(flags)
+    args = parsed(flags)
     return {key: value for key, value in vars(args).items() if key in getattr(args, "nondefault", ())}
 
 
@@ -173,9 +169,8 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
         `STRATEGY_FILE`).
     """
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
 
-    args = launch_command_parser().parse_args(flags)
+    args = parsed(flags)
     file = {}
     if args.config_file or Path(default_config_file).is_file():
         file = vars(load_config_from_file(args.config_file))

@@ -8,64 +8,69 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from zerobook.config import nearest
 from zerobook.errors import ConfigError
-from zerobook.launch.accelerate_cli import file_and_processes
+from zerobook.launch.accelerate_cli import parsed
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_yaml
 
 _SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
 _LAUNCHED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 """Values of ``distributed_type`` that the recipes run under."""
-_SECTIONS = {
+BEGINNINGS = {
     "fsdp_config": ("fsdp_",),
     "deepspeed_config": ("deepspeed_", "zero", "offload_", "gradient_"),
     "parallelism_config": ("parallelism_config_",),
 }
 """Section -> beginnings of the launcher's flags that are its keys."""
+_OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+"""Keys by which a DeepSpeed config is known."""
+_OF_RECIPES = {"model_name_or_path", "train_file", "dataset_name", "output_dir", "learning_rate"}
+"""Keys by which a recipe's config is known."""
 OWN = {"parallelism_config_ep_size"}
 """Keys that accelerate does not know, and Zerobook reads."""
 
 
-def check(file: str | None, processes: int | None = None) -> None:
-    """Raise `ConfigError` with all problems of an Accelerate config.
+class FileCheck(NamedTuple):
+    """What is wrong with an Accelerate config.
 
-    Args:
-        file: its path; None takes the machine's default, if there is one.
-        processes: the number of processes that the launcher's flags ask for.
+    Attributes:
+        problems: a sentence each, with the file's name.
+        is_resolvable: what else the file says can be resolved all the same.
     """
-    file = file or _default()
+
+    problems: list[str]
+    is_resolvable: bool
+
+
+def check(file: str | None) -> FileCheck:
+    """Check an Accelerate config; None takes the machine's default, if there is one."""
+    file = path(file)
     if file is None:
-        return
-    loaded = load(file)
-    problems = [*_other_launchers(loaded), *_unknown_keys(loaded)]
-    for key in ("num_processes", "num_machines"):
-        count = loaded.get(key)
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            problems.append(f"{key} is {count!r}, expected a number of 1 or more.")
-    if not problems and str(loaded.get("distributed_type", "NO")).upper() == "NO" and (processes or 1) > 1:
-        problems.append(
-            f"distributed_type is NO, which starts one process, and --num_processes is {processes}. Launch with "
-            "accelerate_configs/ddp.yaml, or another file that spreads a run."
-        )
-    if problems:
-        raise ConfigError([f"{file}: {problem}" for problem in problems])
+        return FileCheck([], True)
+    try:
+        loaded = load(file)
+    except ConfigError as error:
+        return FileCheck(error.problems, False)
+    blocking = [*_other_launchers(loaded), *_wrong_types(loaded)]
+    found = blocking + ([] if blocking else list(_unknown_keys(loaded)))
+    return FileCheck([f"{file}: {problem}" for problem in found], not blocking)
 
 
-def _default() -> str | None:
-    """Return the path of this machine's default config, where there is one."""
+def path(file: str | None) -> str | None:
+    """Return ``file``, or the path of this machine's default config where there is one."""
     from accelerate.commands.config.config_args import default_config_file
 
-    return str(default_config_file) if Path(default_config_file).is_file() else None
+    return file or (str(default_config_file) if Path(default_config_file).is_file() else None)
 
 
 def path_of(flags: list[str] | None) -> str | None:
     """Return the config that the launcher's flags (script included) name, or this machine's default; None without either."""
-    return None if flags is None else file_and_processes(flags)[0] or _default()
+    return None if flags is None else path(parsed(flags).config_file)
 
 
 def load(file: str) -> dict[str, Any]:
@@ -85,7 +90,27 @@ def load(file: str) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. {_SHIPPED}"
         )
+    if other := _other_kind(loaded):
+        raise ConfigError(f"{file}: {other}")
     return loaded
+
+
+def _other_kind(loaded: dict[str, Any]) -> str | None:
+    """Return what a file is and where it belongs, if it is one of another program or of another flag; None if it is not."""
+    if "distributed_type" in loaded or "compute_environment" in loaded:
+        return None
+    if loaded.keys() & _OF_DEEPSPEED:
+        return (
+            "this is a DeepSpeed config, not an Accelerate config. Name it as deepspeed_config_file in one with "
+            "distributed_type: DEEPSPEED, as accelerate_configs/zero2.yaml does, or pass it with --use_deepspeed "
+            "--deepspeed_config_file."
+        )
+    if loaded.keys() & _OF_RECIPES:
+        return (
+            "this is a recipe's config, not an Accelerate config. Name it behind the recipe, with --config, and give "
+            f"--config_file a strategy file. {_SHIPPED}"
+        )
+    return None
 
 
 def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
@@ -101,22 +126,31 @@ def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
         yield "mixed_precision fp8 is not supported. Use no, bf16 or fp16, and remove fp8_config."
 
 
-def _unknown_keys(loaded: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for each section that is no mapping, and each key of a section that accelerate would drop."""
-    from accelerate.commands.launch import launch_command_parser
-
-    flags = {action.dest for action in launch_command_parser()._actions}
-    for section, beginnings in _SECTIONS.items():
+def _wrong_types(loaded: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem for each section that is no mapping, and each number that is none."""
+    for key in ("num_processes", "num_machines"):
+        count = loaded.get(key)
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            yield f"{key} is {count!r}, expected a number of 1 or more."
+    for section in BEGINNINGS:
         keys = loaded.get(section) or {}
         if not isinstance(keys, dict):
             yield f"{section} is {keys!r}, expected a mapping of keys to values."
             continue
-        known = {flag for flag in flags if flag.startswith(beginnings)}
-        known |= {key for key in OWN if key.startswith(beginnings)}
         for key, value in keys.items():
             if str(key).endswith("_size") and (not isinstance(value, int) or isinstance(value, bool)):
                 yield f"{section}.{key} is {value!r}, expected a number of processes."
-        for key in map(str, keys):
+
+
+def _unknown_keys(loaded: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem for each key of a section that accelerate would drop."""
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {action.dest for action in launch_command_parser()._actions}
+    for section, beginnings in BEGINNINGS.items():
+        known = {flag for flag in flags if flag.startswith(beginnings)}
+        known |= {key for key in OWN if key.startswith(beginnings)}
+        for key in map(str, loaded.get(section) or {}):
             # accelerate adds the prefix of this section
             full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp") else key
             if full not in known:

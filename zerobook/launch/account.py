@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
-from zerobook.launch.fsdp_settings import VERSION_1
+from zerobook.launch.fsdp_settings import VERSION_1, sharding_in_fsdp2
 from zerobook.launch.variables import VARIABLES
 
 if TYPE_CHECKING:
@@ -179,6 +179,8 @@ def _of_yaml(
             return _none(f"distributed_type is {loaded.get('distributed_type')}")
         if section in UNUSED:
             return _none(UNUSED[section])
+    if key == "fsdp_sharding_strategy" and (instead := sharding_in_fsdp2(value)):
+        return _none(instead)
     if key in UNUSED:
         return _none(UNUSED[key])
     typed = typed_flags(flags)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.launch import accelerate_file, meet
-from zerobook.launch.accelerate_cli import chose_threads, file_and_processes, left_unsaid, loopback_note, parent_flags
-from zerobook.launch.resolve import Hardware, resolve
+from zerobook.launch import flag_checks, meet
+from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parsed
+from zerobook.launch.accelerate_file import FileCheck
+from zerobook.launch.resolve import Hardware, resolve, together
+from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
@@ -30,20 +33,25 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 def resolve_this_process(
-    config: ConfigT, sources: ConfigSources, *, trains: bool = True
+    config: ConfigT, sources: ConfigSources, *, trains: bool = True, config_problems: Sequence[str] = ()
 ) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
     """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems.
 
     Args:
         trains: the process will write into ``output_dir``, which must have no other run.
+        config_problems: those of the config itself, which are reported with the launch's.
     """
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
-    if flags:
-        accelerate_file.check(*file_and_processes(flags))
-    precision, unsaid = left_unsaid(flags) if flags else (None, {})
-    environ = unsaid | os.environ
+    precision = None
+    environ = dict(os.environ)
+    check = flag_checks.check(parsed(flags), starts=False) if flags else FileCheck([], True)
+    if not check.is_resolvable:
+        environ = plain_environment({})
+    elif flags:
+        precision, unsaid = left_unsaid(flags)
+        environ = unsaid | environ
     if true(environ.get("ACCELERATE_USE_CPU")):
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -59,6 +67,7 @@ def resolve_this_process(
     earlier = trains and (earlier_run(config) or earlier_result(config))
     if earlier:
         plan.problems.append(earlier)
+    plan.problems = together(config_problems, check.problems, plan.problems)
     if plan.problems:
         raise ConfigError(plan.problems)
     return plan, config, sources

@@ -28,6 +28,11 @@ REFUSED_IN_ZERO = {
     "elastic_checkpoint": "checkpoints are written by Zerobook, and continue on any number of processes without it",
 }
 """Settings of ``zero_optimization`` that would change the training -> why they are refused."""
+HALF_MASTERS = {
+    "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    "fp16": ("fp16_master_weights_and_grads",),
+}
+"""Section of a half precision -> its settings that keep less than fp32 of the trained weights."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
 NOT_HERE = {
     "partition_activations": "it divides a layer's input among the ranks of tensor parallelism, which all hold the same one; "
@@ -53,6 +58,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         config = deepspeed_keys.load(path, plan.problems)
     plan.problems += deepspeed_keys.check_shapes(config, str(plan.config_file))
     plan.deepspeed_config = config
+    _read_old_bf16(plan, config)
+    _refuse_half_masters(plan, config)
     if path != "none":
         _check_beside(plan, config, environ)
     section = config.get("zero_optimization")
@@ -83,6 +90,32 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     if HPZ in zero:
         _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
+
+
+def _read_old_bf16(plan: LaunchPlan, config: dict[str, Any]) -> None:
+    """Write the section ``bfloat16`` as ``bf16``, which replaced it: DeepSpeed would read the empty one that is made here."""
+    if "bfloat16" not in config:
+        return
+    section = config.pop("bfloat16")
+    if "bf16" in config:
+        plan.problems.append(f"{plan.config_file}: it has bfloat16 and bf16, which replaced it. Remove bfloat16.")
+    else:
+        config["bf16"] = section
+
+
+def _refuse_half_masters(plan: LaunchPlan, config: dict[str, Any]) -> None:
+    """Add a problem for each setting without fp32 masters: steps smaller than a weight's precision would be lost."""
+    for section, keys in HALF_MASTERS.items():
+        values = config.get(section)
+        if not isinstance(values, dict):
+            continue
+        for key in keys:
+            if values.get(key):
+                plan.problems.append(
+                    f"{plan.config_file}: {section}.{key} is not supported: trained weights and their optimizer state are kept "
+                    "in fp32, here and in checkpoints. Remove it."
+                )
+                break  # the second is only allowed with the first
 
 
 def _read_old_offload(plan: LaunchPlan, zero: dict[str, Any]) -> None:

@@ -39,7 +39,8 @@ def launch(least: int, arguments: list[str]) -> None:
     parser = accelerate_launch.launch_command_parser()
     args = parser.parse_args(arguments)
     restarts, backend = args.max_restarts, args.rdzv_backend
-    accelerate_file.check(args.config_file, args.num_processes)
+    if problems := accelerate_file.check(args.config_file).problems:
+        raise ConfigError(problems)
     args, defaults, from_file = accelerate_launch._validate_launch_command(args)
     most = int(args.num_machines or 1)
     if not 1 <= least <= most or most == 1:

@@ -43,26 +43,37 @@ def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
 
 
 def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each layer class that an FSDP file names and the model's own module does not have.
+    """Return a problem for each layer class that a strategy file names and the model's own module does not have.
 
     Args:
         facts: the model's config.json.
     """
-    named = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    kind = facts.get("model_type")
-    if not named or kind is None or "auto_map" in facts:
+    model = model_class(facts)
+    if model is None:
         return []
+    known = vars(import_module(model.__module__))
+    layers = ",".join(sorted(model._no_split_modules or ()))
+    places = {
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", layers),
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed_config.deepspeed_moe_layer_cls_names", ""),
+    }
+    problems = []
+    for variable, (key, default) in places.items():
+        for name in map(str.strip, environ.get(variable, "").split(",")):
+            if name and name not in known:
+                instead = f", which then is {default}" if default else ""
+                problems.append(f"{key}: {name}: {model.__name__} has no such layer. Remove the key{instead}.")
+    return problems
+
+
+def model_class(facts: Mapping[str, Any]) -> Any:
+    """Return transformers' class of a model; None where its config.json names none that is known here."""
+    kind = facts.get("model_type")
+    if kind is None or "auto_map" in facts:
+        return None
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto = AutoModelForSeq2SeqLM if facts.get("is_encoder_decoder") else AutoModelForCausalLM
-    model: Any = auto._model_mapping.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-    if model is None:
-        return []
-    layers = sorted(model._no_split_modules or ())
-    known = vars(import_module(model.__module__))
-    return [
-        f"fsdp_config.fsdp_transformer_layer_cls_to_wrap: {name}: {model.__name__} has no such layer. Remove the key"
-        + (f", which then is {','.join(layers)}." if layers else ".")
-        for name in map(str.strip, named.split(","))
-        if name and name not in known
-    ]
+    model = auto._model_mapping.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
+    # Composite models are mapped to a tuple of classes in some versions.
+    return model if isinstance(model, type) else None

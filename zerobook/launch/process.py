@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -39,16 +40,35 @@ def exit_on_error() -> Iterator[None]:
     except ZerobookError as error:
         rank = int(os.environ.get("LOCAL_RANK", 0))
         if rank != 0:
+            # Ended now by its launcher, this rank has nothing to add: with 0, torchrun's report leaves it out.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
             # Most errors occur on every rank. The launcher stops all ranks once one has exited, so rank 0 prints first; a
             # rank that is still alive after that has an error of its own.
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
+        if _launcher_adds_lines():
+            say("What follows is accelerate's own report of it; zerobook launch, with the same flags, leaves it out.\n",
+                file=sys.stderr)  # fmt: skip
         _tell_launcher(f"{type(error).__name__}: {error}")
+        if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+            time.sleep(2)  # the others come to this error too; a rank that is ended before it is a failure to the launcher
         os._exit(error.exit_code)  # without destructors, which would wait for other ranks
     except Exception:
         _tell_launcher(traceback.format_exc())
         raise
+
+
+def _launcher_adds_lines() -> bool:
+    """Return whether this process was started by accelerate's own command, which ends with its traceback."""
+    import psutil
+
+    try:
+        command = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return False
+    names = {Path(token).name for token in command[:4]}
+    return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch"})
 
 
 def _tell_launcher(text: str) -> None:

@@ -7,7 +7,7 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,11 +192,23 @@ def resolve(
     token_split.check(plan, draft, facts)
     model_parallel.check(plan, draft, facts)
     plan.problems += unfit_for_zero3(plan, facts or {})
-    plan.problems += unfit_layers(environ, facts or {}) if plan.kind == "fsdp" else []
+    plan.problems += unfit_layers(environ, facts or {}) if plan.kind in ("fsdp", "deepspeed") else []
     fast.choose(plan, draft)
     _check_model_choices(plan, draft.config, hardware, on_cpu)
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources
+
+
+def together(*stages: Sequence[str]) -> list[str]:
+    """Return the problems of all stages of a launch, in their order.
+
+    A key that an earlier stage complains of gets no second problem from a later one, which may follow from the first.
+    """
+    found: list[str] = []
+    for problems in stages:
+        keys = {problem.partition(":")[0] for problem in found}
+        found += [problem for problem in problems if problem.partition(":")[0] not in keys]
+    return found
 
 
 @dataclass

@@ -2,58 +2,133 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from zerobook.errors import ConfigError
-from zerobook.launch import accelerate_file
-from zerobook.launch.accelerate_cli import left_unsaid
+from zerobook.launch import flag_checks
+from zerobook.launch.accelerate_cli import left_unsaid, parsed
+
+SCRIPT = "script.py"
+"""Stands for the recipe, which accelerate's parser requires."""
+
+
+class Workers(NamedTuple):
+    """What ``accelerate launch`` would give to rank 0.
+
+    Attributes:
+        environ: its environment; a plain launch's where accelerate cannot read the strategy.
+        precision: ``--mixed_precision`` as typed, or None.
+        problems: of the launch.
+        has_strategy: the environment is that of the strategy.
+    """
+
+    environ: dict[str, str]
+    precision: str | None
+    problems: list[str]
+    has_strategy: bool
 
 
 def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | None]:
     """Return the environment that accelerate gives to rank 0, and ``--mixed_precision`` as typed, or None.
 
     Raises:
-        ConfigError: accelerate refuses the flags or the file.
+        ConfigError: accelerate refuses the flags or the file, or would drop a part of them.
     """
-    from accelerate.commands import launch as accelerate_launch
-    from accelerate.utils import launch as prepare
+    workers = inspect(launch_flags)
+    if workers.problems:
+        raise ConfigError(workers.problems)
+    return workers.environ, workers.precision
 
-    parser = accelerate_launch.launch_command_parser()
-    flags, said = [*launch_flags, "script.py"], io.StringIO()
+
+def inspect(launch_flags: list[str]) -> Workers:
+    """Work out what accelerate would give to rank 0, and every problem of the launch."""
     try:
-        with contextlib.redirect_stderr(said):
-            args = parser.parse_args(flags)
+        typed = parse(launch_flags)
+    except ConfigError as error:
+        return Workers(plain_environment({}), None, error.problems, False)
+    check = flag_checks.check(typed, starts=True, resolves=True)
+    problems = list(check.problems)
+    if check.is_resolvable:
+        try:
+            environ = _prepared(typed)
+            precision, unsaid = left_unsaid([*launch_flags, SCRIPT])
+            return Workers(unsaid | environ, precision, problems, True)
+        except ConfigError as error:
+            problems = problems or error.problems
+    return Workers(plain_environment(_ranks(typed.num_processes or 1, 1)), typed.mixed_precision, problems, False)
+
+
+def plain_environment(ranks: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without what a strategy file sets, with the variables of ``ranks``.
+
+    With it, the rest of a command line is checked where the strategy file cannot be resolved.
+    """
+    of_strategies = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(of_strategies)} | dict(ranks)
+
+
+def _ranks(processes: int, machines: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for rank 0."""
+    return {
+        "LOCAL_RANK": "0",
+        "RANK": "0",
+        "LOCAL_WORLD_SIZE": str(processes // machines),
+        "WORLD_SIZE": str(processes),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def parse(launch_flags: list[str]) -> argparse.Namespace:
+    """Return the launcher's flags, without a recipe, as its own parser reads them.
+
+    Raises:
+        ConfigError: the parser refuses them.
+    """
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            args = parsed([*launch_flags, SCRIPT])
     except SystemExit:
-        reason = said.getvalue().strip().rpartition("error: ")[2]
+        reason = messages.getvalue().strip().rpartition("error: ")[2]
         if "training_script" in reason:  # the last flag took the script as its value
             reason = f"{launch_flags[-1]} has no value"
         raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
-    if args.training_script != flags[-1]:
+    if args.training_script != SCRIPT:
         raise ConfigError(
             f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
             "recipes/causal_lm.py."
         )
-    accelerate_file.check(args.config_file, args.num_processes)
+    return args
+
+
+def _prepared(typed: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that accelerate sets for rank 0, and those that torchrun adds.
+
+    Raises:
+        ConfigError: accelerate refuses the launch.
+    """
+    from accelerate.commands import launch as accelerate_launch
+    from accelerate.utils import launch as prepare
+
     try:
-        args, defaults, from_file = accelerate_launch._validate_launch_command(args)
+        args, defaults, from_file = accelerate_launch._validate_launch_command(typed)
         args.main_process_port = 0  # any free one: nothing is started
-        if args.use_deepspeed and not args.cpu:
+        strategy = flag_checks.strategy_of(args)
+        if strategy == "deepspeed":
             fields = list(defaults.deepspeed_config) if defaults else []
             args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
             _, environ = prepare.prepare_deepspeed_cmd_env(args)
-            launched = True
-        elif (args.use_fsdp or args.multi_gpu) and not args.cpu:
+        elif strategy in ("fsdp", "ddp"):
             environ = prepare.prepare_multi_gpu_env(args)
-            launched = True
         else:
             _, environ = prepare.prepare_simple_launcher_cmd_env(args)
-            launched = False
-        typed, unsaid = left_unsaid(flags)
-    except (ValueError, KeyError, AttributeError, TypeError, ConnectionError) as error:
-        raise ConfigError(f"accelerate refuses this launch: {error}") from error
-    if launched:
-        local = args.num_processes // int(args.num_machines or 1)
-        environ |= {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(args.num_processes),
-                    "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
-    return unsaid | environ, typed
+    except Exception as error:  # of many kinds: its launcher would show a traceback
+        raise ConfigError(flag_checks.refusal(error)) from error
+    if strategy != "single":
+        environ |= _ranks(args.num_processes, int(args.num_machines or 1))
+    return environ

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigSources, RecipeConfig, from_python, parse
+from zerobook.config import ConfigSources, RecipeConfig, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
 from zerobook.launch import account, preflight
@@ -42,13 +42,14 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     """
     hush()
     with exit_on_error():
-        config, sources, dry_run = parse(recipe_class.config_class)
-        if config.model_name_or_path and not dry_run:
+        parsed = read(recipe_class.config_class)
+        config = parsed.config
+        if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
             from zerobook.models.result import exported_checkpoint
 
             config = config.model_copy(update={"model_name_or_path": exported_checkpoint(config.model_name_or_path)})
-        plan, config, sources = resolve_this_process(config, sources)
-        if dry_run:
+        plan, config, sources = resolve_this_process(config, parsed.sources, config_problems=parsed.problems)
+        if parsed.dry_run:
             print_dry_run(config, sources, plan)
             return
         announce(plan)

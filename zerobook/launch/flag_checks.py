@@ -1,0 +1,173 @@
+"""What accelerate's launcher would do with its flags in silence: train on fewer processes, drop a flag, or wait without end.
+
+`zerobook doctor`, ``zerobook launch`` and, where the processes do start, a launched run call these checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterator
+
+from zerobook.launch import accelerate_file
+
+_NAMES = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "ddp": "DDP", "single": "one process"}
+_WAYS = {
+    "deepspeed_config": ("deepspeed", "Add --use_deepspeed, or name a file with distributed_type DEEPSPEED"),
+    "fsdp_config": ("fsdp", "Add --use_fsdp, or name a file with distributed_type FSDP"),
+}
+"""Section of a strategy file -> (the strategy that reads its flags, how to choose that)."""
+
+
+def check(typed: argparse.Namespace, *, starts: bool, resolves: bool = False) -> accelerate_file.FileCheck:
+    """Check a launch before it: its Accelerate config and its flags.
+
+    Args:
+        typed: the launcher's flags as parsed.
+        starts: the launch is still to begin: its machines have to meet, and what accelerate refuses is a problem as well.
+        resolves: see `machine_problems`.
+    """
+    file_check = accelerate_file.check(typed.config_file)
+    if not file_check.is_resolvable:
+        return file_check  # accelerate may not read such a file
+    try:
+        args = validated(typed)
+    except Exception as error:
+        refused = [refusal(error)] if starts and not file_check.problems else []
+        return accelerate_file.FileCheck(file_check.problems + refused, not starts)
+    path = accelerate_file.path(typed.config_file)
+    distributed_type = None if path is None else str(accelerate_file.load(path).get("distributed_type")).upper()
+    found = file_check.problems + list(problems(typed, args, distributed_type))
+    if starts:
+        found += machine_problems(args, resolves=resolves)
+    return accelerate_file.FileCheck(found, True)
+
+
+def refusal(error: Exception) -> str:
+    """Return what accelerate's launcher raised as one sentence."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0].rstrip(". ") if lines else type(error).__name__
+    return f"accelerate refuses this launch: {reason}."
+
+
+def validated(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the launcher's parsed flags with the values of the Accelerate config, as its own code merges them.
+
+    Raises:
+        Exception: of many kinds, where accelerate refuses them.
+    """
+    from accelerate.commands import launch as accelerate_launch
+
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # it warns of each flag that is not given
+    return accelerate_launch._validate_launch_command(copy.deepcopy(args))[0]
+
+
+def strategy_of(args: argparse.Namespace) -> str:
+    """Return which of accelerate's launchers starts the processes: ``deepspeed``, ``fsdp``, ``ddp`` or ``single``.
+
+    Args:
+        args: from `validated`.
+    """
+    if args.cpu:
+        return "single"
+    if args.use_deepspeed:
+        return "deepspeed"
+    if args.use_fsdp:
+        return "fsdp"
+    return "ddp" if args.multi_gpu else "single"
+
+
+def problems(typed: argparse.Namespace, args: argparse.Namespace, distributed_type: str | None) -> Iterator[str]:
+    """Yield a problem for each flag that accelerate drops, and for processes that it does not start.
+
+    Args:
+        typed: the launcher's flags as parsed.
+        args: from `validated`.
+        distributed_type: of the Accelerate config; None without one.
+    """
+    strategy = strategy_of(args)
+    yield from _dropped_flags(typed, strategy)
+    if str(args.mixed_precision).lower() == "fp8":
+        yield "mixed_precision: fp8 is not supported. Use no, bf16 or fp16."
+    processes = int(args.num_processes or 1)
+    machines = int(args.num_machines or 1)
+    if strategy == "single" and max(processes, machines) > 1:
+        yield _one_process(args, distributed_type, processes, machines)
+    elif machines > 1 and processes % machines:
+        yield (
+            f"num_processes: {processes} is no multiple of num_machines {machines}, and every machine starts the same number. "
+            f"Pass --num_processes {-(-processes // machines) * machines}."
+        )
+
+
+def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
+    """Yield a problem for each typed flag of another strategy than the launch's."""
+    for section, (reader, way) in _WAYS.items():
+        for flag in sorted(getattr(typed, "nondefault", ())):
+            if strategy != reader and flag.startswith(accelerate_file.BEGINNINGS[section]):
+                yield (
+                    f"--{flag} {getattr(typed, flag)} has no effect: the launch is {_NAMES[strategy]}, which does not read it. "
+                    f"{way}; or remove it."
+                )
+
+
+def _one_process(args: argparse.Namespace, distributed_type: str | None, processes: int, machines: int) -> str:
+    """Return the problem of a launch that would train in one process a machine, where more were asked for."""
+    asked = f"num_processes is {processes}" if processes > 1 else f"num_machines is {machines}"
+    ddp = "Launch with accelerate_configs/ddp.yaml, or another file that spreads a run"
+    if args.cpu:
+        return f"--cpu starts one process, and {asked}. Remove --cpu, and write use_cpu: true into a file that spreads a run."
+    if distributed_type == "MULTI_CPU":
+        return (
+            f"distributed_type is MULTI_CPU, for which accelerate starts one process without mpirun, and {asked}. Write "
+            "MULTI_GPU, which trains on CPUs too, with use_cpu: true."
+        )
+    if distributed_type is not None:
+        return f"distributed_type is {distributed_type}, which starts one process, and {asked}. {ddp}."
+    return f"no strategy file is named, so that one process is started, and {asked}. {ddp}."
+
+
+def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[str]:
+    """Yield why the machines of a launch would not find each other, so that it would wait without end.
+
+    Args:
+        args: from `validated`.
+        resolves: also look the first machine's address up. A name may become known after a launch has begun.
+    """
+    machines = int(args.num_machines or 1)
+    if machines < 2 or strategy_of(args) == "single":
+        return
+    address = str(args.main_process_ip or "").strip()
+    if not address or address.lower() in ("none", "null"):
+        yield (
+            f"--main_process_ip: not given, and num_machines is {machines}. It is the first machine's address, as the others "
+            "reach it."
+        )
+    elif resolves and (why := _unusable(address)):
+        yield f"--main_process_ip {address}: {why}. Give the first machine's address, as the others reach it."
+    if args.machine_rank is None:
+        yield f"--machine_rank: not given, and num_machines is {machines}. Give each machine its own, from 0 to {machines - 1}."
+    elif not 0 <= int(args.machine_rank) < machines:
+        yield f"--machine_rank: {args.machine_rank}, but {machines} machines have ranks 0 to {machines - 1}."
+    launcher = args.deepspeed_multinode_launcher or "pdsh"
+    if strategy_of(args) == "deepspeed" and launcher != "standard" and not args.deepspeed_hostfile:
+        yield (
+            f"deepspeed_multinode_launcher is {launcher}, which reads the machines from deepspeed_hostfile, and that is not "
+            "given. Write deepspeed_multinode_launcher: standard, and start the command on each machine."
+        )
+
+
+def _unusable(address: str) -> str | None:
+    """Return why no machine can be reached at ``address``; None where it may be one's."""
+    try:
+        return "it is no address of a machine" if ipaddress.ip_address(address).is_unspecified else None
+    except ValueError:
+        pass  # a name
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError):
+        return "this host cannot resolve it"
+    return None
