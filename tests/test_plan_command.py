@@ -205,10 +205,12 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
 
     assert kept(max_train_steps=1000, save_steps=300) == 4, "three on the way, and the end"
     assert kept(max_train_steps=900, save_steps=300) == 3
-    assert kept(max_train_steps=10, save_total_limit=5) == 1
+    assert kept(max_train_steps=10, save_total_limit=5) == 6, "the run decides when it saves: no more than the limit is sure"
+    assert kept(max_train_steps=10, save_steps=0) == 1 and kept(max_train_steps=50, save_steps=0.5) == 3
+    assert kept(save_steps="epoch", num_train_epochs=4) == 4
     assert kept(max_train_steps=1000, save_steps=10, save_total_limit=2) == 3, "one more while it is written"
     assert kept(save_steps=10) is None, "epochs have no length here"
-    assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 1
+    assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 3 and kept(save_steps=0) == 1
 
 
 def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem():
@@ -230,7 +232,7 @@ def test_what_is_tight_goes_behind_what_is_not_and_as_fast():
 
 def test_remedies_name_what_is_in_the_way():
     where = cluster(gpus="8", gpu="a100-80gb", host_memory="45GB", disk="1GB")
-    rows = rows_of("causal_lm", "gpt2_xl", where, ("zero2", "zero3"), **HALF, block_size=1000)
+    rows = rows_of("causal_lm", "gpt2_xl", where, ("zero2", "zero3"), **HALF, block_size=1000, save_steps=0)
     assert rows["zero2"].over[0].startswith("host RAM while loading") and "zero3" in rows["zero2"].remedies[0]
     assert rows["zero3"].over == [f"disk: {size(rows['zero3'].checkpoint)} of 1.00 GB"]
     assert rows["zero3"].remedies == ["a larger --disk"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +50,17 @@ def test_what_is_not_proven_is_second_choice_and_what_is_too_near_is_none():
     measure = ladder().decide(finding(45), [], [30, 44])
     assert measure.to_step == 30 and "not proven good yet" in measure.rule
     assert ladder().decide(finding(45), [], [43]).to_step == 43 and ladder().decide(finding(45), [], [44]).kind == "none"
-    assert ladder().decide(finding(45, "divergence"), []).kind == "stop"
+
+
+@pytest.mark.parametrize("on_spike", ["rollback", "lower_rate"])
+def test_with_nothing_to_go_back_to_only_what_cannot_recover_stops_the_run(on_spike):
+    rising = finding(45, "divergence")
+
+    measure = ladder(on_spike).decide(rising, [])
+
+    assert measure.kind == "none" and "training goes on" in measure.rule
+    assert ladder(on_spike).decide(replace(rising, finite=False), []).kind == "stop"
+    assert ladder(on_spike).decide(rising, [], hardware="replicas differ").kind == "stop"
 
 
 def test_hardware_that_is_known_is_not_blamed_on_the_data():
@@ -75,7 +87,6 @@ def test_lowering_the_rate_is_a_policy_of_its_own():
     assert measures[0].options == ("lower_rate", "stop") and "max_rollbacks is 3" in measures[3].rule
     broken = ladder("lower_rate")
     assert broken.decide(finding(45), GOOD, hardware="replicas differ").kind == "replay", "the rate is not to blame"
-    assert ladder("lower_rate").decide(finding(45, "divergence"), []).kind == "stop"
 
 
 onsets = st.lists(st.tuples(st.integers(3, 500), st.integers(0, 30), st.sampled_from(["damage", "divergence"])), max_size=40)

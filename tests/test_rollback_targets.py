@@ -12,6 +12,7 @@ import pytest
 from tests.alone import train
 from zerobook.checkpoint import manager as manager
 from zerobook.checkpoint import save, store
+from zerobook.errors import CheckpointError
 from zerobook.monitor.detector import Finding
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.writer import read
@@ -48,6 +49,10 @@ class DivergingSinceSeven(Diverging):
     onset = 7
 
 
+class DivergingSinceThree(Diverging):
+    onset = 3
+
+
 class DivergingBesideDamage(Diverging):
     def before(self, manager):
         (file,) = (manager.folder / "step-000006").glob("tensors-*.safetensors")
@@ -77,11 +82,9 @@ def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny
 
     monkeypatch.setattr(save, "write_pieces", slowly)
     kept = flags(tiny) | {"hooks": f"{__name__}:DivergingSinceSeven", "async_save": True, "save_total_limit": 2}
-    with pytest.raises(SystemExit) as left:
-        train(tmp_path / "run", **kept)
-    assert left.value.code == 76, "what it would go back to is pruned: people decide"
-    checkpoints = store.folder_of(tmp_path / "run")
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [6, 8] and not store.list_aside(checkpoints, "abandoned")
+    run = train(tmp_path / "run", **kept)
+    assert run.event("decision")["measure"] == "none", "what it would go back to is pruned"
+    assert not store.list_aside(store.folder_of(run.output), "abandoned")
 
 
 class LeavesAllOut(Hook):
@@ -104,6 +107,34 @@ def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, shape):
     assert not [e for e in events if e["type"] == "skip"], "a run that goes on could not train on anything"
     again = train(tmp_path / "run", resume_from_checkpoint="auto", on_spike="log", **few)
     assert again.event("run_end")["progress"]["step"] >= 12
+
+
+@pytest.mark.parametrize(("onset", "goes_on_from"), [(7, "step-000004"), (3, None)])
+def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tiny, tmp_path, onset, goes_on_from):
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    stops = f"{__name__}:DivergingSince{'Seven' if onset == 7 else 'Three'}"
+    few = flags(tiny) | {"save_steps": 4, "save_total_limit": 2, "on_spike": "stop"}
+
+    with pytest.raises(SystemExit) as left:
+        train(run, hooks=stops, **few)
+
+    assert left.value.code == 76
+    names = {c.name for c in store.all_of(checkpoints)}
+    assert "step-000009.abandoned" in names, "the state at the stop is not lost"
+    assert [c.name for c in store.complete(checkpoints)] == ([goes_on_from] if goes_on_from else [])
+    if goes_on_from:
+        assert store.find(run, "auto") == checkpoints / goes_on_from
+    else:
+        with pytest.raises(CheckpointError, match=r"step-000009\.abandoned"):
+            store.find(run, "auto")
+
+
+def test_a_spike_with_nothing_to_go_back_to_is_a_warning_and_the_run_goes_on(tiny, tmp_path, capfd):
+    run = train(tmp_path / "run", hooks=f"{__name__}:Diverging", **flags(tiny) | {"save_steps": 0})
+
+    assert run.event("decision")["measure"] == "none"
+    assert "WARNING: decision: nothing is done" in capfd.readouterr().out
+    assert run.event("run_end")["progress"]["step"] == 10
 
 
 class Killed(Hook):

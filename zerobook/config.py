@@ -46,6 +46,12 @@ Precision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 CHECKPOINTING = ("none", "full", "every:N", "selective", "offload")
+Interval = int | float | Literal["epoch"]
+"""A number of steps, a share of the run's steps between 0 and 1, or ``epoch``."""
+AUTOMATIC: Literal["auto"] = "auto"
+"""Value of ``save_steps``: the run decides by the measured time, see `zerobook.training.intervals`."""
+KEPT_AUTOMATICALLY = 2
+"""Checkpoints that are kept where the run decides when to save, and no limit is set."""
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -59,6 +65,16 @@ class _Keys(BaseModel):
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("number", "Input should be a number")
         return value
+
+
+def _number(value: Any) -> float | None:
+    """Return ``value``, which may be a flag's text, as a number; None where it is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -186,7 +202,11 @@ class RecipeConfig(_Keys):
 
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
-    eval_steps: int | None = Field(None, ge=1, description="evaluate every N steps, and at the end")
+    eval_steps: Interval | None = Field(
+        None,
+        description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the run's steps",
+        json_schema_extra={"choices": ["N", "share", "epoch"]},
+    )
     eval_tasks: list[str] = Field(
         [], description="task files (.jsonl) and tasks of lm-evaluation-harness (names or .yaml), measured at every evaluation"
     )
@@ -195,8 +215,17 @@ class RecipeConfig(_Keys):
     )
     early_stopping_threshold: float = Field(0.0, ge=0, description="least difference that counts as a lower held-out loss")
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
-    save_steps: int | None = Field(None, ge=1, description="save a checkpoint every N steps, and at the end")
-    save_total_limit: int | None = Field(None, ge=1, description="maximum number of checkpoints that are kept; unset: all")
+    save_steps: Interval | Literal["auto"] = Field(
+        AUTOMATIC,
+        description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the "
+        "run's steps; 0: at the end only; auto: early, then ten a run, at most 30 minutes apart, in at most 5 % of the time",
+        json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
+    )
+    save_total_limit: int | None = Field(
+        None,
+        ge=1,
+        description=f"maximum number of checkpoints that are kept; unset: {KEPT_AUTOMATICALLY} with save_steps auto, else all",
+    )
     async_save: bool = Field(False, description="write checkpoints in the background, from a copy in host memory")
     on_save_error: Literal["stop", "continue"] = Field("stop", description="action if a checkpoint cannot be saved")
     on_low_disk: Literal["error", "warn"] = Field("error", description="action if the disk is too small for the checkpoints")
@@ -304,6 +333,24 @@ class RecipeConfig(_Keys):
             return None
         first, _, last = self.profile.partition("-")
         return int(first), int(last or first)
+
+    @field_validator("eval_steps", "save_steps", mode="before")
+    @classmethod
+    def _interval(cls, value: Any, info: ValidationInfo) -> Any:
+        saves = info.field_name == "save_steps"
+        if value is None:
+            return AUTOMATIC if saves else None
+        if value == "epoch" or (saves and value == AUTOMATIC):
+            return value
+        number = _number(value)
+        if number is not None and 0 < number < 1:
+            return number
+        least = 0 if saves else 1
+        if number is None or not number.is_integer() or number < least:
+            words = "a number of steps, a share of the run as 0.1, or epoch"
+            more = ", auto, or 0 for none" if saves else ""
+            raise PydanticCustomError("choice", f"Input should be {words}{more}")
+        return int(number)
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -442,13 +489,39 @@ class RecipeConfig(_Keys):
         """Return whether the config names training data."""
         return bool(self.dataset_name or self.train_file or self.datasets)
 
-    def checkpoints_at_once(self, steps: int) -> int:
-        """Return how many checkpoints are on the disk at the same time, in a run of ``steps`` steps."""
-        saves = 1 + (max(steps - 1, 0) // self.save_steps if self.save_steps else 0)  # the end is always saved
-        if self.save_total_limit is None:
+    @property
+    def kept_checkpoints(self) -> int | None:
+        """The most checkpoints that are kept, besides those that are protected; None for all."""
+        if self.save_total_limit is None and self.save_steps == AUTOMATIC:
+            return KEPT_AUTOMATICALLY
+        return self.save_total_limit
+
+    def checkpoints_at_once(self, steps: int | None) -> int | None:
+        """Return how many checkpoints are on the disk at the same time; None where that depends on the number of steps.
+
+        Args:
+            steps: of the run; None where it is not known.
+        """
+        saves = self._saves(steps)
+        if self.kept_checkpoints is None:
             return saves
-        # the best and the newest that is proven good are kept as well; one more is there while it is written
-        return min(saves, self.save_total_limit + bool(self.eval_steps) + (self.on_spike in ("rollback", "lower_rate")) + 1)
+        # The best and the newest that is proven good are kept as well; one more is there while it is written.
+        goes_back = self.on_spike in ("rollback", "lower_rate")
+        most = self.kept_checkpoints + bool(self.eval_steps) + goes_back + 1
+        return most if saves is None else min(saves, most)
+
+    def _saves(self, steps: int | None) -> int | None:
+        """Return the most checkpoints that a run of ``steps`` steps writes. Its end is always saved."""
+        if self.save_steps == 0:
+            return 1
+        if isinstance(self.save_steps, float):
+            return 1 + int(1 / self.save_steps)
+        if self.save_steps == "epoch" and self.max_train_steps is None:
+            return math.ceil(self.num_train_epochs)
+        if steps is None:
+            return None
+        interval = self.save_steps if isinstance(self.save_steps, int) else 1
+        return 1 + max(steps - 1, 0) // interval
 
     def _streaming_problems(self) -> list[str]:
         found = []

@@ -101,6 +101,18 @@ def test_killed_run_goes_on(tiny, tmp_path, uninterrupted, killed_under, launche
 
 
 @pytest.mark.launch
+def test_a_run_without_flags_that_is_killed_loses_few_steps(tiny, tmp_path):
+    output = tmp_path / "run"
+    settings = {key: value for key, value in flags(tiny).items() if key != "save_steps"}
+    launch("ddp", 2, "causal_lm", output, spy={"hang_at_step": 14}, **settings)
+
+    run = launch("ddp", 2, "causal_lm", output, resume_from_checkpoint="auto", **settings)
+
+    assert run.event("resume")["step"] == 10
+    assert [step["step"] for step in run.steps if step["attempt"] == 2] == list(range(11, STEPS + 1))
+
+
+@pytest.mark.launch
 @pytest.mark.full
 def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
     """Weights and moments that live on disk are read from it, and come back onto it."""

@@ -109,6 +109,24 @@ def test_the_run_goes_back_by_itself_and_ends_as_if_nothing_had_happened(trained
         assert "rank 1's copy of transformer.wpe.weight is not the others'" in run.event("decision")["hardware"]
 
 
+def test_a_run_without_flags_recovers_from_a_spike_by_itself(trained, tmp_path):
+    """Nothing is set about saves, logs or spikes. The steps take too little time for more than the early checkpoint."""
+    settings = {
+        k: v for k, v in trained.settings(tmp_path).items() if k not in ("save_steps", "save_total_limit", "logging_steps")
+    }
+    faults = {"ZEROBOOK_FAULT": "rate", "ZEROBOOK_FAULT_AT": AT, "ZEROBOOK_FAULT_STEPS": WINDOW["rate"]}
+    wrapper = ROOT / "tests" / "distributed" / "faults.py"
+
+    run = launch("ddp", 2, "causal_lm", tmp_path / "run", through=wrapper, environment=faults, **settings)
+
+    outcome = run.event("rollback")
+    assert outcome["phase"] == "outcome" and 10 <= outcome["step"] < AT
+    saved = [event["step"] for event in run.events if event["type"] == "checkpoint" and event["state"] == "complete"]
+    assert min(saved) == 10
+    assert abs(held_out(run) / held_out(trained("ddp")) - 1) < 0.01
+    assert [step["step"] for step in History.read(run.output).steps(living=True)] == list(range(1, STEPS + 1))
+
+
 LOWER = {"save_steps": 5, "rollback_lr_factor": 0.75, "rollback_lr_steps": 40}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver, bytes_of_state
-from zerobook.config import RecipeConfig
+from zerobook.config import AUTOMATIC, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.runlog.lifecycle import unfinished_rollback
 from zerobook.runlog.writer import RunLog
@@ -42,7 +42,7 @@ class CheckpointManager:
     def __init__(self, strategy: Strategy, config: RecipeConfig):
         self.strategy, self.config = strategy, config
         self.folder = store.folder_of(config.output_dir)
-        self.saver = Saver(strategy, config.output_dir, keep=config.save_total_limit, background=config.async_save)
+        self.saver = Saver(strategy, config.output_dir, keep=config.kept_checkpoints, background=config.async_save)
         self.passed_over: dict[Path, str] = {}
         self.proven: set[int] = set()
         self._warned = False
@@ -52,6 +52,15 @@ class CheckpointManager:
         if asked == "auto":
             strategy.on_main(self._finish_rollback)
         self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
+        self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
+        self.saver.protected = frozenset(self._saved_at_set_steps)
+
+    def _find_saved_at_set_steps(self) -> list[int]:
+        """Return the steps of earlier checkpoints that automatic saves must not prune: a person set when they were saved."""
+        if self.config.save_total_limit is not None or self.config.save_steps != AUTOMATIC:
+            return []
+        there = store.complete(self.folder)
+        return [store.step_of(c) for c in there if store.read_json(c / "config.json")["config"].get("save_steps") != AUTOMATIC]
 
     def _finish_rollback(self) -> None:
         """Finish a rollback that the last attempt decided on and did not carry out: set the later checkpoints aside. Rank 0.
@@ -81,8 +90,9 @@ class CheckpointManager:
         one = bytes_of_state(strategy)
         is_saved = steps == 0 and self.goes_on_in_place
         most = 0 if is_saved else config.checkpoints_at_once(steps)
+        assert most is not None, "the number of steps is known here"
         there = 0
-        if config.save_total_limit and not is_saved:  # pruning what is there makes room
+        if config.kept_checkpoints and not is_saved:  # pruning what is there makes room
             there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
         if most * one + result_bytes <= free + there:
@@ -90,8 +100,8 @@ class CheckpointManager:
         problem = (
             f"output_dir: {counted(most, 'checkpoint')} of {size(one)} each and the {config.result} of {size(result_bytes)} "
             f"need {size(most * one + result_bytes)}, and {Path(config.output_dir).absolute()} has {size(free)} free. Lower "
-            "--save_total_limit (one more is on disk while it is written), save less often, give another --output_dir, or "
-            "pass --on_low_disk warn."
+            "--save_total_limit (one more is on disk while it is written), save less often (--save_steps 0: at the end only, "
+            "and a killed run is lost), give another --output_dir, or pass --on_low_disk warn."
         )
         if config.on_low_disk == "error":
             raise ConfigError(problem)
@@ -144,7 +154,7 @@ class CheckpointManager:
 
     def protect(self, *steps: int) -> None:
         """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
-        self.saver.protected = frozenset([*self.steps()[0][-1:], *steps])
+        self.saver.protected = frozenset([*self.steps()[0][-1:], *steps, *self._saved_at_set_steps])
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""

@@ -99,6 +99,8 @@ class Finding:
     peak: float
     reason: str
     """reason in words"""
+    finite: bool = True
+    """False where a loss or a gradient was not finite"""
 
     @property
     def alarm(self) -> bool:
@@ -528,7 +530,14 @@ class Detector:
         base = self.loss.level() if len(self.loss.near) else point.loss
         onset = self.masked[0] if self.masked else point.step
         return Finding(
-            kind=kind, step=point.step, onset=onset, points=max(1, len(self.masked)), base=base, peak=point.loss, reason=reason
+            kind=kind,
+            step=point.step,
+            onset=onset,
+            points=max(1, len(self.masked)),
+            base=base,
+            peak=point.loss,
+            reason=reason,
+            finite=math.isfinite(point.loss) and not point.masked,
         )
 
     def _ended(self, kind: str, point: Point, now: _Excursion, reason: str) -> Finding:

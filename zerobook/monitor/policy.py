@@ -131,7 +131,9 @@ class RecoveryPolicy:
             proven = "the last checkpoint before it, which is not proven good yet"
         if not before:
             rule = f"there is no checkpoint from before step {first - LEAD + 1}"
-            return measure("stop" if finding.kind == "divergence" else "none", rule)
+            # Finite weights may recover by themselves; a faulty rank and NaN do not.
+            hopeless = hardware is not None or not finding.finite
+            return measure("stop" if hopeless else "none", rule if hopeless else f"{rule}; training goes on")
         target = max(before)
         kind = "replay" if hardware and tried.count("replay") < 2 else self._rung(tried)
         if kind == "stop":

@@ -192,7 +192,10 @@ class SpikeMonitor:
             )  # fmt: skip
             if hardware:
                 tqdm.write(f"  {hardware}")
-            self._say(f"  decision: {measure.kind if measure.kind != 'none' else 'nothing is done'} ({measure.rule})")
+            done = measure.kind if measure.kind != "none" else "nothing is done"
+            # A spike that nobody asked to leave alone, and that stays in the weights, must be seen.
+            warning = "WARNING: " if measure.kind == "none" and self.ladder.on_spike != "log" else ""
+            self._say(f"  {warning}decision: {done} ({measure.rule})")
         return measure
 
     def _say(self, sentence: str) -> None:

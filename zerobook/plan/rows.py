@@ -254,12 +254,9 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
 def checkpoints(numbers: int, config: RecipeConfig) -> dict[str, Any]:
     """Return `Row.checkpoint` and `Row.checkpoints`, with ``numbers`` fp32 numbers in one checkpoint: weights and optimizer
     state."""
-    one, steps = 4 * numbers, config.max_train_steps
-    if steps is None and config.save_steps and config.save_total_limit is None:
-        return {"checkpoint": one, "checkpoints": None}
-    # where the number of steps is not given, assume that the limit is reached
-    most = config.checkpoints_at_once(steps if steps is not None else 2**62)
-    return {"checkpoint": most * one, "checkpoints": most}
+    one = 4 * numbers
+    most = config.checkpoints_at_once(config.max_train_steps)
+    return {"checkpoint": one if most is None else most * one, "checkpoints": most}
 
 
 def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:

@@ -258,6 +258,7 @@ KINDS: dict[str, EventKind] = {
             "reason": "reason, where a person stopped it",
             "exit_code": "exit code, 76",
             "go_on_from": "newest whole checkpoint from before the spike",
+            "set_aside": "checkpoints saved since the spike began, at their new paths",
         },
     ),
     "straggler": EventKind(

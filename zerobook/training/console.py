@@ -11,6 +11,7 @@ from zerobook.evaluation import held_out
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
+from zerobook.training.intervals import announcement
 from zerobook.training.resume import amount
 from zerobook.utils.bars import tqdm
 
@@ -36,6 +37,8 @@ class Console(Hook):
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
         self.say(f"running: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
+        if trainer.save_results:
+            self.say(announcement(config.save_steps, config.kept_checkpoints))
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
         if config.num_warmup_steps > state.total_steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import store
@@ -101,21 +102,46 @@ class Recovery:
             )  # fmt: skip
             tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
 
+    def protect_before(self, measure: RecoveryAction) -> None:
+        """Protect the newest checkpoint from before the spike from being pruned by the next save."""
+        if self.log:
+            checkpoint = self._before(measure)
+            self.manager.protect(*([] if checkpoint is None else [store.step_of(checkpoint)]))
+
     def hand_over(self, measure: RecoveryAction) -> None:
-        """Write a report of the spike and of what was tried. The caller then ends the process with `EXIT_CODE`."""
-        log, step, config = self.log, self.state.progress.step, self.state.config
-        self.manager.finish(log)
-        if log:
-            best = self.manager.before(measure.onset - LEAD + 1)
-            log.event("stop", parent=self.monitor.seq, step=step, rule=measure.rule, why=measure.reason, exit_code=EXIT_CODE,
-                      go_on_from=str(best) if best else None)  # fmt: skip
-            tqdm.write(
-                f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
-                f"{best or 'none'}.\n  Go on from there with a lower --learning_rate than {config.learning_rate}, more "
-                f"--num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
-                "tells the whole story."
-            )
-            write_page(log)
+        """Set aside what was saved since the spike began, and write a report of the spike and of what was tried.
+
+        ``auto`` then resumes from before the spike. The caller ends the process with `EXIT_CODE`.
+        """
+        log, step, config, manager = self.log, self.state.progress.step, self.state.config, self.manager
+        manager.finish(log)
+        if log is None:
+            return
+        checkpoint = self._before(measure)
+        last_good_step = 0 if checkpoint is None else store.step_of(checkpoint)
+        aside = store.set_aside(manager.folder, last_good_step, manager.passed_over)
+        log.event(
+            "stop",
+            parent=self.monitor.seq,
+            step=step,
+            rule=measure.rule,
+            why=measure.reason,
+            exit_code=EXIT_CODE,
+            go_on_from=None if checkpoint is None else str(checkpoint),
+            set_aside=[str(folder) for folder in aside],
+        )
+        since = f" Saved since it began: {', '.join(map(str, aside))}." if aside else ""
+        tqdm.write(
+            f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
+            f"{checkpoint or 'none'}.{since}\n  Go on from there with a lower --learning_rate than {config.learning_rate}, "
+            f"more --num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
+            "tells the whole story."
+        )
+        write_page(log)
+
+    def _before(self, measure: RecoveryAction) -> Path | None:
+        """Return the newest complete checkpoint from before the spike. Rank 0."""
+        return self.manager.before(measure.onset - LEAD + 1)
 
     def _samples_of(self, measure: RecoveryAction) -> list[list[int]]:
         """Return [start, end) ranges of the samples that ``measure`` leaves out: all samples in the rows of its steps."""

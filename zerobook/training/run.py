@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigSources, RecipeConfig, from_python, read
+from zerobook.config import AUTOMATIC, ConfigSources, RecipeConfig, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
 from zerobook.launch import account, preflight
@@ -149,7 +149,8 @@ def _file_of(recipe: Recipe[Any]) -> Path | None:
 def next_commands(config: RecipeConfig) -> str:
     """Return what to type after a run."""
     run = shlex.quote(config.output_dir)
-    best = " --checkpoint best" if config.eval_steps and config.save_steps else ""
+    saves_evaluated_steps = config.eval_steps and config.save_steps not in (0, AUTOMATIC)
+    best = " --checkpoint best" if saves_evaluated_steps else ""
     return f"next:\n  zerobook chat {run}\n  zerobook export {run}{best} --output MODEL\n  zerobook runlog report {run}"
 
 

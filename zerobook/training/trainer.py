@@ -14,7 +14,8 @@ from zerobook import head
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.checkpoint.save import bytes_of_state
+from zerobook.config import AUTOMATIC, ConfigSources, RecipeConfig
 from zerobook.data.batch_loader import StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
@@ -44,6 +45,7 @@ from zerobook.training import resume
 from zerobook.training.console import Console
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
+from zerobook.training.intervals import WRITE_SPEED, AutomaticSaves, Measured, SaveClock, Schedule
 from zerobook.training.logbook import Logbook, MemoryRecord
 from zerobook.training.pace import Pace
 from zerobook.training.profiling import Profiler
@@ -152,6 +154,9 @@ class Trainer:
             self.monitor.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
             self.evaluation = strategy.on_main(lambda: resume.evaluation_of(self.log, progress))
             self._evaluated = None if self.evaluation is None else progress.step
+        elif config.resume_from_checkpoint:
+            self.console.say(f"nothing to resume in {config.output_dir}: starting at step 0")
+        self._plan_saves()
         progress.total_steps = self.state.total_steps
         progress.global_batch = self.state.layout.global_batch
         progress.world_size = strategy.world_size
@@ -159,6 +164,22 @@ class Trainer:
     @property
     def progress(self) -> Progress:
         return self.state.progress
+
+    def _plan_saves(self) -> None:
+        """Decide when the run evaluates and saves. With automatic saves, measured times change that later."""
+        config, total_steps = self.config, self.state.total_steps
+        save_seconds = bytes_of_state(self.strategy) / WRITE_SPEED
+        self._save_clock, self._steps_of_attempt = SaveClock(save_seconds), 0
+        self._automatic_saves: AutomaticSaves | None = None
+        if config.save_steps == AUTOMATIC and self.save_results:
+            self._automatic_saves = AutomaticSaves(
+                step=self.progress.step,
+                resumed=self.manager.goes_on_in_place,
+                total_steps=total_steps,
+                save_seconds=save_seconds,
+            )
+        self._evaluations = Schedule(config.eval_steps, total_steps)
+        self._saves = Schedule(config.save_steps, total_steps)
 
     def _open_log(self) -> None:
         self.log = RunLog(self.config.output_dir)  # not returned: a result is sent to all ranks, and a log cannot be
@@ -232,18 +253,22 @@ class Trainer:
                 found = next(steps, None)
             if found is None:
                 break
+            passes_before = progress.epoch
             self._pending.append(self.train_step(*found))
             step = progress.step
             last = step >= state.end_step
-            evaluates = last or (config.eval_steps and step % config.eval_steps == 0)
-            saves = config.save_steps and step % config.save_steps == 0
+            if not last:
+                self._measure_first_steps()
+            evaluates = last or self._evaluations.is_due(step, passes_before, progress.epoch)
+            saves = self._is_save_due(passes_before)
             if evaluates or saves or step % config.logging_steps == 0:
                 action = self._log_point()
                 if action is not None:
                     return action
             if evaluates:
                 self.evaluate()  # before the save: the checkpoint records its held-out loss
-            if saves:
+            # Again: the log point has measured how long steps and saves take.
+            if saves and self._is_save_due(passes_before):
                 action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
@@ -253,6 +278,26 @@ class Trainer:
             if not last and self.preemption.due(step):
                 self._leave_early()
         return None
+
+    def _is_save_due(self, passes_before: float) -> bool:
+        """Return whether the run saves after this step, which began at ``passes_before`` over the data. Same on every rank."""
+        if self._automatic_saves is not None:
+            return self._automatic_saves.is_due(self.progress.step)
+        return self._saves.is_due(self.progress.step, passes_before, self.progress.epoch)
+
+    def _measure_first_steps(self) -> None:
+        """Let all ranks know how long a step takes before the first log point, which slow steps reach late. Collective once.
+
+        The first step of an attempt is left out: much of its time is spent on compiling and allocating.
+        """
+        if self._automatic_saves is None or self._steps_of_attempt >= 2:
+            return
+        self._steps_of_attempt += 1
+        if self._steps_of_attempt == 1:
+            self._save_clock.start(self.progress.step)
+            return
+        measured = self.strategy.on_main(lambda: list(self._save_clock.read(self.progress.step)))
+        self._automatic_saves.measured(Measured(*measured))
 
     def _out_of_patience(self) -> bool:
         """Return whether early stopping ends the run. Every rank has the same held-out loss, and so the same answer."""
@@ -361,7 +406,14 @@ class Trainer:
                 "to return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
             )
         sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
-        rows = mesh.sum_over_samples(torch.stack([losses, norms, *sums], dim=1)).tolist()
+        # One more row carries what rank 0 has measured, so that all ranks decide the same about saves without a collective.
+        clock = losses.new_zeros(2 + len(sums))
+        if mesh.rank == 0:
+            clock[:2] = torch.tensor(self._save_clock.read(self.progress.step))
+        values = torch.cat([torch.stack([losses, norms, *sums], dim=1), clock[None]])
+        *rows, (step_seconds, save_seconds, *_) = mesh.sum_over_samples(values).tolist()
+        if self._automatic_saves is not None:
+            self._automatic_saves.measured(Measured(step_seconds, save_seconds))
         for record, (loss, norm, *summed) in zip(records, rows, strict=True):
             record.loss, record.grad_norm, record.sums = loss, norm, {}
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
@@ -379,6 +431,7 @@ class Trainer:
         """Carry out a measure against a spike. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
         if action.kind == "stop":
+            self._save_before_stop(action)
             self.console.close()
             self.recovery.hand_over(action)
             self._leave(policy.EXIT_CODE)
@@ -386,6 +439,7 @@ class Trainer:
             self.recovery.act(action)
         if action.goes_back:
             self._evaluated = self._saved = None
+            self._note_save(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
         self.hooks("on_rollback", self, action)
@@ -423,9 +477,27 @@ class Trainer:
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        with during("save", step), self.pace.apart():
+        with during("save", step), self.pace.apart(), self._save_clock.saving():
             self.manager.save(self.progress, self.log)
+        self._note_save(step)
         self.hooks("on_save", self, self.manager.folder / store.name_of(step))
+
+    def _save_before_stop(self, action: RecoveryAction) -> None:
+        """Save the state that a spike stops the run in, and set it aside: ``auto`` is to resume from before the spike.
+
+        Copies of the weights that differ between the ranks would make a checkpoint of a mixture, so they are not saved.
+        """
+        self.manager.finish(self.log)
+        self.recovery.protect_before(action)
+        if self._saved != self.progress.step and self.strategy.differing_replicas() is None:
+            self.save()
+            self.manager.finish(self.log)
+
+    def _note_save(self, step: int) -> None:
+        """Count the interval to the next automatic save from ``step``, which was saved or gone back to."""
+        self._save_clock.start(step)
+        if self._automatic_saves is not None:
+            self._automatic_saves.saved(step)
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""

@@ -1,0 +1,159 @@
+"""When a run saves and evaluates, for those who set nothing and for those who set an interval."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.causal_lm import CausalLMConfig
+from tests.alone import train
+from zerobook.checkpoint import store
+from zerobook.config import parse
+from zerobook.errors import ConfigError
+from zerobook.training.intervals import (
+    FIRST_STEP,
+    LONGEST_S,
+    SHORTEST_S,
+    AutomaticSaves,
+    Measured,
+    Schedule,
+    automatic_interval,
+)
+
+SECONDS = st.floats(1e-4, 7200)
+
+
+def saved_steps(total, step_seconds, save_seconds, *, start=0, resumed=False):
+    """The steps that a run with constant times saves, its end left out."""
+    saves = AutomaticSaves(step=start, resumed=resumed, total_steps=total, save_seconds=save_seconds)
+    saves.measured(Measured(step_seconds, save_seconds))
+    steps = []
+    for step in range(start + 1, total):
+        if saves.is_due(step):
+            saves.saved(step)
+            steps.append(step)
+    return steps
+
+
+@given(step=SECONDS, save=SECONDS, total=st.integers(1, 10**6))
+def test_the_interval_keeps_to_half_an_hour_then_to_the_cost_then_to_ten_a_run(step, save, total):
+    interval = automatic_interval(step, save, total)
+
+    apart = interval * step
+    assert interval == 1 or apart <= LONGEST_S * 1.001
+    if apart < LONGEST_S - step:
+        assert (apart + step) * 0.05 >= save * 0.95 * 0.999, "saves take at most 5 % of the time"
+        assert interval >= total // 10 or apart >= min(SHORTEST_S, LONGEST_S) - step
+    if apart > SHORTEST_S + step and save * 19 < apart - step:
+        assert interval <= max(1, total // 10), "ten a run, where neither a minute nor the cost forbids it"
+
+
+@pytest.mark.parametrize(
+    ("total", "step_seconds", "save_seconds", "expected"),
+    [
+        (9, 0.01, 0.01, []),
+        (100, 0.01, 0.01, [10]),
+        (100, 60.0, 1.0, [*range(10, 100, 10)]),
+        (100, 600.0, 1.0, [3, *range(6, 100, 3)]),
+        (1000, 2.0, 60.0, [10, 580]),
+    ],
+)
+def test_a_run_saves_early_and_then_as_often_as_it_pays(total, step_seconds, save_seconds, expected):
+    assert saved_steps(total, step_seconds, save_seconds) == expected
+
+
+def test_a_resumed_run_has_its_early_checkpoint_already():
+    assert saved_steps(100, 60.0, 1.0, start=40, resumed=True) == [50, 60, 70, 80, 90]
+    assert saved_steps(100, 0.01, 1.0, start=40, resumed=True) == []
+
+
+def test_without_a_measured_step_only_the_early_save_is_due():
+    saves = AutomaticSaves(step=0, resumed=False, total_steps=1000, save_seconds=1.0)
+
+    assert saves.next_step == FIRST_STEP
+    saves.saved(FIRST_STEP)
+    assert saves.next_step is None and not saves.is_due(999)
+
+
+@given(share=st.integers(2, 50), total=st.integers(50, 5000))
+def test_a_share_of_the_run_is_due_that_often(share, total):
+    schedule = Schedule(1 / share, total)
+
+    due = [step for step in range(1, total + 1) if schedule.is_due(step, 0, 0)]
+
+    assert due[0] == total // share and len(due) >= share
+
+
+def test_an_epoch_is_due_at_the_step_that_ends_it():
+    passes = [0, 0.4, 0.8, 1.2, 1.6, 2.0]
+    schedule = Schedule("epoch", 5)
+
+    assert [step for step in range(1, 6) if schedule.is_due(step, passes[step - 1], passes[step])] == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("10", 10), ("0", 0), ("0.1", 0.1), ("epoch", "epoch"), ("auto", "auto"), ("20.0", 20)]
+)
+def test_save_steps_takes_steps_shares_epochs_and_words(text, value):
+    config, _, _ = parse(CausalLMConfig, ["--model_name_or_path", "m", "--dataset_name", "d", "--save_steps", text])
+
+    assert config.save_steps == value and type(config.save_steps) is type(value)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--save_steps=-1", "--save_steps=1.5", "--save_steps=never", "--eval_steps=0", "--eval_steps=auto"]
+)
+def test_other_intervals_are_refused_with_what_is_possible(flag):
+    with pytest.raises(ConfigError, match="epoch"):
+        parse(CausalLMConfig, ["--model_name_or_path", "m", "--dataset_name", "d", flag])
+
+
+def flags(tiny, **more):
+    return dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", block_size=64, per_device_train_batch_size=2,
+        max_train_steps=14, max_eval_samples=2,
+    ) | more  # fmt: skip
+
+
+def checkpoints_of(run):
+    return [store.step_of(c) for c in store.complete(store.folder_of(run.output))]
+
+
+def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_end(tiny, tmp_path, capfd):
+    run = train(tmp_path / "run", **flags(tiny))
+
+    said = capfd.readouterr().out
+    assert checkpoints_of(run) == [10, 14]
+    assert "checkpoints: by step 10" in said and "2 are kept" in said
+
+
+def test_saves_that_are_turned_off_are_said_with_what_cannot_work(tiny, tmp_path, capfd):
+    run = train(tmp_path / "run", **flags(tiny, save_steps=0))
+
+    said = capfd.readouterr().out
+    assert checkpoints_of(run) == [14]
+    assert "cannot resume" in said and "cannot be rolled back" in said
+
+
+def test_epochs_and_shares_are_saved_and_evaluated(tiny, tmp_path):
+    # 24 samples without a held-out share: an epoch is 12 steps of 2
+    run = train(tmp_path / "run", **flags(tiny, save_steps="epoch", eval_steps=0.5, validation_file=tiny / "few.jsonl"))
+
+    assert checkpoints_of(run) == [12, 14]
+    assert [event["step"] for event in run.events if event["type"] == "eval"] == [7, 14]
+
+
+def test_auto_without_a_checkpoint_says_that_it_starts_at_step_0(tiny, tmp_path, capfd):
+    train(tmp_path / "run", **flags(tiny, max_train_steps=2, resume_from_checkpoint="auto"))
+
+    assert f"nothing to resume in {tmp_path / 'run'}: starting at step 0" in capfd.readouterr().out
+
+
+def test_automatic_saves_prune_no_checkpoint_that_a_person_asked_for(tiny, tmp_path):
+    train(tmp_path / "run", **flags(tiny, save_steps=2, max_train_steps=6))
+    run = train(tmp_path / "run", **flags(tiny, max_train_steps=8, resume_from_checkpoint="auto"))
+    run = train(tmp_path / "run", **flags(tiny, max_train_steps=10, resume_from_checkpoint="auto"))
+    run = train(tmp_path / "run", **flags(tiny, max_train_steps=12, resume_from_checkpoint="auto"))
+
+    assert checkpoints_of(run) == [2, 4, 6, 10, 12]

@@ -1,0 +1,161 @@
+"""When a run evaluates and saves: every so many steps, at each epoch's end, or by the measured time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from zerobook.config import AUTOMATIC, Interval
+
+FIRST_STEP = 10
+"""Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it."""
+SAVES_A_RUN = 10
+LONGEST_S = 1800.0
+"""Seconds of work that a killed run loses at most."""
+SHORTEST_S = 60.0
+"""Seconds between two saves at least: less work than that is soon done again."""
+SHARE = 0.05
+"""Share of the run's time that saves may take."""
+WRITE_SPEED = 0.5e9
+"""Bytes a second of a save that was not measured yet."""
+
+
+def automatic_interval(step_seconds: float, save_seconds: float, total_steps: int) -> int:
+    """Return the steps between two automatic saves.
+
+    There are ten saves in a run, and fewer where they would be less than a minute apart or take more than 5 % of the time.
+    Half an hour is the longest interval, whatever a save takes.
+
+    >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=1000)  # ten a run
+    100
+    >>> automatic_interval(step_seconds=2.0, save_seconds=30.0, total_steps=1000)  # 5 % of the time
+    285
+    >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=100_000)  # half an hour
+    900
+    """
+    for_ten = step_seconds * total_steps / SAVES_A_RUN
+    for_their_cost = save_seconds * (1 - SHARE) / SHARE
+    seconds = min(LONGEST_S, max(for_ten, for_their_cost, SHORTEST_S))
+    # The sum keeps a quotient that is a whole number from being rounded down.
+    return max(1, int(seconds / max(step_seconds, 1e-9) + 1e-6))
+
+
+class Measured(NamedTuple):
+    """What rank 0 has measured; every rank decides from the same values."""
+
+    step_seconds: float
+    """of a step with the evaluations, without saves; 0 where it is not known yet"""
+    save_seconds: float
+
+
+class SaveClock:
+    """Measures the seconds of a step and of a save, on the host.
+
+    Args:
+        save_seconds: an estimate, until the first save is measured.
+    """
+
+    def __init__(self, save_seconds: float) -> None:
+        self._save_seconds = save_seconds
+        self._step_seconds = 0.0
+        self._since: tuple[int, float] | None = None
+
+    def start(self, step: int) -> None:
+        """Start a measurement after ``step``."""
+        self._since = (step, time.monotonic())
+
+    def read(self, step: int) -> Measured:
+        """Return the mean since the last start, or the one before where no step was done since."""
+        if self._since is not None and step > self._since[0]:
+            first, begun = self._since
+            self._step_seconds = (time.monotonic() - begun) / (step - first)
+        return Measured(self._step_seconds, self._save_seconds)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a save. Use it as a context manager."""
+        begun = time.monotonic()
+        yield
+        self._save_seconds = time.monotonic() - begun
+
+
+class AutomaticSaves:
+    """Decides when a run saves, from measured times. Every rank gets the same values, and so decides the same.
+
+    Args:
+        step: steps that are done at the start of the attempt.
+        resumed: there is a checkpoint of ``step``, so no early save is needed.
+        total_steps: of the run.
+        save_seconds: an estimate.
+    """
+
+    def __init__(self, *, step: int, resumed: bool, total_steps: int, save_seconds: float):
+        self.total_steps = total_steps
+        self.last_save = step
+        self._early = None if resumed else step + FIRST_STEP
+        self._measured = Measured(0.0, save_seconds)
+
+    @property
+    def next_step(self) -> int | None:
+        """The step after which the run saves next; None where no time of a step is known yet, and none is due by count."""
+        if self._measured.step_seconds == 0:
+            return self._early
+        due = self.last_save + automatic_interval(*self._measured, self.total_steps)
+        return due if self._early is None else min(due, self._early)
+
+    def measured(self, values: Measured) -> None:
+        """Take over what rank 0 has measured."""
+        self._measured = values
+
+    def saved(self, step: int) -> None:
+        """Note that there is a checkpoint of ``step``, which was saved or gone back to."""
+        self.last_save, self._early = step, None
+
+    def is_due(self, step: int) -> bool:
+        return self.next_step is not None and step >= self.next_step
+
+
+class Schedule:
+    """The steps at which something is due, for a value of ``eval_steps`` or ``save_steps``.
+
+    Args:
+        interval: steps, a share of the run, or ``epoch``; never for None, 0 and ``auto`` (see `AutomaticSaves`).
+        total_steps: of the run.
+    """
+
+    def __init__(self, interval: Interval | str | None, total_steps: int):
+        self._at_epochs = interval == "epoch"
+        self._every = 0
+        if isinstance(interval, float):
+            # The sum keeps a product that is a whole number from being rounded down.
+            self._every = max(1, int(interval * total_steps + 1e-6))
+        elif isinstance(interval, int):
+            self._every = interval
+
+    def is_due(self, step: int, passes_before: float, passes: float) -> bool:
+        """Return whether it is due after ``step``, which took the passes over the data from ``passes_before`` to ``passes``."""
+        if self._at_epochs:
+            return int(passes) > int(passes_before)
+        return self._every > 0 and step % self._every == 0
+
+
+def announcement(save_steps: Interval | str, kept: int | None) -> str:
+    """Return a line that says when the run saves, and what cannot work where it does not."""
+    if save_steps == 0:
+        return (
+            "checkpoints: at the end only (--save_steps 0). A run that is killed cannot resume, and starts again at step 0; "
+            "a spike cannot be rolled back"
+        )
+    keeps = "all are kept" if kept is None else f"{kept} are kept"
+    if save_steps == AUTOMATIC:
+        return (
+            f"checkpoints: by step {FIRST_STEP}, then {SAVES_A_RUN} a run or fewer, at most {LONGEST_S / 60:.0f} minutes "
+            f"apart, in at most {SHARE:.0%} of the time; {keeps} (--save_steps N sets an interval, 0 none)"
+        )
+    if save_steps == "epoch":
+        return f"checkpoints: at the end of each epoch; {keeps}"
+    if isinstance(save_steps, float):
+        return f"checkpoints: every {save_steps:g} of the run; {keeps}"
+    return f"checkpoints: every {save_steps} steps; {keeps}"
