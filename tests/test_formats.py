@@ -28,6 +28,7 @@ from zerobook.data.formats import (
     parse,
 )
 from zerobook.data.templates import CausalEncoder
+from zerobook.data.tokens import LOSS_MASKS
 from zerobook.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "formats"
@@ -598,3 +599,27 @@ def test_any_columns_have_a_format_that_can_read_them_or_an_error(columns):
     else:
         assert any(set(needed) <= set(columns) for needed in FORMATS[format].columns)
         assert set(ignored(format, [dict.fromkeys(columns)])) <= set(columns)
+
+
+IDS = [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("columns, labels", [
+    ({"attention_mask": [1, 1, 1, 0]}, [7, 8, 9]), ({"attention_mask": [0, 1, 1, 1]}, [8, 9, 10]),
+    ({"labels": [-100, 8, 9, 10], "attention_mask": [1, 1, 1, 0]}, [-100, 8, 9]),
+    *[({name: [0, 0, 1, 1]}, [-100, -100, 9, 10]) for name in LOSS_MASKS],
+    ({"completion_mask": [False, True, True, True], "assistant_masks": [1, 1, 0, 1.0]}, [-100, 8, -100, 10]),
+    ({"loss_mask": None, "attention_mask": None}, IDS),
+])  # fmt: skip
+def test_masks_of_token_ids_decide_the_labels(columns, labels):
+    sample = parse("tokenized", {"input_ids": IDS, **columns})
+    assert sample.labels == labels and len(sample.input_ids) == len(labels)
+
+
+@pytest.mark.parametrize("columns", [
+    {"attention_mask": [1, 0, 1, 1]}, {"attention_mask": [1, 2, 2, 2]}, {"attention_mask": [0, 0, 0, 0]},
+    {"loss_mask": [1, 1]}, {"loss_scale": [0.5, 1, 1, 1]}, {"completion_mask": "0011"},
+])  # fmt: skip
+def test_masks_that_mean_something_else_are_refused(columns):
+    with pytest.raises(BadSample, match=next(iter(columns))):
+        parse("tokenized", {"input_ids": IDS, **columns})

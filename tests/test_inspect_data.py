@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from recipes.lora_finetune import LoraConfig
 from zerobook.cli.main import main
+from zerobook.data import formats
 from zerobook.data.examine import examine
 from zerobook.data.prepare import Library
 from zerobook.data.sources import open_source
 from zerobook.data.templates import CausalEncoder
+from zerobook.errors import DataError
 from zerobook.objective import NextToken
 
 
@@ -58,7 +60,7 @@ def test_lines_are_named(tmp_path, tiny, capsys):
     )
     held.write_text(f"{json.dumps(chat(9, 9))}\n{good[1]}\n")
     line = ["data", "inspect", str(train), "--model", str(tiny / "llama"), "--max_seq_length", "80"]
-    assert main([*line, "--validation_file", str(held), "--json"]) == 1, "two lines cannot be used"
+    assert main([*line, "--validation_file", str(held), "--json"]) == 2, "two lines cannot be used"
     facts = json.loads(capsys.readouterr().out)
     found = facts["train"]
     assert found["format"] == "messages" and found["samples"] == 6
@@ -68,7 +70,7 @@ def test_lines_are_named(tmp_path, tiny, capsys):
     assert [place.partition(" (")[0] for place in found["cut"]["first"]] == ["line 8"]
     assert found["needed_length"] == found["lengths"]["longest"] > 80
     assert facts["in_both"] == {"count": 1, "first": ["sample 2"]} and facts["held_out"]["samples"] == 2
-    assert main(line) == 1
+    assert main(line) == 2
     said = capsys.readouterr().out
     for words in ("line 4 (as line 1)", f"--max_seq_length {found['needed_length']} keeps all of them whole", "line 1: "):
         assert words in said
@@ -84,3 +86,60 @@ def test_every_format_is_read(tmp_path, tiny, capsys, rows, format):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["data", "inspect", str(file), "--model", str(tiny / "llama")]) == 0
     assert f"format {format}; 1 samples" in capsys.readouterr().out
+
+
+QUESTION = {"prompt": "Two and two?", "completion": "Nine."}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize("row", [
+    QUESTION | {"label": False}, QUESTION | {"label": "False"}, QUESTION | {"label": 0}, QUESTION | {"kto_tag": True},
+    CHAT | {"label": "1"}, CHAT | {"label": 0.0}, CHAT | {"images": ["a.png"]}, CHAT | {"messages": []},
+    {"input_ids": [5, 6], "prompt_mask": [1, 0]},
+])  # fmt: skip
+def test_what_the_recipe_refuses_is_refused_with_the_same_code(tmp_path, tiny, capsys, row):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    config = LoraConfig(cache_dir=str(tmp_path / "cache"), train_file=str(file), validation_split_percentage=0)
+    library = Library(config, tokenizer_of(tiny), CausalEncoder(tokenizer_of(tiny), length=80), NextToken())
+    with pytest.raises(DataError) as refused:
+        library.tokenize(1)
+    code = main(["data", "inspect", str(file), "--model", str(tiny / "llama")])
+    assert code == 2
+    reason = str(refused.value).partition("line 1: ")[2][:40]
+    assert reason and reason in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "a kind text", "label": 1}, QUESTION | {"label": 3}, QUESTION | {"label": "news"},
+    {"input_ids": [5, 6], "special_tokens_mask": [0, 0]}, {"question": "is it?", "answer": "no", "label": 0},
+])  # fmt: skip
+def test_a_label_that_is_a_class_is_no_verdict(tmp_path, tiny, row):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert main(["data", "inspect", str(file), "--model", str(tiny / "llama")]) == 0
+
+
+def tokenizer_of(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
+
+
+def test_the_held_out_samples_are_those_of_a_run(tmp_path, tiny, capsys):
+    rows = [chat(number % 7 + 1, 2) for number in range(30)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tokenizer_of(tiny)
+    config = LoraConfig(cache_dir=str(tmp_path / "cache"), train_file=str(file), validation_split_percentage=20, seed=3)
+    library = Library(config, tokenizer, CausalEncoder(tokenizer, length=80), NextToken())
+    part = library.open(library.tokenize(1)).held_out["rows"]
+    flags = ["--validation_split_percentage", "20", "--seed", "3", "--json"]
+    assert main(["data", "inspect", str(file), "--model", str(tiny / "llama"), *flags]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["held_out_samples"] == len(part) == 6
+    numbers = [int(place.split()[1]) - 1 for place in facts["in_both"]["first"]]
+    encoder = CausalEncoder(tokenizer, length=80)
+    encoded = encoder.encode([formats.parse("messages", rows[number]) for number in numbers])
+    held_out = [list(part[row]["input_ids"]) for row in range(len(part))]
+    assert facts["in_both"]["count"] == 6 and [list(row.input_ids) for row in encoded] == held_out

@@ -18,9 +18,10 @@ import numpy as np
 
 from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import show_rows
+from zerobook.config import RecipeConfig
 from zerobook.data import embedded
-from zerobook.data.examine import Examined, Places, examine, in_both
-from zerobook.data.sources import open_source
+from zerobook.data.examine import Examined, Places, examine, held_out_twice, in_both
+from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import template_file
@@ -30,38 +31,56 @@ BINS = 12
 
 
 def inspect(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code: 1 where samples cannot be used."""
+    """Entry of the command; returns the exit code: 2 where samples cannot be used, as a run with the file would."""
     parser = Parser("zerobook data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a data file, a folder, a hub dataset, or embedded:NAME")
     parser.add_argument("--model", default="embedded:smollm2", help="model whose tokenizer counts (default: %(default)s)")
     parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens that a sample may have (default: %(default)s)")
     parser.add_argument("--validation_file", help="held-out data, which are compared with the training data")
     parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
+    for flag in ("--text_column", "--summary_column", "--dataset_config_name"):
+        parser.add_argument(flag, help=f"as the recipes' {flag}")
+    for key in ("validation_split_percentage", "seed"):
+        default = RecipeConfig.model_fields[key].default
+        parser.add_argument(f"--{key}", type=int, default=default, help=f"as the recipes' --{key} (default: %(default)s)")
     parser.add_argument("--chat_template", help="as the recipes' --chat_template")
     parser.add_argument("--samples", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     known = parser.parse_args(arguments)
     encoder = _encoder(known.model, known.chat_template)
-    splits = open_source(known.file)
-    train = examine(splits.train, encoder, length=known.max_seq_length, format=known.format, rows=known.samples)
-    held_out = None
-    other = open_source(known.validation_file).train if known.validation_file else splits.held_out
-    if other is not None:
-        held_out = examine(other, encoder, length=known.max_seq_length, format=known.format)
-    both = in_both(train, held_out) if held_out else Places()
+    splits = open_source(known.file, config_name=known.dataset_config_name)
+    columns = {"text_column": known.text_column, "summary_column": known.summary_column}
+    settings: dict[str, Any] = {"length": known.max_seq_length, "format": known.format, "columns": columns}
+    train = examine(splits.train, encoder, rows=known.samples, **settings)
+    other = open_held_out(known.validation_file) if known.validation_file else splits.held_out
+    held_out = examine(other, encoder, **settings) if other is not None else None
+    if held_out is not None:
+        held_out_count, both = int(held_out.is_kept.sum()), in_both(train, held_out)
+    elif splits.train.lone_text:
+        held_out_count, both = 0, Places()  # the end of the text is held out
+    else:
+        held_out_count, both = held_out_twice(train, known.validation_split_percentage / 100, known.seed)
+    choice = splits.describe(uses_held_out=not known.validation_file)
     if known.json:
         facts: dict[str, Any] = {"max_seq_length": known.max_seq_length, "train": train.summary()}
         if held_out:
-            facts |= {"held_out": held_out.summary(), "in_both": {"count": both.count, "first": both.first}}
+            facts["held_out"] = held_out.summary()
+        facts |= {"held_out_samples": held_out_count, "in_both": {"count": both.count, "first": both.first}, "splits": choice}
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
+        if choice:
+            say(f"{known.file}: a run {choice}")
         _say(train, known.max_seq_length)
         if held_out:
             _say(held_out, known.max_seq_length)
-            _list("held-out samples that are training samples too", both)
+        elif held_out_count:
+            share = f"--validation_split_percentage {known.validation_split_percentage}, --seed {known.seed}"
+            say(f"{held_out_count:,} of the samples are held out ({share})")
+        _list("held-out samples that are training samples too", both)
         rows = [(place, {"input_ids": row.input_ids, "labels": row.labels}) for place, row in train.first]
         show_rows(rows, encoder.tokenizer)
-    return int(bool(train.bad.count or (held_out and held_out.bad.count)))
+    has_bad_samples = train.bad.count or (held_out is not None and held_out.bad.count)
+    return 2 if has_bad_samples else 0
 
 
 def _encoder(model: str, template: str | None) -> CausalEncoder:

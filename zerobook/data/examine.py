@@ -12,10 +12,12 @@ import xxhash
 from zerobook.constants import IGNORE
 from zerobook.data import formats
 from zerobook.data.formats import BadSample
-from zerobook.data.source import Malformed, Source
+from zerobook.data.sampler import held_out_mask
+from zerobook.data.source import Source
 from zerobook.data.templates import CausalEncoder, Encoded
-from zerobook.data.tokenize import chunks, detect, parsed
+from zerobook.data.tokenize import Reading, chunks, detect, parsed, read_sample
 from zerobook.errors import DataError
+from zerobook.objective import NextToken
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 
@@ -57,6 +59,8 @@ class Examined:
     """uint64 [samples], of the contents"""
     first: list[tuple[str, Encoded]]
     """the first rows, with their places"""
+    is_kept: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    """bool [samples], which of them a run keeps"""
 
     def summary(self) -> dict[str, Any]:
         """Return JSON-ready facts. ``needed_length`` is the maximum length that keeps every sample whole."""
@@ -70,12 +74,21 @@ class Examined:
         }  # fmt: skip
 
 
-def examine(source: Source, encoder: CausalEncoder, *, length: int, format: str | None = None, rows: int = 0) -> Examined:
+def examine(
+    source: Source,
+    encoder: CausalEncoder,
+    *,
+    length: int,
+    format: str | None = None,
+    columns: dict[str, str | None] | None = None,
+    rows: int = 0,
+) -> Examined:
     """Read a source to its end. It takes about 200 bytes of memory a sample, however long they are.
 
     Args:
         encoder: without a maximum length.
         length: maximum length of a run, in tokens. Running text is cut into blocks and loses nothing.
+        columns: the columns of a pair that the user named.
         rows: first rows that are kept.
 
     Raises:
@@ -85,14 +98,17 @@ def examine(source: Source, encoder: CausalEncoder, *, length: int, format: str 
     found = Examined(source.name, "", [], np.zeros(0, np.int32), 0, Places(), Places(), Places(), Places(),
                      np.zeros(0, np.uint64), [])  # fmt: skip
     lengths, digests, seen = list[int](), list[int](), dict[int, str]()
+    is_kept = list[bool]()
+    reading: Reading | None = None
     bar = tqdm(total=source.total, desc=f"reading {source.name}", unit=source.unit.strip(), unit_scale=True, leave=False)
     for chunk in chunks(source.read(), bar):
-        if not found.format:
-            found.format = format or detect(chunk, {}, {}, skip=True)
+        if reading is None:
+            found.format = format or detect(chunk, columns or {}, {}, skip=True)
+            reading = Reading(found.format, columns or {}, encoder, NextToken(), detected=format is None)
             parsed_rows = [parsed(raw) for _, raw in chunk]
             readable = [row for row in parsed_rows if isinstance(row, dict)]
-            found.unread = formats.ignored(found.format, readable, own={})
-        for where, sample, result in _encoded(chunk, found.format, encoder):
+            found.unread = formats.ignored(found.format, readable, own={}, **reading.columns)
+        for where, sample, result in _encoded(chunk, reading):
             if isinstance(result, BadSample):
                 found.bad.add(f"{where}: {result}")
                 continue
@@ -107,10 +123,12 @@ def examine(source: Source, encoder: CausalEncoder, *, length: int, format: str 
             found.supervised += sum(int((row.labels != IGNORE).sum()) for row in one)
             if len(found.first) < rows:
                 found.first.append((where, result))
+            is_kept.append(True)
             if found.format == "text":
                 continue
             kept = short.encode([sample])[0] if longest > length else result
-            if not isinstance(kept, Encoded) or not any((row.labels != IGNORE).any() for row in (kept, *kept.others)):
+            if not isinstance(kept, Encoded) or not any(map(reading.weigh, (kept, *kept.others))):
+                is_kept[-1] = False
                 found.dropped.add(f"{where} ({longest} tokens)")
             elif longest > length:
                 found.cut.add(f"{where} ({longest} tokens)")
@@ -118,18 +136,16 @@ def examine(source: Source, encoder: CausalEncoder, *, length: int, format: str 
     if not found.format:
         raise DataError(f"{source.name}: the dataset is empty, there is nothing to train on.")
     found.lengths, found.digests = np.array(lengths, np.int32), np.array(digests, np.uint64)
+    found.is_kept = np.array(is_kept, bool)
     return found
 
 
-def _encoded(chunk: Sequence[tuple[str, Any]], format: str, encoder: CausalEncoder) -> Iterator[tuple[str, Any, Any]]:
+def _encoded(chunk: Sequence[tuple[str, Any]], reading: Reading) -> Iterator[tuple[str, Any, Any]]:
     """Yield (place, sample, its row or the `BadSample`) of each sample that is not empty."""
     places, samples = list[str](), list[Any]()
     for where, raw in chunk:
-        row = parsed(raw)
         try:
-            if isinstance(row, Malformed):
-                raise BadSample(row.reason)
-            sample = formats.parse(format, row)
+            sample = read_sample(reading, raw)
         except formats.EmptyText:
             continue
         except BadSample as error:
@@ -137,7 +153,7 @@ def _encoded(chunk: Sequence[tuple[str, Any]], format: str, encoder: CausalEncod
             continue
         places.append(where)
         samples.append(sample)
-    yield from zip(places, samples, encoder.encode(samples), strict=True)
+    yield from zip(places, samples, reading.encoder.encode(samples), strict=True)
 
 
 def in_both(train: Examined, held_out: Examined) -> Places:
@@ -146,3 +162,17 @@ def in_both(train: Examined, held_out: Examined) -> Places:
     for number in np.flatnonzero(np.isin(held_out.digests, train.digests)):
         places.add(f"sample {number + 1}")
     return places
+
+
+def held_out_twice(examined: Examined, share: float, seed: int) -> tuple[int, Places]:
+    """Return (how many samples a run holds out at random, which of them are equal to training samples).
+
+    Args:
+        share: of the samples, as ``--validation_split_percentage`` gives it, divided by 100.
+    """
+    digests = examined.digests[examined.is_kept]
+    mask = held_out_mask(len(digests), share, seed)
+    places = Places()
+    for number in np.flatnonzero(mask & np.isin(digests, digests[~mask])):
+        places.add(f"sample {number + 1}")
+    return int(mask.sum()), places

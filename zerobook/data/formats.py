@@ -19,11 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from zerobook.constants import IGNORE
 from zerobook.data.chats import checked_chat, read_chat, read_tools, read_turns, unread_keys
 from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Stretch, Text, Tokens
+from zerobook.data.tokens import TOKEN_COLUMNS, check_masks, read_tokens
 from zerobook.data.values import is_empty, kind_of, listed, read_text
 from zerobook.errors import DataError
 
@@ -160,6 +158,17 @@ MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Columns of data for models that read more than text."""
 
 
+VERDICTS = ("label", "kto_tag")
+"""Columns of KTO data that say whether an answer is good."""
+
+
+def _is_verdict(value: object, *, of_answer: bool) -> bool:
+    """Return whether a value is a verdict: true or false, also as text. 0 and 1 beside other columns may be classes."""
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
+        return True
+    return of_answer and (value in ("0", "1") if isinstance(value, str) else isinstance(value, int | float) and value in (0, 1))
+
+
 def check_unread(row: Mapping[str, Any], sample: object) -> None:
     """Check that a row holds nothing besides the sample that changes its meaning. For formats that the user did not name.
 
@@ -170,11 +179,15 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     for column in MEDIA:
         if row.get(column):
             raise BadSample(f"the column {column} is not read: the recipes train on text. {way_out}")
-    if isinstance(row.get("label"), bool):
-        raise BadSample(
-            f"the column label is {str(row['label']).lower()}, a verdict on the answer, and every answer would be learnt. "
-            f"{way_out}"
-        )
+    for column in VERDICTS:
+        value = row.get(column)
+        if _is_verdict(value, of_answer=isinstance(sample, Chat) or "completion" in row):
+            raise BadSample(
+                f"the column {column} is {str(value).lower()}, a verdict on the answer, and every answer would be learnt. "
+                f"{way_out}"
+            )
+    if isinstance(sample, Tokens):
+        check_masks(row)
     texts = [m["content"] for m in sample.messages] if isinstance(sample, Chat) else []
     texts += [sample.source] if isinstance(sample, Pair) else []
     if any("<image>" in text for text in texts):
@@ -194,23 +207,6 @@ def _named(name: str, text_column: str | None, summary_column: str | None, own: 
 
 
 # --- readers
-
-
-def _tokenized(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
-    ids = _integers(row["input_ids"], "input_ids")
-    if not ids:
-        raise BadSample("input_ids is empty")
-    if min(ids) < 0:
-        raise BadSample(f"input_ids has the negative id {min(ids)}")
-    if row.get("labels") is None:
-        return Tokens(ids, list(ids))
-    labels = _integers(row["labels"], "labels")
-    if len(ids) != len(labels):
-        raise BadSample(f"{len(ids)} input_ids but {len(labels)} labels; they must match")
-    wrong = [label for label in labels if label < 0 and label != IGNORE]
-    if wrong:
-        raise BadSample(f"labels has {wrong[0]}; negative labels other than {IGNORE} (not supervised) mean nothing")
-    return Tokens(ids, labels)
 
 
 def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
@@ -296,7 +292,7 @@ PAIR_COLUMNS = (
 """Column names of (source, target). The first pair that is there is used."""
 
 FORMATS = {
-    "tokenized": Format((("input_ids",),), _tokenized, ("labels",)),
+    "tokenized": Format((("input_ids",),), read_tokens, TOKEN_COLUMNS),
     "messages": Format((("messages",),), _turns, ("system", "tools"), has_turns=True),
     "sharegpt": Format((("conversations",),), _turns, ("system", "tools"), has_turns=True),
     "prompt_completion": Format((("prompt", "completion"),), _prompt_completion, ("tools",), has_turns=True),
@@ -309,17 +305,6 @@ FORMATS = {
 
 
 # --- parts of a row
-
-
-def _integers(values: object, name: str) -> list[int]:
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list):
-        raise BadSample(f"{name} is {kind_of(values)}, expected a list of integers")
-    for value in values:
-        if type(value) is not int:
-            raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
-    return values
 
 
 def _either(columns: tuple[tuple[str, ...], ...]) -> str:

@@ -26,8 +26,9 @@ import numpy as np
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
 from zerobook.data.formats import own_of
+from zerobook.data.sampler import held_out_mask
 from zerobook.data.source import Item, Source, Splits
-from zerobook.data.sources import open_source
+from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import META, TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import Encoder
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 """Version of the files. Data of another version is prepared again."""
-READER = 3
+READER = 4
 """Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
 still resumes."""
 LISTED = 50
@@ -165,8 +166,7 @@ class Library:
         self._warn_of_a_leak([shelf for shelf in shelves if shelf.train and not shelf.held_out])
         if self.config.validation_file:
             spec = self.config.validation_spec()
-            splits = open_source(spec.path)
-            source = splits.held_out or splits.train  # the user may name the folder that is trained on
+            source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
             trained = [_meta(shelf.train) for shelf in shelves if shelf.train]
             content = (_meta(held_out) or {}).get("settings", {}).get("source")
@@ -571,9 +571,7 @@ def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndar
         return slice(0, cut), slice(cut, total)
     samples = np.asarray(store.samples)  # the documents of a sample stay together
     count = int(samples[-1]) + 1 if len(samples) else 0
-    held = min(max(1, round(count * share)), count - 1) if share else 0
-    marked = np.zeros(count, bool)
-    marked[np.random.default_rng(seed).permutation(count)[: max(0, held)]] = True
+    marked = held_out_mask(count, share, seed)
     return np.flatnonzero(~marked[samples]), np.flatnonzero(marked[samples])
 
 

@@ -259,3 +259,11 @@ class SampleOrder:
             size, epoch, *owner = key
             self._permutations[key] = Permutation(size, seed=self.seed, epoch=epoch, owner=owner[0] if owner else None)
         return self._permutations[key]
+
+
+def held_out_mask(samples: int, share: float, seed: int) -> np.ndarray:
+    """Return which samples are held out at random, bool [samples]: at least one, and never all of them; none for share 0."""
+    count = min(max(1, round(samples * share)), samples - 1) if share else 0
+    mask = np.zeros(samples, bool)
+    mask[np.random.default_rng(seed).permutation(samples)[: max(0, count)]] = True
+    return mask

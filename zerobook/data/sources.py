@@ -61,6 +61,12 @@ def open_source(
     return load(path, config_name, revision, split)
 
 
+def open_held_out(path: str) -> Source:
+    """Return the data that ``--validation_file`` names: its held-out split where it has one, else all of it."""
+    splits = open_source(path)
+    return splits.held_out or splits.train
+
+
 def _only_train(path: str, split: str | None) -> None:
     if split not in (None, "train"):
         raise DataError(f"{path}: it has no splits, and split is {split!r}. Name the file of that split, or drop split.")

@@ -192,22 +192,33 @@ def _reason(row: object) -> str:
     return row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
 
 
+def read_sample(reading: Reading, raw: object) -> Any:
+    """Return the sample of a row, as every run reads it.
+
+    Raises:
+        BadSample: it cannot be used.
+        EmptyText: it is a document without text.
+    """
+    row = parsed(raw)
+    own = formats.own_of(reading.encoder)
+    if isinstance(row, Malformed):
+        raise formats.BadSample(row.reason)
+    if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
+        raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
+    sample = formats.parse(reading.format, row, own=own, **reading.columns)
+    if reading.detected and reading.format not in own:
+        formats.check_unread(cast("Mapping[str, Any]", row), sample)
+    return sample
+
+
 def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
     """Parse and tokenize one chunk. Bad samples are returned with place and reason."""
     bad: list[tuple[str, str]] = []
     counts: Counter = Counter()
     samples, places = [], []
-    own = formats.own_of(reading.encoder)
     for where, raw in chunk:
-        row = parsed(raw)
         try:
-            if isinstance(row, Malformed):
-                raise formats.BadSample(row.reason)
-            if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
-                raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
-            sample = formats.parse(reading.format, row, own=own, **reading.columns)
-            if reading.detected and reading.format not in own:
-                formats.check_unread(cast("Mapping[str, Any]", row), sample)
+            sample = read_sample(reading, raw)
         except formats.EmptyText:
             counts["empty texts left out"] += 1
             continue

@@ -1,0 +1,100 @@
+"""Rows of token ids that were made elsewhere: their labels, and the masks that other trainers write beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zerobook.constants import IGNORE
+from zerobook.data.samples import BadSample, Tokens
+from zerobook.data.values import kind_of
+
+LOSS_MASKS = (
+    "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask", "loss_weights", "loss_scale",
+)  # fmt: skip
+"""Columns of 0 and 1 that say which tokens are supervised, by the names of TRL, transformers, ms-swift and others."""
+PADDING_MASK = "attention_mask"
+TOKEN_COLUMNS = ("labels", PADDING_MASK, *LOSS_MASKS)
+"""Columns that `read_tokens` reads beside ``input_ids``."""
+
+
+def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
+    """Return the ids and labels of a row. A token is supervised if its label and all masks say so; padding is removed.
+
+    Raises:
+        BadSample: lengths differ, a mask has other values than 0 and 1, or padding stands between tokens.
+    """
+    ids = _integers(row["input_ids"], "input_ids")
+    if not ids:
+        raise BadSample("input_ids is empty")
+    if min(ids) < 0:
+        raise BadSample(f"input_ids has the negative id {min(ids)}")
+    labels = _labels(row, ids)
+    for column in LOSS_MASKS:
+        mask = _mask(row, column, len(ids))
+        labels = [label if keeps else IGNORE for label, keeps in zip(labels, mask, strict=True)]
+    start, stop = _without_padding(_mask(row, PADDING_MASK, len(ids)))
+    return Tokens(ids[start:stop], labels[start:stop])
+
+
+def check_masks(row: Mapping[str, Any]) -> None:
+    """Check that a row has no mask that is not read. Raises `BadSample` with the name of the column."""
+    for column, value in row.items():
+        is_read = column in TOKEN_COLUMNS or column == "special_tokens_mask"
+        if "mask" in str(column) and not is_read and value is not None:
+            raise BadSample(
+                f"the column {column} is not read, and may say which tokens are supervised. Rename it to loss_mask if 1 means "
+                "supervised, or pass --format tokenized to train without it"
+            )
+
+
+def _labels(row: Mapping[str, Any], ids: list[int]) -> list[int]:
+    if row.get("labels") is None:
+        return list(ids)
+    labels = _integers(row["labels"], "labels")
+    if len(ids) != len(labels):
+        raise BadSample(f"{len(ids)} input_ids but {len(labels)} labels; they must match")
+    wrong = [label for label in labels if label < 0 and label != IGNORE]
+    if wrong:
+        raise BadSample(f"labels has {wrong[0]}; negative labels other than {IGNORE} (not supervised) mean nothing")
+    return labels
+
+
+def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
+    """Return a mask of 0 and 1, or of booleans; all True where the row has none."""
+    values = row.get(column)
+    if values is None:
+        return [True] * length
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list):
+        raise BadSample(f"{column} is {kind_of(values)}, expected a list of 0 and 1")
+    if len(values) != length:
+        raise BadSample(f"{length} input_ids but {len(values)} values of {column}; they must match")
+    for value in values:
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise BadSample(f"{column} has {value!r:.40} in it, expected 0 and 1")
+    return [bool(value) for value in values]
+
+
+def _without_padding(mask: list[bool]) -> tuple[int, int]:
+    """Return where the tokens that are no padding begin and end."""
+    if not any(mask):
+        raise BadSample(f"{PADDING_MASK} is 0 for all tokens")
+    start, stop = mask.index(True), len(mask) - mask[::-1].index(True)
+    if not all(mask[start:stop]):
+        raise BadSample(f"{PADDING_MASK} is 0 between tokens that it is 1 for; padding stands at an end")
+    return start, stop
+
+
+def _integers(values: object, name: str) -> list[int]:
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list):
+        raise BadSample(f"{name} is {kind_of(values)}, expected a list of integers")
+    for value in values:
+        if type(value) is not int:
+            raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
+    return values
