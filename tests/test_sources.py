@@ -14,8 +14,10 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from zerobook.data import files
+from zerobook.data.formats import Chat, parse
 from zerobook.data.source import Malformed
 from zerobook.data.sources import open_source
+from zerobook.data.tokenize import parsed
 from zerobook.errors import DataError
 
 ROWS = [{"text": f"line {i}", "n": i} for i in range(5)]
@@ -286,6 +288,75 @@ def test_json_files_that_are_one_object(tmp_path, content, texts):
         assert [row["text"] for row in rows] == texts
 
 
+def tool_rows() -> list[dict]:
+    """Two chats whose tools and calls have different keys, as those of different tools do."""
+    rows = []
+    for name, arguments in (("weather", {"city": "Oslo"}), ("add", {"a": 2, "b": [{"c": 3}]}), ("now", {})):
+        call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+        messages = [
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "x", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "Done"},
+        ]
+        rows.append({"messages": messages, "tools": [tool]})
+    return rows
+
+
+def chats(path: object) -> list[Chat]:
+    rows = [row if isinstance(row, dict) else json.loads(row) for _, row, _ in open_source(str(path)).train.read()]
+    return [parse("messages", row) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_nulls_that_a_table_adds_to_tools_and_calls_are_left_out(tmp_path, kind):
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = tool_rows()
+    if kind == "saved":
+        path = tmp_path / "saved"
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    else:
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    assert chats(path) == chats(lines) == [parse("messages", row) for row in rows]
+
+
+def test_a_null_that_a_user_wrote_in_json_is_data(tmp_path):
+    (row,) = tool_rows()[:1]
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"city": "Oslo", "day": None}
+
+    (chat,) = chats(write(tmp_path / "rows.jsonl", json.dumps(row)))
+
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "day": None}
+
+
+def test_an_empty_cell_of_a_table_of_numbers_is_no_text(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"instruction": "Two?", "input": float("nan"), "output": "Four."}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    ((_, row, _),) = open_source(str(tmp_path / "rows.parquet")).train.read()
+
+    assert parse("instruction", row).messages[0]["content"] == "Two?"
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_does_not_have_is_named(constant):
+    row = parsed(b'{"text": "a", "score": %b}' % constant.encode())
+
+    assert isinstance(row, Malformed) and constant in row.reason and "column" in row.reason
+
+
 def test_suffixes_in_capitals_are_the_same_types(tmp_path):
     write(tmp_path / "TRAIN.JSONL.GZ", gzip.compress(b"\xef\xbb\xbf" + LINES.encode(), mtime=0))
     plain = open_source(write(tmp_path / "rows.jsonl", LINES)).train
@@ -301,7 +372,8 @@ def test_suffixes_in_capitals_are_the_same_types(tmp_path):
         ("bare.json", '[{"text": "a"}\n\n {"text": "b"}]', "line 3: not valid JSON"),
         ("open.json", '[{"text": "a"},\n', "line 2: not valid JSON"),
         ("more.json", '[{"text": "a"}]\n[]', "line 2: not valid JSON"),
-        ("nan.json", '[{"text": NaN}]', "not valid JSON"),
+        ("nan.json", '[{"text": NaN}]', "line 1: not valid JSON: NaN"),
+        ("nan_object.json", '{\n "text": "a",\n "score": -Infinity}\n', "line 3: not valid JSON: -Infinity"),
         ("latin.json", b'[{"text": "caf\xe9"}]', "not UTF-8. If it is Latin-1 or Windows-1252"),
         ("wide.jsonl", LINES.encode("utf-16"), "it is UTF-16, and UTF-8 is expected"),
         ("wide.csv", "\ufefftext\na\n".encode("utf-16-be"), "it is UTF-16"),

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from zerobook.data.arrow_rows import without_padding
 from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
+from zerobook.data.values import json_problem, refuse_constant
 from zerobook.errors import DataError
 
 LINE_LIMIT = 256 << 20
@@ -218,7 +220,7 @@ def _read_object(file: Path) -> Iterator[Item]:
         try:
             value = orjson.loads(text.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
-            raise DataError(f"{file}, line {error.lineno}: not valid JSON: {error.msg}.") from None
+            raise DataError(f"{file}, line {error.lineno}: {json_problem(error)}.") from None
         for index, row in enumerate(_inside(value) or [value]):
             yield f"sample {index}", row, cost()
 
@@ -239,7 +241,7 @@ class _Array:
         self.text, self.file = text, file
         self.buffer, self.at, self.line = "", 0, 1  # unread text begins at ``at``, in this line of the file
         self.whole = False  # the file's end is in the buffer
-        self.decoder = json.JSONDecoder(parse_constant=_no_json)
+        self.decoder = json.JSONDecoder(parse_constant=refuse_constant)
 
     def values(self) -> Iterator[Any]:
         self._expect("[")
@@ -270,6 +272,8 @@ class _Array:
                 # the value is incomplete where a string does not end, or where the error is at the buffer's end
                 if self.whole or not (error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD):
                     self._refuse(error.pos, error.msg)
+            except ValueError as error:  # of refuse_constant
+                self._refuse(self.at, str(error))
             else:
                 number = isinstance(found, int | float) and not self.whole
                 if not number or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):  # a number may continue
@@ -306,10 +310,6 @@ class _Array:
 _BLANK = re.compile(r"[ \t\r\n]*")
 _LONGEST_WORD = 16
 """Characters. Tokens whose beginning alone is not valid JSON are shorter: ``-Infinity``, an escaped surrogate pair."""
-
-
-def _no_json(constant: str) -> None:
-    raise ValueError(f"not valid JSON: {constant} is no number of JSON")
 
 
 def _read_table(file: Path) -> Iterator[Item]:
@@ -356,7 +356,7 @@ def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -
         cost = file.stat().st_size // max(1, table.metadata.num_rows)
         for batch in table.iter_batches(batch_size=1000, row_groups=groups):
             for row in batch.to_pylist():
-                yield f"row {index}", row, cost
+                yield f"row {index}", without_padding(row), cost
                 index += 1
 
 

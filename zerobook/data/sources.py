@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.data import embedded
+from zerobook.data.arrow_rows import without_padding
 from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, suffix_of
 from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, named_after, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
@@ -76,7 +77,7 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> 
     def piece(start: int, stop: int) -> Source:
         def read() -> Iterator[Item]:
             for index in range(start, stop):
-                yield f"sample {index}", rows[index], 1
+                yield f"sample {index}", without_padding(rows[index]), 1
 
         return Source(name=name, read=read, digest=digest, total=stop - start, unit=" samples", cut=cut)
 
@@ -170,7 +171,7 @@ def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
     def piece(part: IterableDataset, number: str) -> Source:
         def read() -> Iterator[Item]:
             for index, row in enumerate(part):
-                yield f"{number}sample {index}", row, 1
+                yield f"{number}sample {index}", without_padding(row), 1
 
         return Source(name=name, read=read, digest=lambda: f"{revision} {name} {number}", total=0, unit=" samples", cut=cut)
 

@@ -17,6 +17,7 @@ from zerobook.data import formats
 from zerobook.data.source import Item, Malformed, not_utf8
 from zerobook.data.store import Ragged
 from zerobook.data.templates import Encoded, Encoder
+from zerobook.data.values import json_problem
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import Objective
 from zerobook.utils.terminal import plain
@@ -185,7 +186,7 @@ def parsed(row: object) -> object:
             row.decode()
         except UnicodeDecodeError as wrong:
             return Malformed(not_utf8(wrong.start))
-        return Malformed(f"not valid JSON: {error.msg} (column {error.colno})")
+        return Malformed(f"{json_problem(error)} (column {error.colno})")
 
 
 def _reason(row: object) -> str:

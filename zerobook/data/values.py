@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,18 @@ def read_json(text: str, name: str) -> Any:
 def refuse_constant(constant: str) -> None:
     """Refuse NaN and Infinity, which Python writes and reads, and which no other reader of JSON takes."""
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a text that is not valid JSON; NaN and Infinity, which many programs write, are named."""
+    # orjson points at the word, or behind its sign.
+    constant = _CONSTANT.search(error.doc, max(0, error.pos - 1), error.pos + len("-Infinity"))
+    if constant is None:
+        return f"not valid JSON: {error.msg}"
+    return f"not valid JSON: {constant[0]} is no number of JSON, null stands for a value that is missing"
+
+
+_CONSTANT = re.compile(r"-?\b(NaN|Infinity)\b")
 
 
 def kind_of(value: object) -> str:
