@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from zerobook.data.templates import CausalEncoder
-from zerobook.models.adapters import AdapterConfig, Method
+from zerobook.models.adapters import IA3_RATE, LORA_RATE, LORA_WARMUP, AdapterConfig, Method
 from zerobook.models.quantise import int8, nf4
 from zerobook.training.recipe import Collator, Recipe, Scorer
 from zerobook.training.run import run
@@ -38,6 +38,10 @@ class LoraConfig(AdapterConfig):
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
+    learning_rate: float = Field(LORA_RATE, gt=0, description=f"peak learning rate; unset with adapter ia3: {IA3_RATE:g}")
+    warmup_ratio: float = Field(
+        LORA_WARMUP, ge=0, lt=1, description="num_warmup_steps as a share of all steps; unset with num_warmup_steps: 0"
+    )
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
     load_in_8bit: bool = Field(False, description="int8 base weights with a scale for each row; excludes load_in_4bit")
 

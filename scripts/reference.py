@@ -63,7 +63,7 @@ def flags() -> str:
         if file.stem == "__init__":
             continue
         config = recipe_class(file).config_class
-        own = [name for name in config.model_fields if name not in RecipeConfig.model_fields]
+        own = [name for name, field in config.model_fields.items() if _is_own(name, field)]
         parts.append(f"## {file.name}\n\n{config_doc(file)}\n\n{fields(config, own)}")
     parts.append(
         "## Entries of `datasets`\n\nA mixture stands in the YAML under `datasets:`, a list of entries with these keys.\n\n"
@@ -72,6 +72,12 @@ def flags() -> str:
     renamed = [[f"`--{alias}`", f"`--{name}`"] for alias, name in ALIASES.items()]
     parts.append(f"## Other names\n\n{table(['flag', 'is read as'], renamed)}")
     return "\n".join(parts)
+
+
+def _is_own(name: str, field: Any) -> bool:
+    """Return whether a recipe has the field alone, or with a default of its own."""
+    shared = RecipeConfig.model_fields.get(name)
+    return shared is None or shared.default != field.default
 
 
 def groups(config: type) -> dict[str, list[str]]:

@@ -240,3 +240,36 @@ def test_each_name_of_transformers_trainer_has_an_answer_of_its_own():
     for name in TrainingArguments.__dataclass_fields__.keys() - flags:
         answer = other_trainers.translate(name, flags, "--")
         assert answer or not nearest(name, flags), name
+
+
+LORA = ["--model_name_or_path", "m", "--dataset_name", "d"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate", "warmup"),
+    [
+        ([], 2e-4, 0.03),
+        (["--adapter", "ia3"], 3e-3, 0.03),
+        (["--num_warmup_steps", "5"], 2e-4, 0.0),
+        (["--learning_rate", "1e-5", "--warmup_ratio", "0.1"], 1e-5, 0.1),
+    ],
+)
+def test_adapters_have_one_default_rate_and_warm_up_in_flags_and_python(flags, rate, warmup):
+    from recipes.lora_finetune import LoraConfig
+
+    parsed, sources, _ = parse(LoraConfig, [*LORA, *flags])
+    keys = {flag.removeprefix("--"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    python = LoraConfig(model_name_or_path="m", dataset_name="d", **keys)
+
+    assert (parsed.learning_rate, parsed.warmup_ratio) == (python.learning_rate, python.warmup_ratio) == (rate, warmup)
+    assert sources.given("learning_rate") == ("--learning_rate" in flags)
+
+
+def test_the_defaults_of_adapters_are_those_of_the_fields():
+    from recipes.lora_finetune import LoraConfig
+    from recipes.seq2seq_chatbot import Seq2SeqConfig
+
+    fields = {key: LoraConfig.model_fields[key].default for key in ("learning_rate", "warmup_ratio")}
+
+    assert fields == {"learning_rate": 2e-4, "warmup_ratio": 0.03}
+    assert Seq2SeqConfig(adapter="lora").learning_rate == 2e-4 and Seq2SeqConfig().learning_rate == 5e-5

@@ -127,12 +127,12 @@ def test_schedule_is_transformers_own_stepped(name, warmup):
         expected.append(stepped.get_last_lr()[0])
         optimizer.step()
         stepped.step()
+    warms = warmup > 0 and name != "constant"
+    if warms:  # the k-th of W steps trains at k/W, where transformers begins at 0
+        expected[:warmup] = [peak * (step + 1) / warmup for step in range(warmup)]
     assert [rate(step) for step in range(total + 1)] == pytest.approx(expected, rel=1e-12)
     # and what anybody knows of the shapes, without transformers
-    warms = warmup > 0 and name != "constant"
-    assert rate(0) == (0 if warms else peak) and rate(warmup) == peak
-    if warms:
-        assert rate(warmup // 2) == pytest.approx(peak / 2)
+    assert rate(0) == pytest.approx(peak / warmup if warms else peak) and rate(warmup) == peak
     end = {"constant": peak, "constant_with_warmup": peak, "linear": 0, "cosine": 0, "polynomial": 1e-7}
     assert rate(total) == pytest.approx(end[name], abs=1e-12)
     middle = {"linear": peak / 2, "cosine": peak / 2, "polynomial": (peak + 1e-7) / 2}
@@ -149,7 +149,7 @@ def test_every_step_of_every_schedule_has_a_rate(name):
             rates = [rate(step) for step in range(total + 1)]
             assert all(0 <= r <= peak * (1 + 1e-12) for r in rates), (total, warmup, rates)
             warming = 0 if name == "constant" else warmup
-            assert rates[:warming] == pytest.approx([peak * step / warming for step in range(warming)][: total + 1])
+            assert rates[:warming] == pytest.approx([peak * (step + 1) / warming for step in range(warming)][: total + 1])
             if warming < total:
                 assert rates[warming] == pytest.approx(peak)
                 assert rates[total] < 1e-4 * peak or name.startswith("constant")

@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_p
     assert "the run ends at step 10; its schedule is still that of 12 steps" in capfd.readouterr().out
     assert len(whole.steps) == STEPS - 2, "the second epoch lacks two steps' samples"
     decay = [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS - 2)]
-    assert [s["learning_rate"] for s in whole.steps] == pytest.approx([0, 0.5e-3, *decay])
+    assert [s["learning_rate"] for s in whole.steps] == pytest.approx([0.5e-3, 1e-3, *decay])
 
     saved = whole.output / "checkpoints" / "step-000006"
     again = train(tmp_path / "again", resume_from_checkpoint=saved, **flags(tiny))
@@ -140,7 +140,7 @@ def test_the_evaluation_of_a_branch_that_was_given_up_is_not_taken_for_a_checkpo
 def test_a_polynomial_run_of_warm_up_alone_ends_and_is_saved(tiny, tmp_path):
     short = flags(tiny) | {"num_train_epochs": 1, "num_warmup_steps": 6, "lr_scheduler_type": "polynomial", "save_steps": 6}
     run = train(tmp_path / "run", **short)
-    assert [s["learning_rate"] for s in run.steps] == pytest.approx([1e-3 * k / 6 for k in range(6)])
+    assert [s["learning_rate"] for s in run.steps] == pytest.approx([1e-3 * k / 6 for k in range(1, 7)])
     assert run.event("checkpoint")["step"] == run.event("run_end")["progress"]["step"] == 6
 
 
@@ -157,7 +157,7 @@ RATES = [
     share * rate
     for share, rate in zip(
         [1] * 2 + [0.25 + 0.75 * k / 6 for k in range(6)] + [1] * 4,
-        [0, 0.5e-3] + [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS)],
+        [0.5e-3, 1e-3] + [1e-3 * (STEPS - k) / (STEPS - 2) for k in range(2, STEPS)],
         strict=True,
     )
 ]

@@ -181,7 +181,9 @@ class RecipeConfig(_Keys):
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = Field(
         "linear", description="shape of the learning rate over the steps"
     )
-    num_warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises from 0 to its peak")
+    num_warmup_steps: int = Field(
+        0, ge=0, description="steps in which the rate rises to its peak: of N, the k-th has k/N of it"
+    )
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="num_warmup_steps as a share of all steps")
     optimizer: str = Field(
         "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
@@ -385,9 +387,14 @@ class RecipeConfig(_Keys):
         """Return the steps of the warm-up in a run of ``total`` steps."""
         return self.num_warmup_steps or math.ceil(self.warmup_ratio * total)
 
-    def defaults(self) -> dict[str, Any]:
-        """Return values that this config has by default in place of its class's, where the user gave none."""
+    def dependent_defaults(self) -> dict[str, Any]:
+        """Return defaults that depend on other keys, and replace the class's where the user gave none."""
         return {}
+
+    def model_post_init(self, context: Any) -> None:
+        # They are no fields that the user set, so they are not in `model_fields_set`; the config is frozen for all others.
+        defaults = self.dependent_defaults().items()
+        vars(self).update((key, value) for key, value in defaults if key not in self.model_fields_set)
 
     def dataset_specs(self) -> list[DatasetSpec]:
         """Return the training datasets."""

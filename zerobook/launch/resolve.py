@@ -117,10 +117,10 @@ def resolve(
         sources of that config's values.
     """
     draft = ConfigDraft(config, sources)
-    if not written_before(config, "warmup_ratio"):  # a run of an earlier version keeps its learning rate
-        mine = {key: value for key, value in config.defaults().items() if not sources.given(key)}
-        draft.set("default with adapters", **mine)
-        config = draft.config
+    if config.trains_adapters and written_before(config, "warmup_ratio"):
+        # A run of an earlier version keeps its learning rate, which was that of a run without adapters.
+        earlier = {key: RecipeConfig.model_fields[key].default for key in ("learning_rate", "warmup_ratio")}
+        draft.set("the checkpoint", **{key: value for key, value in earlier.items() if not sources.given(key)})
     naming = _name_model(draft)
     _take_tokenizer(draft, naming)
     config = draft.config

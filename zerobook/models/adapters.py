@@ -34,10 +34,12 @@ PISSA_ITERATIONS = 16
 """Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024)."""
 
 
-RATES = {"ia3": 3e-3}
-"""Default learning rates of adapters, besides `LORA_RATE`. IA3: Liu et al., 2022 (arXiv 2205.05638)."""
-LORA_RATE, LORA_WARMUP = 2e-4, 0.03
-"""Defaults of LoRA, those of QLoRA for models up to 13B: Dettmers et al., 2023 (arXiv 2305.14314, appendix B) and its code."""
+LORA_RATE = 2e-4
+LORA_WARMUP = 0.03
+"""Default rate and warm-up of LoRA, those of QLoRA for models up to 13B: Dettmers et al., 2023 (arXiv 2305.14314, appendix B)
+and its code."""
+IA3_RATE = 3e-3
+"""Default rate of IA3: Liu et al., 2022 (arXiv 2205.05638)."""
 
 
 LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save")
@@ -68,13 +70,13 @@ class AdapterConfig(RecipeConfig):
     def trains_adapters(self) -> bool:
         return self.adapter is not None or self.adapter_path is not None
 
-    def defaults(self) -> dict[str, Any]:
+    def dependent_defaults(self) -> dict[str, Any]:
         if not self.trains_adapters:
             return {}
-        found: dict[str, Any] = {"learning_rate": RATES.get(self.adapter or "lora", LORA_RATE)}
-        if not self.num_warmup_steps:
-            found["warmup_ratio"] = LORA_WARMUP
-        return found
+        return {
+            "learning_rate": IA3_RATE if self.adapter == "ia3" else LORA_RATE,
+            "warmup_ratio": 0.0 if self.num_warmup_steps else LORA_WARMUP,
+        }
 
     @field_validator("adapter", mode="before")
     @classmethod

@@ -8,12 +8,15 @@ from zerobook.constants import POLYNOMIAL_END
 
 
 def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:
-    """Return transformers' schedule ``name`` as a function step -> rate.
+    """Return transformers' schedule ``name`` as a function step -> rate, with another warm-up.
+
+    Of W warm-up steps, the k-th trains at k/W of the peak. transformers begins at 0, so that its first step changes nothing,
+    and a run of one step would not train.
 
     Args:
         name: as ``lr_scheduler_type``.
         peak: rate after the warm-up.
-        warmup: steps from 0 to the peak; if it is ``total`` or more, the run ends during the warm-up.
+        warmup: steps to the peak, which the last of them has; if it is ``total`` or more, the run ends during the warm-up.
         total: length of the schedule in steps; a decaying schedule ends at ``total``.
 
     Returns:
@@ -31,4 +34,11 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
         name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=own
     )
     factor = scheduler.lr_lambdas[0]
-    return lambda step: peak * float(factor(step))
+    warms_up = name != "constant"
+
+    def rate(step: int) -> float:
+        if warms_up and step < warmup:
+            return peak * (step + 1) / warmup
+        return peak * float(factor(step))
+
+    return rate
