@@ -34,7 +34,7 @@ PLAN = SimpleNamespace(precision="no", copies_at_load=lambda processes: 0)
 ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
     barrier=lambda: None, gather=lambda value: [value], plan=PLAN,
-    inference=lambda: Strategy.inference(None),
+    inference=lambda: Strategy.inference(None), initialising_whole=lambda: Strategy.initialising_whole(None),
     once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options),
 )  # fmt: skip
 

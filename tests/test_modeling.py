@@ -340,7 +340,7 @@ def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, writ
     model.config.dtype = model.dtype
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
-    strategy = alone(unwrapped=model, trainable=lambda: ((n, n) for n in masters), get_tensor=lambda name: masters[name],
+    strategy = alone(unwrapped=model, saved=lambda: ((n, n) for n in masters), get_tensor=lambda name: masters[name],
                      loaded_dtypes={}, buffers=dict)  # fmt: skip
     folder = save_model(strategy, AutoTokenizer.from_pretrained(tiny / "llama"), asked)
     saved = json.loads((folder / "config.json").read_text())
