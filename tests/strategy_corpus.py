@@ -118,6 +118,10 @@ CORPUS: dict[str, Case] = {
         DEEPSPEED, ZERO2 | {"optimizer": {"type": "AdamW", "params": {"weight_decy": 0.1}}}, "Did you mean weight_decay?"),
     "a schedule without its length": Case(
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}}, "total_num_steps is missing"),
+    "a schedule's form that is not filled in": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "auto"}}}, "warmup_type is auto"),
+    "a schedule's form that there is not": Case(
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "expected log or linear"),
     "a schedule without warm-up": Case(
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "warmup_num_steps is 0"),
     # --- values of other types

@@ -87,6 +87,19 @@ STAGE_3 = {
     "stage": 3, "round_robin_gradients": True, "reduce_bucket_size": "auto",
     "offload_param": {"device": "none", "pin_memory": True},
 }  # fmt: skip
+SCHEDULE = Case(
+    DEEPSPEED,
+    ZERO2 | {"scheduler": {
+        "type": "WarmupDecayLR", "last_batch": 0,
+        "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}},
+    flags=("--num_warmup_steps", "2"),
+)  # fmt: skip
+
+
+def adam(kind: str, **params) -> Case:
+    return Case(DEEPSPEED, ZERO2 | {"optimizer": {"type": kind, "params": params}})
+
+
 EFFECTS = {
     "the number of processes": (Case(FSDP), "num_processes", "used"),
     "one machine": (Case(FSDP), "machine_rank", "no effect: there is one machine"),
@@ -118,6 +131,32 @@ EFFECTS = {
         Case(DEEPSPEED, ZERO3 | {"checkpoint": {"tag_validation": "Warn"}}), "checkpoint.tag_validation",
         "no effect: checkpoints"),
     "a schedule of auto": (CORPUS["a schedule of auto"], "scheduler.type", "filled in: linear, lr_scheduler_type from"),
+    "the peak of a schedule": (
+        SCHEDULE, "scheduler.params.warmup_max_lr", "filled in: 5e-05, learning_rate from default"),
+    "the warm-up of a schedule": (SCHEDULE, "scheduler.params.warmup_num_steps", "filled in: 2, num_warmup_steps from flag"),
+    "the length of a schedule": (SCHEDULE, "scheduler.params.total_num_steps", "filled in: the steps of the run"),
+    "another key of a schedule": (SCHEDULE, "scheduler.last_batch", "no effect: DeepSpeed reads type and params"),
+    "stage 2, without the prefix": (
+        Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "max_live_parameters": 1e9}}),
+        "zero_optimization.max_live_parameters", "no effect: the stage is 2"),
+    "stage 3, without the prefix": (
+        Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "max_live_parameters": 1e9}}),
+        "zero_optimization.max_live_parameters", "used"),
+    "weights of DeepSpeed's own files": (
+        Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}}),
+        "zero_optimization.gather_16bit_weights_on_model_save", "no effect: checkpoints"),
+    "AdamW without its decay": (
+        adam("AdamW", adam_w_mode=False), "optimizer.params.adam_w_mode", "no effect: the type is AdamW"),
+    "Adam with another decay": (adam("Adam", adam_w_mode=False, weight_decay=0.1), "optimizer.params.adam_w_mode", "used"),
+    "tokens that are not split": (
+        Case(DEEPSPEED, ZERO3 | {"seq_parallel_communication_data_type": "fp32"}), "seq_parallel_communication_data_type",
+        "no effect: parallelism_config_sp_size is 1"),
+    "hybrid sharding of FSDP 1": (
+        Case(fsdp(fsdp_sharding_strategy="HYBRID_SHARD")), "fsdp_config.fsdp_sharding_strategy",
+        "no effect: FSDP2 has parallelism_config_dp_replicate_size"),
+    "a number of FSDP 1": (
+        Case(fsdp(fsdp_sharding_strategy=4)), "fsdp_config.fsdp_sharding_strategy",
+        "no effect: FSDP2 has parallelism_config_dp_replicate_size"),
     "activation checkpointing": (
         Case(fsdp(fsdp_activation_checkpointing=False), flags=("--activation_checkpointing", "full")),
         "fsdp_config.fsdp_activation_checkpointing", "overridden: full"),
@@ -129,6 +168,22 @@ def test_effects(name, tmp_path):
     case, key, expected = EFFECTS[name]
     _, entries = resolved(written(tmp_path, case), case.processes, tmp_path, *case.flags)
     assert next(entry.effect for entry in entries if entry.key == key).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"classes": ["GPT2Block"]}, "used"),
+        ({"classes": ["MixtralSparseMoeBlock"]}, "no effect: the model has no such module"),
+        ({"names": "transformer.h.0"}, "used"),
+        ({"names": ["model.layers.0"]}, "no effect: the model has no such module"),
+        ({"name_suffixes": ["mlp", "experts"]}, "used, without experts"),
+    ],
+)
+def test_leaves_are_looked_for_in_the_model(lists, expected, tmp_path, tiny):
+    file = written(tmp_path, Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "leaf_module": lists}}))
+    _, entries = resolved(file, 2, tmp_path, "--model_name_or_path", str(tiny / "gpt2"))
+    assert next(entry.effect for entry in entries if "leaf_module" in entry.key).startswith(expected)
 
 
 def test_a_flag_of_the_launcher_overrides_the_file(tmp_path):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1, sharding_in_fsdp2
+from zerobook.launch.model_facts import model_modules
 from zerobook.launch.variables import VARIABLES
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ USED_KEYS = {
 STAGE_3 = {
     "sub_group_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
     "memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
+    "zero_quantized_gradients", "save_muon_momentum_buffer_in_memory",
 }  # fmt: skip
 """Settings of ``zero_optimization`` that stage 3 alone reads, beside those that begin with ``stage3_``."""
 STAGES_1_2 = {
@@ -68,9 +70,14 @@ STAGES_1_2 = {
 UNUSED_IN_ZERO = {
     "allgather_partitions": "DeepSpeed reads it nowhere", "load_from_fp32_weights": WRITTEN_HERE,
     "pipeline_loading_checkpoint": WRITTEN_HERE, "stage3_gather_16bit_weights_on_model_save": WRITTEN_HERE,
-    "stage3_gather_fp16_weights_on_model_save": WRITTEN_HERE,
+    "stage3_gather_fp16_weights_on_model_save": WRITTEN_HERE, "gather_16bit_weights_on_model_save": WRITTEN_HERE,
+    "save_muon_momentum_buffer_in_memory": "Muon is not DeepSpeed's here",
 }  # fmt: skip
 """Settings of ``zero_optimization`` that are never used -> why."""
+DYNAMIC_SCALE = {"loss_scale_window", "initial_scale_power", "hysteresis", "consecutive_hysteresis", "min_loss_scale"}
+"""Settings of ``fp16`` that a fixed loss scale does not read."""
+OF_SEQUENCE = ("sequence_parallel_size", "seq_parallel_communication_data_type")
+"""Root keys that matter where processes share the tokens of a row."""
 NVME = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"}
 """Settings of an offload section that matter with NVMe only."""
 
@@ -277,8 +284,12 @@ def _of_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: Recipe
         return _none("it is empty")
     if (why := _idle(path, plan)) is not None:
         return _none(why)
-    if root == "scheduler" and "scheduler" not in (plan.deepspeed_config or {}):
-        return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
+    if root == "scheduler":
+        return _of_schedule(path, value, plan, config, sources)
+    if root == "optimizer" and key == "adam_w_mode":
+        return _of_adam_w_mode(value, plan, config)
+    if path[:2] == ("zero_optimization", "leaf_module"):
+        return _of_leaves(key, value, config)
     if root == "zero_optimization" and key in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
         return "used: read as the section that replaced it"
     if root == "activation_checkpointing":
@@ -286,7 +297,7 @@ def _of_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: Recipe
             return f"used: activation_checkpointing {config.activation_checkpointing}"
         return _none("it is off")
     inside: Any = plan.deepspeed_config
-    for step in path:
+    for step in ("bf16", *path[1:]) if root == "bfloat16" else path:  # read as the section that replaced it
         inside = inside.get(step) if isinstance(inside, dict) else None
     if path == ("gradient_clipping",):  # a norm of 0 is written as one that is never reached
         inside = config.max_grad_norm
@@ -297,9 +308,53 @@ def _of_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: Recipe
         return "filled in: from the model's size, when it is loaded"
     if len(path) == 1 and root in SIZES:
         said = _recipe(root, config, sources)
-    elif root in ("fp16", "bf16"):
+    elif root in ("fp16", "bf16", "bfloat16"):
         said = f"{said}, precision {plan.precision} from {plan.precision_source}"
     return f"{'filled in' if value == 'auto' else 'overridden'}: {said}"
+
+
+def _of_schedule(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> str:
+    """Return what becomes of a key of the JSON's ``scheduler``."""
+    key = path[-1]
+    if "scheduler" not in (plan.deepspeed_config or {}):
+        return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
+    if path[1] not in ("type", "params"):
+        return _none("DeepSpeed reads type and params")
+    if value != "auto":
+        return USED
+    if key == "warmup_max_lr":
+        return f"filled in: {config.learning_rate:g}, learning_rate from {sources['learning_rate']}"
+    if key == "warmup_num_steps":
+        warmup = "num_warmup_steps" if config.num_warmup_steps else "warmup_ratio"
+        return f"filled in: {getattr(config, warmup):g}, {warmup} from {sources[warmup]}"
+    return "filled in: 0" if key == "warmup_min_lr" else "filled in: the steps of the run"
+
+
+def _of_adam_w_mode(value: Any, plan: LaunchPlan, config: RecipeConfig) -> str:
+    """Return what becomes of ``optimizer.params.adam_w_mode``, which chooses how Adam decays weights."""
+    kind = ((plan.deepspeed_config or {}).get("optimizer") or {}).get("type")
+    if str(kind).lower() == "adamw":
+        return USED if value is True else _none("the type is AdamW, which decays weights apart from the gradient")
+    return USED if config.weight_decay else _none("weight_decay is 0")
+
+
+def _of_leaves(key: str, value: Any, config: RecipeConfig) -> str:
+    """Return what becomes of a list of ``zero_optimization.leaf_module``: names of modules, or of their classes."""
+    modules = model_modules(config)
+    names = [value] if isinstance(value, str) else list(value or [])
+    if modules is None or not names:
+        return USED if names else _none("it is empty")
+    known = {
+        "classes": lambda name: any(name in (kind, f"{module}.{kind}") for module, kind in modules.values()),
+        "names": lambda name: name in modules,
+        "name_suffixes": lambda name: any(module.endswith(name) for module in modules),
+    }
+    absent = [name for name in names if not known[key](name)]
+    if not absent:
+        return USED
+    if len(absent) == len(names):
+        return _none("the model has no such module")
+    return f"used, without {', '.join(absent)}: the model has no such module"
 
 
 def _idle(path: tuple[str, ...], plan: LaunchPlan) -> str | None:
@@ -309,6 +364,16 @@ def _idle(path: tuple[str, ...], plan: LaunchPlan) -> str | None:
         return f"the precision is {plan.precision}"
     if root == "aio" and "nvme" not in (plan.offload_optimizer, plan.offload_param):
         return "nothing is offloaded to NVMe"
+    if root == "fp16" and leaf in DYNAMIC_SCALE and (plan.deepspeed_config or {}).get("fp16", {}).get("loss_scale"):
+        return "loss_scale is fixed"
+    if (root, leaf) == ("bf16", "check_grad_overflow") and plan.zero_stage == 3:
+        return "the stage is 3"
+    if (root, leaf) == ("bf16", "immediate_grad_update"):
+        return "it is for bf16 without ZeRO"
+    if root in OF_SEQUENCE and plan.sequence == 1:
+        return "parallelism_config_sp_size is 1"
+    if root == "zero_force_ds_cpu_optimizer" and plan.offload_optimizer == "none":
+        return "the optimizer is not offloaded"
     if root in ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler") and leaf != "enabled":
         section = (plan.deepspeed_config or {}).get(root) or {}
         return None if section.get("enabled") else "it is off"
@@ -316,8 +381,12 @@ def _idle(path: tuple[str, ...], plan: LaunchPlan) -> str | None:
         return None
     if key in UNUSED_IN_ZERO:
         return UNUSED_IN_ZERO[key]
-    of_stage_3 = key in STAGE_3 or key.startswith("stage3_")
+    of_stage_3 = key in STAGE_3 | deepspeed_keys.stage_3_names() or key.startswith("stage3_")
     if (of_stage_3 and plan.zero_stage != 3) or (key in STAGES_1_2 and plan.zero_stage == 3):
+        return f"the stage is {plan.zero_stage}"
+    if key == "offload_optimizer" and leaf == "cpuadam_cores_perc":
+        return "it is for super_offload"
+    if key == "offload_optimizer" and leaf == "ratio" and plan.zero_stage != 3:
         return f"the stage is {plan.zero_stage}"
     if key in ("offload_optimizer", "offload_param") and leaf != "device":
         device = getattr(plan, key)

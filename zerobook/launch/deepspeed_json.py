@@ -22,6 +22,8 @@ ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 """Parameters that an optimizer section may have on every device."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
+FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+"""Parameters of a schedule for which accelerate fills in ``auto``."""
 REFUSED_IN_ZERO = {
     "zenflow": "it updates some weights later than others, so that losses differ from those of other strategies",
     "legacy_stage1": "this version of DeepSpeed has no second form of stage 1",
@@ -378,6 +380,12 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         )
     elif lists := [f"{key} is {value}" for key, value in params.items() if isinstance(value, list)]:
         plan.problems.append(f"{where}.params.{lists[0]}; all weights train with one rate. Write one number, or auto.")
+    elif unfilled := [key for key, value in params.items() if value == "auto" and key not in FILLED]:
+        plan.problems.append(
+            f"{where}.params.{unfilled[0]} is auto, which accelerate does not fill in for it. Write a value, or remove it."
+        )
+    elif (form := params.get("warmup_type", "log")) not in ("log", "linear"):
+        plan.problems.append(f"{where}.params.warmup_type is {json.dumps(form)}, expected log or linear.")
     elif set(params.values()) == {"auto"} and draft.config.warmup_steps(1) == 0:
         # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0
         del ds["scheduler"]

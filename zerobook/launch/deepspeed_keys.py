@@ -88,6 +88,14 @@ _SECTIONS = {
 """DeepSpeed's class of a section's values -> its key."""
 
 
+def stage_3_names() -> set[str]:
+    """Return the names that DeepSpeed takes beside those that begin with ``stage3_``, for the same settings."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    return {name for name, field in fields if str(field.alias).startswith("stage3_")}
+
+
 def load(path: str, problems: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one where it cannot be read. Add problems, also for keys that stand twice."""
 

@@ -77,3 +77,16 @@ def model_class(facts: Mapping[str, Any]) -> Any:
     model = auto._model_mapping.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
     # Composite models are mapped to a tuple of classes in some versions.
     return model if isinstance(model, type) else None
+
+
+def model_modules(config: RecipeConfig) -> dict[str, tuple[str, str]] | None:
+    """Return the modules of the run's model: name -> (Python module, class). None if its class is not known here."""
+    facts = model_facts(config)
+    model = model_class(facts) if facts else None
+    if facts is None or model is None:
+        return None
+    import torch
+
+    with torch.device("meta"):  # shapes only
+        made = model(model.config_class.from_dict(facts))
+    return {name: (type(module).__module__, type(module).__name__) for name, module in made.named_modules() if name}
