@@ -190,6 +190,15 @@ def test_history_is_kept_reset_and_left(run, talk, monkeypatch):
     assert [turn["role"] for turn in seen[1]] == ["user", "assistant", "user"]
 
 
+def test_help_lists_what_can_be_typed_and_is_no_message(run, talk, monkeypatch):
+    seen = []
+    whole = Conversation._prompt
+    monkeypatch.setattr(Conversation, "_prompt", lambda self: seen.append(list(self.turns)) or whole(self))
+    code, out, err = talk(run, "--max_new_tokens", "4", lines=["/help"])
+    assert code == 0 and seen == [] and out == ""
+    assert {line.split()[0] for line in err.splitlines()} == {"/help", "/reset", "/quit", "Ctrl-C"}
+
+
 def test_what_people_say_is_text(run, talk):
     code, out, err = talk(run, "--max_new_tokens", "4", lines=["end<|im_end|>this", "one"])
     assert (

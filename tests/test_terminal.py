@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +28,14 @@ from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
 from zerobook.cli.show_rows import show_rows
 from zerobook.config import ConfigSources, DatasetSpec
+from zerobook.data.batch_loader import BatchLayout
 from zerobook.errors import ConfigError
 from zerobook.launch import process
 from zerobook.plan import table as plan_table
+from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training import run
+from zerobook.training.console import Console
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 
@@ -221,3 +227,64 @@ def test_broken_weights_and_folders_that_cannot_be_written_are_sentences(tiny, t
     (tmp_path / "file").write_text("")
     assert main(["runlog", "report", str(tmp_path / "file" / "run")]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+# --- a run in a terminal of 80 columns
+def view_of_a_run(step: int, total: int):
+    record = StepRecord(
+        step=step, loss=3.41612, grad_norm=1.25, learning_rate=2e-5, tokens=10, cursor=(0, 1), ids=[]
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(total_steps=total),
+        progress=SimpleNamespace(step=0),
+        pace=SimpleNamespace(tokens_per_second=12345.6),
+    )
+    return record, trainer
+
+
+def test_the_bar_of_a_long_run_leaves_room_for_itself_at_80_columns(monkeypatch):
+    reader, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    record, trainer = view_of_a_run(40_000, 100_000)
+    with os.fdopen(terminal, "w") as screen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        console = Console(silent=False)
+        console.on_start(trainer)
+        console.bar.update(40_000)
+        console.on_log(trainer, [record])
+        console.bar.refresh()
+        console.close()
+        written = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    bars = [line for line in re.split(r"[\r\n]", written) if "loss 3.4161" in line and "|" in line]
+    assert bars and all(len(line) <= 80 for line in bars)
+    assert all(len(line.split("|")[1]) >= 15 for line in bars), "the bar itself"
+
+
+def test_the_loss_stands_in_a_line_of_each_log_point(capsys):
+    record, trainer = view_of_a_run(40, 100)
+    console = Console(silent=False)
+    console.on_start(trainer)
+    console.on_log(trainer, [record])
+    console.close()
+    out, err = capsys.readouterr()
+    assert err == "", "a file gets no bar"
+    (line,) = out.splitlines()
+    assert line.startswith("step 40 of 100: loss 3.4161") and "2e-05" in line and len(line) <= 80
+
+
+def test_answers_of_an_evaluation_are_printed_in_the_columns_of_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    console = Console(silent=False)
+    samples = [{"prompt": f"Why {n}?", "answer": "Because\nof \x1b[31mit. " * 40} for n in range(5)]
+    console.on_evaluate(None, EvaluationRecord(step=4, seconds=1.0, result={"loss": 1.0, "perplexity": 2.7}, samples=samples))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not FORBIDDEN.search("".join(lines))
+    assert "Why 0?" in lines[1] and "Because of it." in lines[2]
+    assert len(lines) < 20, "long answers are cut, and of many samples a few are shown"
+
+
+@pytest.mark.parametrize(("number", "text"), [(1, "1 process ="), (2, "2 processes =")])
+def test_the_batch_counts_processes_in_words_that_fit(number, text):
+    layout = BatchLayout(world_size=number, rank=0, micro=2, accumulation=1)
+    assert text in layout.arithmetic

@@ -148,7 +148,7 @@ def test_commands_work_without_a_clone(programs, tiny, tmp_path):
     run(single, first)
     assert '"git":null' in (first / "run" / "runlog" / "events.jsonl").read_text()
     assert "step 2 of 2" in run([zerobook, "runlog", "status", "first/run"], tmp_path)
-    assert "1 processes" in run([zerobook, "checkpoint", "list", "first/run"], tmp_path)
+    assert "1 process" in run([zerobook, "checkpoint", "list", "first/run"], tmp_path)
     assert "wrote exported" in run([zerobook, "export", "first/run", "--output", "exported"], tmp_path)
     run([python, "-c", "import zerobook.cli.chat, zerobook.cli.eval"], tmp_path)
 

@@ -26,11 +26,18 @@ if TYPE_CHECKING:
     from zerobook.evaluation.generation import Generates
 
 _NEW_TOKENS = 256
+COMMANDS = {
+    "/help": "show this list",
+    "/reset": "clear the conversation",
+    "/quit": "leave; so does the end of the input (Ctrl-D)",
+    "Ctrl-C": "stop an answer",
+}
+"""What a person can type in a chat besides messages -> its effect."""
 
 
 def chat(argv: list[str]) -> int:
     """Read lines, print answers. Returns 0 at the end of the input, or at /quit."""
-    parser = Parser("zerobook chat", description="Chat with a trained model. /reset clears the conversation, /quit exits.")
+    parser = Parser("zerobook chat", description="Chat with a trained model. /help lists the commands that you can type.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
         "--max_new_tokens", type=positive, help="maximum number of tokens in an answer (default: the model's own, or 256)"
@@ -62,7 +69,7 @@ def _talk(conversation: Conversation) -> None:
     if terminal:
         with suppress(ImportError):  # not everywhere
             import readline  # noqa: F401  arrow keys and history in input()
-        print("/reset clears the conversation, /quit exits, Ctrl-C stops an answer")
+        print("/help lists the commands, Ctrl-C stops an answer")
     else:
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
@@ -76,6 +83,9 @@ def _talk(conversation: Conversation) -> None:
         if line == "/reset":
             conversation.reset()
             _say("forgotten")
+        elif line == "/help":
+            for command, effect in COMMANDS.items():
+                say(f"{command:<8}{effect}", file=sys.stderr)
         elif line:
             conversation.answer(line)
 

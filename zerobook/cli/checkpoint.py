@@ -22,7 +22,7 @@ from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
 from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError
 from zerobook.utils.terminal import console, plain, say
-from zerobook.utils.units import size
+from zerobook.utils.units import counted, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,7 +120,7 @@ def _list(checkpoints: Path, *, as_json: bool) -> None:
         written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         table.add_row(
             _step(one), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
-            size(store.bytes_of(one)), written, f"{by['strategy']}, {by['world_size']} processes", ", ".join(marks),
+            size(store.bytes_of(one)), written, f"{by['strategy']}, {counted(by['world_size'], 'process')}", ", ".join(marks),
         )  # fmt: skip
     console().print(table)
 
@@ -185,4 +185,4 @@ def _inspect(one: Path) -> None:
     console().print(table)
     optimizer = store.read_json(one / "config.json").get("config", {}).get("optimizer", "adamw")
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
-    console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {steps} steps")
+    console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {counted(steps, 'step')}")

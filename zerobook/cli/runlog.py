@@ -37,6 +37,7 @@ from zerobook.runlog.history import History, folder_of, is_being_written, last_o
 from zerobook.runlog.summary import summary
 from zerobook.runlog.writer import EVENTS, LAST_WORDS
 from zerobook.utils.terminal import console, plain, say
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +138,7 @@ def spikes(known: argparse.Namespace) -> None:
         )
     odd = len([e for e in history.of("anomaly") if e["kind"] == "outlier"])
     console().print(table if table.row_count else "No spike.")
-    say(f"{odd} times the loss was high for one or a few steps; no action is taken for that.")
+    say(f"High for one or a few steps: {counted(odd, 'time')}; no action is taken for that.")
 
 
 def lost(known: argparse.Namespace) -> None:
@@ -229,7 +230,7 @@ def diff(known: argparse.Namespace) -> int | None:
     if shared := sorted(set(losses[0]) & set(losses[1])):
         apart = compare.first_apart(*losses)
         if apart is None:
-            say(f"The losses of the {len(shared)} steps that both have are the same, bit for bit.")
+            say(f"The losses of the {counted(len(shared), 'step')} that both have are the same, bit for bit.")
         else:
             far = max(shared, key=lambda s: abs((losses[0][s] or 0) - (losses[1][s] or 0)))
             say(f"The losses differ from step {apart} on ({losses[0][apart]} and {losses[1][apart]}), most at step {far} "
@@ -265,8 +266,8 @@ def verify(known: argparse.Namespace) -> int:
     for problem in found:
         say(problem)
     say(
-        f"{counts['events']:,} events and {counts['steps']:,} steps read: "
-        + (f"{len(found)} problems" if found else "all sound")
+        f"{counted(counts['events'], 'event')} and {counted(counts['steps'], 'step')} read: "
+        + (counted(len(found), "problem") if found else "all sound")
     )
     return int(bool(found))
 

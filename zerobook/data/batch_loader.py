@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerobook.constants import FILLER, IGNORE
 from zerobook.data.sampler import SampleOrder
+from zerobook.utils.units import counted
 
 
 class Rows(Protocol):
@@ -67,11 +68,12 @@ class BatchLayout:
     @property
     def arithmetic(self) -> str:
         """The global batch as a product: ``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
-        readers = "processes" if self.sharing == 1 else f"groups of {self.sharing} processes"
-        return (
-            f"{self.micro} micro x {self.accumulation} accumulation x {self.world_size} {readers} "
-            f"= {self.global_batch} samples a step"
-        )
+        if self.sharing == 1:
+            readers = counted(self.world_size, "process")
+        else:
+            readers = f"{counted(self.world_size, 'group')} of {counted(self.sharing, 'process')}"
+        samples = counted(self.global_batch, "sample")
+        return f"{self.micro} micro x {self.accumulation} accumulation x {readers} = {samples} a step"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.health.stragglers import Slow
 from zerobook.health.stragglers import describe as describe_slow
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,8 +59,9 @@ def _rest(event: Event) -> str:
 
 def _start(e: Event) -> str:
     live, batch = e["live"], e["batch"]
+    processes, steps = counted(live["world_size"], "process"), counted(e["total_steps"], "step")
     begun = f"goes on from step {e['step']}" if e["step"] else "begins"
-    return f"The run {begun}: {live['strategy']} on {live['world_size']} processes, {batch}, {e['total_steps']} steps in all."
+    return f"The run {begun}: {live['strategy']} on {processes}, {batch}, {steps} in all."
 
 
 def _checkpoint(e: Event) -> str:
@@ -108,7 +110,7 @@ def _rollback(e: Event) -> str:
     checked = f"as recorded: {', '.join(e['verified'])}" if e["verified"] else "nothing could be compared"
     differs = f"; changed: {', '.join(e['differing'])}" if e["differing"] else ""
     return (
-        f"Back at step {e['step']} after {duration(e['seconds'])}; {e['steps_given_up']} steps were given up. "
+        f"Back at step {e['step']} after {duration(e['seconds'])}; given up: {counted(e['steps_given_up'], 'step')}. "
         f"{checked[0].upper()}{checked[1:]}{differs}. Branch {e['branch']} begins."
     )
 
@@ -127,7 +129,9 @@ def _verify(e: Event) -> str:
 
 
 def _skip(e: Event) -> str:
-    return f"{e['samples']} samples of steps {e['steps'][0]} to {e['steps'][1]} are left out of all that follows."
+    first, last = e["steps"]
+    verb = "is" if e["samples"] == 1 else "are"
+    return f"{counted(e['samples'], 'sample')} of steps {first} to {last} {verb} left out of all that follows."
 
 
 def _profile(e: Event) -> str:
@@ -182,7 +186,7 @@ _WORDS = {
     "skip": _skip,
     "lr_change": lambda e: (
         f"From step {e['cut'][0]} on, the learning rate is {e['cut'][1]:g} of its schedule; it rises back to it over "
-        f"{e['cut'][2]} steps."
+        f"{counted(e['cut'][2], 'step')}."
     ),
     "eval": _eval,
     "profile": _profile,
@@ -197,8 +201,8 @@ _WORDS = {
     "run_end": _run_end,
     "config_diff": _differs("Other settings than before"),
     "early_stop": lambda e: (
-        f"Early stopping at step {e['step']}: {e['evaluations']} evaluations without a lower held-out loss than "
-        f"{figure(e['best'], '.4f')}; {e['steps_left']} steps were not done."
+        f"Early stopping at step {e['step']}: {counted(e['evaluations'], 'evaluation')} without a lower held-out loss than "
+        f"{figure(e['best'], '.4f')}; not done: {counted(e['steps_left'], 'step')}."
     ),
     "launch_diff": _differs("Another launch than before"),
     "env_diff": _differs("Another environment than before"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,15 @@ from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.intervals import announcement
 from zerobook.training.resume import amount
 from zerobook.utils.bars import tqdm
+from zerobook.utils.terminal import plain
+from zerobook.utils.units import counted
+
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""Format of the progress bar: at 80 columns, the bar itself has 20 or more."""
+SAMPLES = 3
+"""Samples of an evaluation that are printed; the page has all."""
+SAMPLE_LINES = 3
+"""Lines of each text of a sample, at most."""
 
 
 class Console(Hook):
@@ -36,7 +47,7 @@ class Console(Hook):
         live = trainer.strategy.describe()
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
         self.say(f"running: {_live(live)}")
-        self.say(f"{state.layout.arithmetic}; {state.total_steps} steps over {amount(len(data.train))}")
+        self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
             self.say(announcement(config.save_steps, config.kept_checkpoints))
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
@@ -54,26 +65,44 @@ class Console(Hook):
         if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
             logits = f"could have more than {held_out.LOGITS:,} logits"
             why = "would make longer rows than training does (padding_free)" if rows == config.eval_rows else logits
-            self.say(f"  note: an evaluation takes {rows} row(s) at once; {asked}, as per_device_eval_batch_size asks, {why}")
+            at_once = counted(rows, "row")
+            self.say(f"  note: an evaluation takes {at_once} at once; {asked}, as per_device_eval_batch_size asks, {why}")
         if state.progress.step < state.end_step:
             self.say(f"{0 if config.padding_free else state.loader.padding():.1%} of a batch's tokens are padding")
         else:
-            self.say(f"all {state.progress.step} steps are done; nothing is left to train")
+            self.say(f"step {state.progress.step} was the last one; nothing is left to train")
 
     def on_start(self, trainer: TrainerView) -> None:
+        # A file gets the lines of `on_log` only: a bar is made to be written over.
+        shows_bar = sys.stderr.isatty() and not self.silent
         self.bar = tqdm(
-            total=trainer.state.total_steps, initial=trainer.progress.step, desc="training", unit="step", disable=self.silent,
-            mininterval=1 if sys.stderr.isatty() else 15,
-        )  # fmt: skip
+            total=trainer.state.total_steps,
+            initial=trainer.progress.step,
+            bar_format=BAR,
+            disable=not shows_bar,
+            mininterval=1,
+            dynamic_ncols=True,
+        )
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
         self.bar.update(1)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        self.bar.set_postfix({"loss": f"{records[-1].loss:.4f}", "supervised tok/s": f"{trainer.pace.tokens_per_second:.0f}"})
+        last = records[-1]
+        figures = f"loss {last.loss:.4f}, {trainer.pace.tokens_per_second:,.0f} tok/s"
+        self.bar.set_postfix_str(figures)
+        self.say(
+            f"step {last.step} of {trainer.state.total_steps}: {figures}, gradient norm {float(last.grad_norm):.3g}, "
+            f"rate {last.learning_rate:.3g}"
+        )
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
         self.say(f"step {record.step}: " + held_out.describe(record.result))
+        for sample in record.samples[:SAMPLES]:
+            self.say(describe_sample(sample, shutil.get_terminal_size().columns))
+        more = len(record.samples) - SAMPLES
+        if more > 0:
+            self.say(f"  ({counted(more, 'more sample')} on the page of zerobook runlog report)")
 
     def on_rollback(self, trainer: TrainerView, action: RecoveryAction) -> None:
         self.bar.n = trainer.progress.step
@@ -84,6 +113,19 @@ class Console(Hook):
         self.bar.close()
 
 
+def describe_sample(sample: dict[str, Any], width: int) -> str:
+    """Return a row of a scorer's table, such as a prompt with its answer, as lines of at most ``width`` columns."""
+    label_width = max(map(len, sample)) + 2
+    lines: list[str] = []
+    for name, value in sample.items():
+        # A text from a model or a data file may have newlines, which would look like lines of the program.
+        text = plain(str(value), lines=False)
+        parts = textwrap.wrap(text, max(width - label_width - 2, 20), max_lines=SAMPLE_LINES, placeholder=" ...") or [""]
+        labels = [name, *[""] * (len(parts) - 1)]
+        lines += [f"  {label:<{label_width}}{part}" for label, part in zip(labels, parts, strict=True)]
+    return "\n".join(lines)
+
+
 def _live(live: dict[str, Any]) -> str:
-    count = live["world_size"]
-    return f"{live['strategy']}, {count} process{'es' if count > 1 else ''}, master weights in {live['master_dtype']}"
+    processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
+    return f"{live['strategy']}{processes}, master weights in {live['master_dtype']}"

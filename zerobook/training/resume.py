@@ -26,6 +26,7 @@ from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.state import RunState
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import counted
 
 
 def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
@@ -204,7 +205,7 @@ class ResumeCheck(Hook):
 
 def amount(samples: int) -> str:
     """Return the amount of data as text."""
-    return f"{samples} samples" if samples else "a stream"
+    return counted(samples, "sample") if samples else "a stream"
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:

@@ -16,6 +16,7 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training.state import RunState
 from zerobook.utils.bars import tqdm
+from zerobook.utils.units import counted
 
 
 class Recovery:
@@ -56,7 +57,9 @@ class Recovery:
             if left_out and measure.steps:
                 count = sum(b - a for a, b in left_out)
                 log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
-                tqdm.write(f"  {count} samples of steps {measure.steps[0]} to {measure.steps[1]} are left out from now on")
+                tqdm.write(
+                    f"  left out from now on: {counted(count, 'sample')} of steps {measure.steps[0]} to {measure.steps[1]}"
+                )
             if cut:
                 log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
                 tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
@@ -100,7 +103,7 @@ class Recovery:
                 seconds=round(seconds, 3), bytes_read=bytes_read, set_aside=[str(folder) for folder in aside],
                 verified=verified, differing=differing,
             )  # fmt: skip
-            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; {given_up} steps were given up")
+            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(given_up, 'step')}")
 
     def protect_before(self, measure: RecoveryAction) -> None:
         """Protect the newest checkpoint from before the spike from being pruned by the next save."""

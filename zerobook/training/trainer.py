@@ -57,6 +57,7 @@ from zerobook.training.trackers import Trackers
 from zerobook.training.utilization import model_flops, peak_flops
 from zerobook.training.watching import naming_the_missing
 from zerobook.utils.host_memory import freed_blocks_returned
+from zerobook.utils.units import counted
 
 
 class Trainer:
@@ -141,7 +142,7 @@ class Trainer:
             name = type(strategy.unwrapped).__name__
             if not count and sources["torch_compile"] != FAST:
                 raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
-            self.console.say(f"torch_compile: {count} layers of {name}, compiled when they first run")
+            self.console.say(f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run")
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
         self.evaluation: dict[str, Any] | None = None
@@ -425,7 +426,9 @@ class Trainer:
         count = self.progress.evaluations_without_progress
         if self.log:
             self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
-        self.console.say(f"early stopping at step {step}: {count} evaluations without a lower held-out loss than {best:.4f}")
+        self.console.say(
+            f"early stopping at step {step}: {counted(count, 'evaluation')} without a lower held-out loss than {best:.4f}"
+        )
 
     def _recover(self, action: RecoveryAction) -> None:
         """Carry out a measure against a spike. Call on every rank with the same ``action``."""
