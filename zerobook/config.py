@@ -29,6 +29,7 @@ from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
 from zerobook.utils import other_trainers, user_code
 from zerobook.utils.chat_template import NAMES, template_file
+from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import plain
 from zerobook.utils.yaml_text import load_yaml
 
@@ -487,7 +488,7 @@ class RecipeConfig(_Keys):
         if self.chat_template is None:
             return None
         try:
-            return template_file(self.chat_template).read_text(encoding="utf-8")
+            return read_text(template_file(self.chat_template))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ConfigError(f"chat_template: {self.chat_template} cannot be read: {reason}. Give a Jinja file.") from None

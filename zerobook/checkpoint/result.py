@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerobook.checkpoint import store
 from zerobook.errors import ConfigError
+from zerobook.utils.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def is_adapter(folder: Path) -> bool:
 def holds_whole_modules(adapter: Path) -> bool:
     """Return whether an adapter's folder holds modules that were trained whole."""
     try:
-        return bool(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("modules_to_save"))
+        return bool(read_json(adapter / "adapter_config.json").get("modules_to_save"))
     except (OSError, ValueError, AttributeError):
         return False  # refused where the adapter is loaded
 
@@ -77,7 +77,7 @@ def base_of(adapter: Path) -> str:
     """Return the name of the model that an adapter was trained beside."""
     file = adapter / "adapter_config.json"
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = read_json(file).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
     if not base:

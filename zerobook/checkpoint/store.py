@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import CheckpointError
-from zerobook.utils import locks
+from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
 from zerobook.utils.terminal import say
 
@@ -240,7 +240,7 @@ def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
     import xxhash
 
     found = xxhash.xxh3_128()
-    with file.open("rb") as handle:
+    with reading.open_regular(file) as handle:
         while block := handle.read(_BLOCK):
             found.update(block)
             tell(len(block))
@@ -292,7 +292,7 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
     if checkpoint.is_symlink():
         return f"{checkpoint}: it is a symbolic link; its target may change or belong to another run"
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = reading.read_json(checkpoint / MANIFEST)
         version, step = manifest["format_version"], manifest["step"]
         files = {name: (facts["bytes"], facts["xxh3_128"]) for name, facts in manifest["files"].items()}
         newer = version > FORMAT_VERSION
@@ -468,7 +468,7 @@ def _reasons_aside(checkpoints: Path) -> dict[Path, str]:
 def eval_loss(checkpoint: Path) -> float | None:
     """Return the held-out loss at a checkpoint's step; None where it was not evaluated there, or is not finite."""
     try:
-        loss = json.loads((checkpoint / PROGRESS).read_text())["eval_loss"]
+        loss = reading.read_json(checkpoint / PROGRESS)["eval_loss"]
         return loss if math.isfinite(loss) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -553,6 +553,7 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = ()) 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        content: dict[str, Any] = reading.read_json(file)
+        return content
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error

@@ -25,6 +25,7 @@ from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import template_file
+from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
 
 BINS = 12
@@ -89,7 +90,7 @@ def _encoder(model: str, template: str | None) -> CausalEncoder:
 
     if template is not None:
         try:
-            template = template_file(template).read_text(encoding="utf-8")
+            template = read_text(template_file(template))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat_template {template}: it cannot be read: {error}.") from None
     name = embedded.located(find_result(model).model)

@@ -18,9 +18,12 @@ from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import json_problem, refuse_constant
 from zerobook.errors import DataError
+from zerobook.utils.reading import open_regular
 
 LINE_LIMIT = 256 << 20
 """Bytes. A longer line is not a sample: the file lacks line ends."""
+ROW_LIMIT = 64 << 20
+"""Characters of a table's row, which the parser holds several times."""
 TEXT_PART = 16 << 20
 """Bytes. Longer texts are read in parts, cut at line ends where they have any."""
 JSON_PART = 1 << 20
@@ -111,7 +114,8 @@ def _parquet_shards(file: Path) -> list[Source]:
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     """Return (the content, the file itself, whose position shows how much was read)."""
-    content = raw = file.open("rb")
+    with _readable(file):
+        content = raw = open_regular(file)
     if file.suffix.lower() == ".gz":
         content = io.BufferedReader(gzip.GzipFile(fileobj=raw))
     elif file.suffix.lower() == ".zst":
@@ -317,15 +321,38 @@ def _read_table(file: Path) -> Iterator[Item]:
     cost = _costs(raw)
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+        lines = _BoundedLines(text, file)
         # strict: a quote that is never closed would take all rows after it into its field
-        reader = csv.DictReader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        reader = csv.DictReader(lines, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
         for row in _table_rows(reader, file):
+            lines.size = 0
             if None in row or None in row.values():
                 found = sum(v is not None for k, v in row.items() if k is not None) + len(row.get(None) or [])
                 reason = f"{found} fields where the header has {len(reader.fieldnames or [])}"
                 yield f"line {reader.line_num}", Malformed(reason), cost()
             else:
                 yield f"line {reader.line_num}", row, cost()
+
+
+class _BoundedLines:
+    """The lines of a table, for one row after another. A small compressed file can hold a line of many gigabytes.
+
+    Attributes:
+        size: characters read since the last row; the reader of the rows sets it back.
+    """
+
+    def __init__(self, text: io.TextIOBase, file: Path):
+        self.text, self.file = text, file
+        self.size = 0
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self.text.readline(ROW_LIMIT + 1):
+            self.size += len(line)
+            if self.size > ROW_LIMIT:
+                raise DataError(
+                    f"{self.file}: a row has more than {ROW_LIMIT >> 20} MiB. Are line ends missing, or is a quote not closed?"
+                )
+            yield line
 
 
 def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
@@ -416,7 +443,7 @@ def _readable(file: Path) -> Iterator[None]:
 def _sketch(file: Path) -> str:
     """Return a digest of a file's size and both ends, for files that are too large to read twice."""
     size = file.stat().st_size
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         first = handle.read(_EDGE)
         handle.seek(max(0, size - _EDGE))
         return digest_of(str(size).encode(), first, handle.read())
@@ -426,7 +453,7 @@ def _hash_file(file: Path) -> str:
     import xxhash
 
     digest = xxhash.xxh3_128()
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         while block := handle.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()

@@ -17,6 +17,8 @@ from typing import Any
 
 from zerobook.data.files import KNOWN, suffix_of
 from zerobook.errors import DataError
+from zerobook.utils.reading import read_text
+from zerobook.utils.yaml_text import load_bounded
 
 CARD = "README.md"
 CARD_BYTES = 4 << 20
@@ -67,12 +69,28 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
         if members:
             splits[split] = [folder / name for name in members]
             rest -= set(members)
+    _refuse_links_out_of(folder, [folder / name for name in names])
     return FolderSplits(
         splits,
         rest=[folder / name for name in sorted(rest)],
         declared=patterns is not None,
         absent=[split for split in candidates if split not in splits],
     )
+
+
+def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
+    """Raise `DataError` where a folder, which may come from elsewhere, has a link to a file that is not in it.
+
+    A cache of the hub keeps a dataset's files in ``blobs``, beside the ``snapshots`` that link to them.
+    """
+    top = folder.resolve()
+    inside = [top]
+    if top.parent.name == "snapshots":
+        inside.append(top.parent.parent / "blobs")
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(place) for place in inside):
+            raise DataError(f"{file}: it is a link to {target}, which is not in {folder}. Name that file, or copy it there.")
 
 
 def listing(files: Sequence[PurePosixPath | Path]) -> str:
@@ -167,12 +185,12 @@ def _header(card: Path) -> object:
     """Return the YAML between the README's first two lines of three dashes; None without it."""
     import yaml
 
-    text = card.read_text(encoding="utf-8", errors="replace")
+    text = read_text(card, errors="replace")
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", text, re.DOTALL)
     if match is None or "configs:" not in match[1]:
         return None
     try:
-        return yaml.safe_load(match[1])
+        return load_bounded(match[1])
     except (yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{card}: its header is not valid YAML: {' '.join(str(error).split()):.300}") from None
 

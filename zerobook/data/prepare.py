@@ -39,6 +39,7 @@ from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
 from zerobook.utils import locks
 from zerobook.utils.bars import tqdm
+from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -546,7 +547,7 @@ def _meta(folder: Path) -> dict[str, Any] | None:
     A truncated file (loss of power, full disk) would give shorter or empty rows without an error.
     """
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_json(folder / META)
         whole = isinstance(meta, dict) and meta.keys() >= _WRITTEN and isinstance(meta["settings"], dict)
         return meta if whole and all((folder / name).stat().st_size == size for name, size in meta["bytes"].items()) else None
     except (OSError, ValueError, AttributeError):

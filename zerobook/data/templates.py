@@ -20,11 +20,12 @@ import numpy as np
 
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
+from zerobook.data.deadline import deadline
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
 from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
-from zerobook.errors import ConfigError
+from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import READ_TOOLS
 
 if TYPE_CHECKING:
@@ -409,9 +410,12 @@ class ChatTemplate:
         # transformers caches the compiled template; it cannot be pickled, so it is no attribute of this object
         compiled = _compiled(self.source)
         try:
-            return compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
-            )
+            with deadline():
+                return compiled.render(
+                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
+                )
+        except DataError:
+            raise
         except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
 
@@ -435,14 +439,17 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
-                [messages],
-                tools=cast("Any", tools),
-                chat_template=self.source,
-                return_assistant_tokens_mask=True,
-                **self.variables,
-            )
+            with deadline():
+                rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
+                    [messages],
+                    tools=cast("Any", tools),
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=True,
+                    **self.variables,
+                )
             (text,), (spans,) = rendered
+        except DataError:
+            raise
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
         spoken = _assistant_turns(messages)

@@ -21,6 +21,8 @@ from torch import nn
 from zerobook.errors import ConfigError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
 from zerobook.evaluation.tasks import Scored, likelihoods
+from zerobook.utils.reading import read_text
+from zerobook.utils.yaml_text import BoundedLoader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,12 +155,12 @@ def is_yaml(task: str) -> bool:
 
 
 def _named_in(file: Path) -> str:
-    class Loader(yaml.SafeLoader):
+    class Loader(BoundedLoader):
         """Ignores the harness's own tags, which name Python functions."""
 
     Loader.add_multi_constructor("!", lambda *_: None)
     try:
-        name = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)["task"]
+        name = yaml.load(read_text(file), Loader=Loader)["task"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: this is not a task file of lm-evaluation-harness: {error!r}.") from None
     return str(name)

@@ -15,6 +15,7 @@ import yaml
 from zerobook.config import nearest
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import parsed
+from zerobook.utils.reading import read_text
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_yaml
 
@@ -76,7 +77,7 @@ def path_of(flags: list[str] | None) -> str | None:
 def load(file: str) -> dict[str, Any]:
     """Return the mapping in a file. Raise `ConfigError` where accelerate would show a traceback."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(file)
         loaded = json.loads(text) if file.endswith(".json") else load_yaml(text)
     except OSError as error:
         raise ConfigError(f"{file}: the Accelerate config cannot be read ({error.strerror}). {_SHIPPED}") from None

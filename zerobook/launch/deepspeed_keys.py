@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import nearest
+from zerobook.utils.reading import read_text
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -105,7 +106,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=distinct)
+        loaded = json.loads(read_text(path), object_pairs_hook=distinct)
     except OSError as error:
         problems.append(
             f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -11,6 +10,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import hub
+from zerobook.utils.reading import read_json
 
 
 def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
@@ -20,7 +20,7 @@ def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
         folder = (embedded.converted(name) or hub.folder(name, config.model_revision)) if name else None
         if folder is None:
             return None
-        found = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text(encoding="utf-8"))
+        found = read_json(folder / "config.json" if folder.is_dir() else folder)
     except (OSError, ValueError):
         return None  # no such model, or no such file: `load_config` says so
     return found if isinstance(found, dict) else None

@@ -16,6 +16,7 @@ from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.models.reach import pattern_of_unreached
 from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
+from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftConfig, PeftModel
@@ -378,7 +379,7 @@ def _unusable_adapter(folder: Path) -> list[str]:
     if not file.exists():
         return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
     try:
-        facts = json.loads(file.read_text())
+        facts = read_json(file)
         kind, start = facts["peft_type"], facts.get("init_lora_weights")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [f"adapter_path: {file} is not an adapter's config: {error!r}."]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
 from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import text_config
+from zerobook.utils.reading import read_json
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
 
     file = Path(folder) / "adapter_config.json"
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = read_json(file)
         asked, revision = facts.get("base_model_name_or_path"), facts.get("revision")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from zerobook.training.recipe import BatchShape, Recipe
 from zerobook.utils import hub
 from zerobook.utils.dtypes import HALF, compute_dtype
 from zerobook.utils.library_messages import hush
+from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -213,7 +213,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
         hub.check_reachable(where, revision)
     try:
         if where.endswith(".json"):
-            facts = json.loads(Path(where).read_text())
+            facts = read_json(where)
         else:
             facts = PretrainedConfig.get_config_dict(where, revision=revision)[0]
         if not isinstance(facts, dict):

@@ -14,6 +14,7 @@ from zerobook.errors import RunLogError
 from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
 from zerobook.utils import locks
+from zerobook.utils.reading import open_regular
 
 Event = dict[str, Any]
 
@@ -33,7 +34,7 @@ def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
     found: dict[str, Event] = {}
     if not file.stat().st_size:
         return found
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for kind in kinds:
             # a quote inside a string is escaped, so this matches keys only
             mark, end = b'"type":"%b"' % kind.encode(), len(content)
@@ -54,7 +55,7 @@ def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
 
 def is_being_written(folder: Path) -> bool:
     """Return whether a process holds the log, or may hold it: on a file system without locks this is not known."""
-    with (folder / EVENTS).open("rb") as handle:
+    with open_regular(folder / EVENTS) as handle:
         return locks.lock(handle.fileno(), shared=True) is not True
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from zerobook.errors import RunLogError
+from zerobook.utils.reading import open_regular
 
 FORMAT = 2
 _TAIL = len(b',"crc":"00000000"}')
@@ -71,7 +72,7 @@ def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str
     """Yield the records that `read` returns, one at a time, with little memory."""
     if not file.exists():
         return
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         for number, line in enumerate(handle, 1):
             if not line.endswith(b"\n"):
                 return
@@ -86,7 +87,7 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the records, newest first, and None for a damaged line. Reads no more of the file than needed."""
     if not file.exists():
         return
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         place = handle.seek(0, os.SEEK_END)
         rest = b""
         whole = False  # the newest line counts only with its newline
@@ -138,7 +139,7 @@ def repair(file: Path) -> dict[str, Any] | None:
     size = file.stat().st_size if file.exists() else 0
     if not size:
         return None
-    with file.open("rb") as handle:
+    with open_regular(file) as handle:
         place, torn = size, b""
         while place > 0 and b"\n" not in torn:
             block = min(_BLOCK, place)

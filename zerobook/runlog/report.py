@@ -13,6 +13,7 @@ from zerobook.runlog import figures
 from zerobook.runlog.event_text import QUIET, duration, figure, sentence
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
+from zerobook.utils.terminal import plain
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
@@ -46,7 +47,7 @@ def render(history: History, refresh: int | None = None) -> str:
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
     spent = history.time()
     drawn = {name: jinja2.utils.markupsafe.Markup(figure) for name, figure in figures.draw(history).items()}
     return environment.get_template("report.html.j2").render(
@@ -55,6 +56,11 @@ def render(history: History, refresh: int | None = None) -> str:
         tables=list(_tables(history, spent)), days=_days(history), events=len(history.events),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
+
+
+def _printable(value: Any) -> Any:
+    """Return a value of the page without control characters, which its source may show in a terminal."""
+    return plain(value) if type(value) is str else value
 
 
 def _name(history: History) -> str:
@@ -183,10 +189,10 @@ def as_markdown(history: History) -> str:
     lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
     for title, columns, rows, none in _tables(history, spent):
-        lines += ["", f"## {title}", ""]
+        lines += ["", f"## {_plain(title)}", ""]
         if rows:
-            lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-            lines += ["| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+            lines += [_markdown_row(columns), "|" + "---|" * len(columns)]
+            lines += [_markdown_row(row) for row in rows]
         else:
             lines.append(none)
     lines += ["", "## Logbook"]
@@ -194,6 +200,11 @@ def as_markdown(history: History) -> str:
         lines += ["", f"### {day}", ""]
         lines += [f"- {entry['time']} [{entry['seq']}] {_plain(entry['text'])}" for entry in entries]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: list[str]) -> str:
+    """Return a row of a table. Its cells, the names of columns too, may come from data."""
+    return "| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _plain(text: str) -> str:

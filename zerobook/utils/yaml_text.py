@@ -6,8 +6,47 @@ from typing import Any
 
 import yaml
 
+MOST_DEPTH = 64
+MOST_NODES = 100_000
+"""Values, each counted as often as aliases repeat it: a few nested aliases can stand for billions."""
 
-class _DistinctKeysLoader(yaml.SafeLoader):
+
+class BoundedLoader(yaml.SafeLoader):
+    """Refuses what is nested too deeply, and aliases that repeat too much."""
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        mark = event.start_mark
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels are nested", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if id(node) not in self._sizes:
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it repeats", mark)
+            self._sizes[id(node)] = self._size(node, mark)
+        return node
+
+    def _size(self, node: yaml.Node, mark: Any) -> int:
+        """Return the number of values in a node, whose parts are composed already."""
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        size = 1 + sum(self._sizes[id(child)] for child in children)
+        if size > MOST_NODES:
+            raise yaml.composer.ComposerError(None, None, f"its aliases stand for more than {MOST_NODES} values", mark)
+        return size
+
+
+class _DistinctKeysLoader(BoundedLoader):
     """Refuses a key that stands twice in one mapping, where plain YAML silently takes the last value."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -27,3 +66,12 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: the text is no YAML, or gives a key twice. Its ``problem`` and ``problem_mark`` say what and where.
     """
     return yaml.load(text, Loader=_DistinctKeysLoader)
+
+
+def load_bounded(text: str) -> Any:
+    """Return the content of YAML that another program wrote, where a key may stand twice.
+
+    Raises:
+        yaml.YAMLError: the text is no YAML, or exceeds the limits of `BoundedLoader`.
+    """
+    return yaml.load(text, Loader=BoundedLoader)

@@ -1,0 +1,58 @@
+"""Reading of files that somebody else may have written: regular files of bounded size, and JSON of bounded depth."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 256 << 20
+"""Size of the largest file that is read whole: configs, manifests, templates."""
+
+
+def open_regular(file: str | Path) -> BufferedReader:
+    """Open a file for reading, like ``open(file, "rb")``.
+
+    Raises:
+        OSError: also for a pipe or a device, from which a read could wait for ever.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody who writes into it.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+
+
+def read_text(file: str | Path, errors: str = "strict") -> str:
+    """Return a file's UTF-8 text, with line ends as newlines and without a byte order mark.
+
+    Args:
+        errors: what becomes of bytes that are not UTF-8, as of `bytes.decode`.
+
+    Raises:
+        OSError: also where it is no regular file, or is larger than `MOST_BYTES`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(file) as handle:
+        content = handle.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(file))
+    return content.decode("utf-8-sig", errors).replace("\r\n", "\n")
+
+
+def read_json(file: str | Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError, UnicodeDecodeError: as of `read_text`.
+        ValueError: it is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(read_text(file))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
