@@ -115,7 +115,7 @@ UNREADABLE = {
     "newer": (lambda c: no_format(c, 99), "format 99 is newer"),
     "older": (lambda c: no_format(c, 2), "format 2 is older"),
     "flipped byte": (lambda c: (c / "tensors.bin").write_bytes(b"abd"), "its content is damaged"),
-    "I/O error": (no_file, "Is a directory"),
+    "I/O error": (no_file, "not a regular file"),
     "half": (lambda c: (c / store.MANIFEST).unlink(), "the save was not finished"),
 }
 

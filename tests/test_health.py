@@ -311,19 +311,37 @@ def exchanged(ranks: int) -> tuple[set[int], int, int]:
     return others, store.calls - calls, store.read - read
 
 
+def function_calls(function, *args):
+    """Return the number of Python and C functions that a call of ``function`` calls, and what it returns."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        if event in ("call", "c_call"):
+            calls += 1
+
+    sys.setprofile(count)
+    try:
+        result = function(*args)
+    finally:
+        sys.setprofile(None)
+    return calls, result
+
+
 def test_the_work_grows_with_the_ranks_and_nothing_is_read_by_all_from_all():
-    seconds, most = [], []
+    # Calls and not seconds: other processes and the garbage collector take time, too.
+    calls = []
+    most = []
     for ranks in (1024, 8192):
-        begun = time.process_time()
-        others, main, read = exchanged(ranks)
-        seconds.append(time.process_time() - begun)
+        number, (others, main, read) = function_calls(exchanged, ranks)
+        calls.append(number)
         assert max(others) <= 5, "a rank's own work does not depend on the others"
         assert main <= 5 and read == ranks, "rank 0 reads each heartbeat once, in one call"
         tracemalloc.start()
         exchanged(ranks)
         most.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert seconds[1] < 2 * 8 * seconds[0] and most[1] < 1.5 * 8 * most[0], "eight times the ranks"
+    assert calls[1] < 1.1 * 8 * calls[0] and most[1] < 1.5 * 8 * most[0], "eight times the ranks"
 
 
 # --- the meeting

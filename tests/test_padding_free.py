@@ -43,7 +43,7 @@ def test_an_evaluation_joins_no_more_rows_than_training(tiny, tmp_path, monkeypa
     monkeypatch.setattr(PackedCollator, "__call__", lambda self, rows: joined.append(len(rows)) or real(self, rows))
     run = train(tmp_path, LoraFinetune, per_device_eval_batch_size=8, **flags(tiny))
     assert run.event("eval")["loss"] > 0 and max(joined) == 2
-    assert "an evaluation takes 2 row(s) at once; 8," in capsys.readouterr().out
+    assert "an evaluation takes 2 rows at once; 8," in capsys.readouterr().out
 
 
 def test_a_recipe_that_pads_is_refused(tiny, tmp_path):

@@ -226,9 +226,12 @@ def test_nothing_to_go_back_to(tmp_path):
     assert run.go(1, 80, **{f"s{step}": (6 - 0.18 * (step - 62), 1.0) for step in range(62, 80)}) is None
     (decision,) = run.events("decision")
     assert decision["measure"] == "none" and f"no checkpoint from before step {62 - LEAD + 1}" in decision["rule"]
-    lost = Run(tmp_path / "divergence")
+    diverged = Run(tmp_path / "divergence")
+    diverged.manager.steps = lambda: ([], [])
+    assert diverged.go(1, 80, **HIGH) is None, "its weights are finite, and may recover"
+    lost = Run(tmp_path / "lost")
     lost.manager.steps = lambda: ([], [])
-    assert lost.go(1, 80, **HIGH).kind == "stop"
+    assert lost.go(1, 80, **{f"s{step}": (math.nan, math.nan) for step in range(62, 80)}).kind == "stop"
 
 
 def test_memory_does_not_grow_with_the_length_of_a_run(tmp_path):
