@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -60,3 +62,30 @@ def test_two_scorers_with_one_name_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match="two scorers measure mine"):
         train(tmp_path / "run", Twice, model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", block_size=64,
               max_train_steps=1)  # fmt: skip
+
+
+def test_only_a_cross_entropy_has_a_perplexity(tiny, tmp_path, capsys):
+    class HalfLoss(NextToken):
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            return 0.5 * loss
+
+    class HalfRecipe(CausalLM):
+        def objective(self):
+            return HalfLoss()
+
+    flags = dict(
+        model_name_or_path=tiny / "llama",
+        train_file=tiny / "few.jsonl",
+        validation_file=tiny / "chats.jsonl",
+        max_eval_samples=12,
+        max_train_steps=1,
+        block_size=64,
+    )
+    cross_entropy = train(tmp_path / "cross_entropy", CausalLM, **flags).event("eval")
+    assert cross_entropy["perplexity"] == pytest.approx(math.exp(cross_entropy["loss"]))
+    assert "perplexity" in capsys.readouterr().out
+
+    half = train(tmp_path / "half", HalfRecipe, **flags).event("eval")
+    assert half["loss"] == pytest.approx(cross_entropy["loss"] / 2, rel=0.05) and "perplexity" not in half
+    assert "perplexity" not in capsys.readouterr().out

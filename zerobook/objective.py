@@ -150,6 +150,11 @@ class Objective(ABC):
         return False
 
     @property
+    def is_cross_entropy(self) -> bool:
+        """Return whether `loss` is the cross-entropy of tokens in nats, so that e to the mean loss is a perplexity."""
+        return False
+
+    @property
     def takes_positions(self) -> bool:
         """Return whether `loss` takes the positions with a target, `zerobook.head.SUPERVISED`, of a causal model's batch."""
         return False
@@ -202,6 +207,10 @@ class NextToken(Objective):
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
         return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return type(self).loss is NextToken.loss  # a subclass may have another loss
 
     @property
     def takes_positions(self) -> bool:
@@ -283,6 +292,10 @@ class TargetTokens(Objective):
     """Cross-entropy of each target token of an encoder-decoder. Weight: target tokens."""
 
     shifted = False
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return type(self).loss is TargetTokens.loss  # a subclass may have another loss
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
         inputs, labels = without_labels(batch)

@@ -51,6 +51,7 @@ def losses(
     micro: int,
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
     summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    has_perplexity: bool,
 ) -> dict[str, Any]:
     """Measure the loss over all held-out data, and over each dataset where there are several. Collective.
 
@@ -58,9 +59,10 @@ def losses(
         parts: name -> held-out rows.
         micro: samples per micro-batch and process.
         summed_loss: batch -> the sum over its supervised tokens, in nats.
+        has_perplexity: whether the loss is a cross-entropy.
 
     Returns:
-        ``loss`` (nats per supervised token), ``perplexity``, ``tokens``; ``datasets``, the same three by name.
+        ``loss`` (nats per supervised token), ``tokens``, and ``perplexity`` of a cross-entropy; ``datasets``, the same by name.
     """
     mesh = strategy.mesh
     layout = BatchLayout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
@@ -79,9 +81,11 @@ def losses(
     bar.close()
     tokens = [int(part.loss_weights.sum()) for part in parts.values()]
     totals = mesh.sum_over_samples(sums).tolist()
-    result: dict[str, Any] = _of(sum(totals), sum(tokens))
+    result: dict[str, Any] = _mean(sum(totals), sum(tokens), has_perplexity)
     if len(parts) > 1:
-        result["datasets"] = {name: _of(*pair) for name, *pair in zip(parts, totals, tokens, strict=True)}
+        result["datasets"] = {
+            name: _mean(total, number, has_perplexity) for name, total, number in zip(parts, totals, tokens, strict=True)
+        }
     return result
 
 
@@ -90,9 +94,8 @@ def describe(result: dict[str, Any]) -> str:
     words = []
     if "loss" in result:
         each = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.get("datasets", {}).items())
-        words.append(
-            f"held-out loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}" + (f" ({each})" if each else "")
-        )
+        perplexity = f", perplexity {result['perplexity']:.2f}" if "perplexity" in result else ""
+        words.append(f"held-out loss {result['loss']:.4f}{perplexity}" + (f" ({each})" if each else ""))
     words += [f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items()]
     return ", ".join(words)
 
@@ -104,6 +107,10 @@ def tracked(result: dict[str, Any]) -> dict[str, float]:
     return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
 
 
-def _of(total: float, tokens: int) -> dict[str, Any]:
+def _mean(total: float, tokens: int, has_perplexity: bool) -> dict[str, Any]:
     loss = total / tokens
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": tokens}
+    result = {"loss": loss, "tokens": tokens}
+    if has_perplexity:
+        # Above 709, e to the loss is more than a float holds.
+        result["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    return result

@@ -197,7 +197,7 @@ KINDS: dict[str, EventKind] = {
             "step": "step of the evaluation",
             "seconds": "seconds it took",
             "loss": "held-out loss, nats per supervised token",
-            "perplexity": "e to the loss",
+            "perplexity": "e to the loss, where that is a cross-entropy",
             "tokens": "supervised tokens of the held-out data",
             "datasets": "loss, perplexity and tokens of each dataset, where there are several",
             "metrics": "values of the scorers",

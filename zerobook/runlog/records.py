@@ -52,8 +52,8 @@ class StepRecord:
 class EvaluationRecord:
     """One evaluation.
 
-    ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``perplexity`` and ``tokens``;
-    ``datasets``, the same three by name, where there are several; the scorers' ``metrics``.
+    ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``tokens``, and the ``perplexity`` of a
+    cross-entropy; ``datasets``, the same by name, where there are several; the scorers' ``metrics``.
     """
 
     step: int

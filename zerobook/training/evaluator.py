@@ -27,6 +27,7 @@ class Evaluator:
     Args:
         collate: list of rows -> batch.
         summed_loss: batch -> the objective's loss, summed over its rows.
+        has_perplexity: whether that loss is a cross-entropy.
 
     Attributes:
         seconds: time spent on all evaluations so far.
@@ -40,9 +41,11 @@ class Evaluator:
         scorers: Sequence[Scorer],
         collate: Collator,
         summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+        has_perplexity: bool,
     ):
         self.config, self.strategy, self.data, self.scorers = config, strategy, data, scorers
         self.collate, self.summed_loss = collate, summed_loss
+        self.has_perplexity = has_perplexity
         self.seconds = 0.0
 
     @property
@@ -64,7 +67,14 @@ class Evaluator:
         with router_outputs_off(strategy.unwrapped):
             result: dict[str, Any] = {}
             if self.data.held_out:
-                result = held_out.losses(strategy, self.data.held_out, self.rows_at_once, self.collate, self.summed_loss)
+                result = held_out.losses(
+                    strategy,
+                    self.data.held_out,
+                    self.rows_at_once,
+                    self.collate,
+                    self.summed_loss,
+                    self.has_perplexity,
+                )
             metrics: dict[str, float] = {}
             samples: list[dict[str, Any]] = []
             for scorer in self.scorers:

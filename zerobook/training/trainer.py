@@ -144,7 +144,15 @@ class Trainer:
                 raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
             self.console.say(f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run")
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
-        self.evaluator = Evaluator(config, strategy, data, self.scorers, self.collate, lambda batch: self._loss(batch)[0])
+        self.evaluator = Evaluator(
+            config,
+            strategy,
+            data,
+            self.scorers,
+            self.collate,
+            summed_loss=lambda batch: self._loss(batch)[0],
+            has_perplexity=self.objective.is_cross_entropy,
+        )
         self.evaluation: dict[str, Any] | None = None
         self._evaluated: int | None = None
         self._pending: list[StepRecord] = []
