@@ -19,7 +19,7 @@ from zerobook.health import position
 from zerobook.health.exchange import Exchange
 from zerobook.health.judge import Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
-from zerobook.health.watch import EXIT_CODE, Watch, broken_connection
+from zerobook.health.watch import EXIT_CODE, Watch, is_connection_error
 from zerobook.launch.meet import meet
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,7 @@ def simulate(ranks: list[Rank], until: float) -> tuple[float, Verdict] | None:
         now += INTERVAL
         for rank in ranks:
             rank.advance(now, min(other.place for other in ranks))
-        verdict = judge.see(now, {number: rank.seen for number, rank in enumerate(ranks) if rank.seen})
+        verdict = judge.update(now, {number: rank.seen for number, rank in enumerate(ranks) if rank.seen})
         if verdict:
             return now, verdict
     return None
@@ -121,8 +121,8 @@ def test_a_host_without_any_heartbeat_is_named_with_all_of_its_ranks():
     # after a broken connection, nobody waits for the limit
     judge = Judge(2, LIMIT, GRACE, 0.0)
     beat = Beat(1, "a", 1, "backward", 3, 9, 0.0, LIMIT)
-    judge.see(1.0, {0: beat, 1: beat._replace(host="b")})
-    judge.see(4.0, {0: beat._replace(number=2)})
+    judge.update(1.0, {0: beat, 1: beat._replace(host="b")})
+    judge.update(4.0, {0: beat._replace(number=2)})
     assert judge.missing(4.0, 2.5).ranks == [1] and judge.missing(3.0, 2.5) is None
 
 
@@ -130,13 +130,15 @@ def test_a_rank_that_waited_long_is_behind_only_if_its_next_heartbeat_says_so():
     """Rank 0 waited for rank 1, which came and went on to the next phase before rank 0's next heartbeat."""
     judge = Judge(2, LIMIT, GRACE, 0.0)
     waits = Beat(1, "a", 1, "backward", 3, 9, LIMIT + 1, LIMIT)
-    assert judge.see(50.0, {0: waits, 1: Beat(1, "b", 1, "optimizer", 3, 10, 0.1, LIMIT)}) is None
+    assert judge.update(50.0, {0: waits, 1: Beat(1, "b", 1, "optimizer", 3, 10, 0.1, LIMIT)}) is None
     assert (
-        judge.see(51.0, {0: waits._replace(number=2, entered=10, seconds=0.5), 1: Beat(2, "b", 1, "data", 4, 11, 0.1, LIMIT)})
+        judge.update(
+            51.0, {0: waits._replace(number=2, entered=10, seconds=0.5), 1: Beat(2, "b", 1, "data", 4, 11, 0.1, LIMIT)}
+        )
         is None
     )
-    assert judge.see(90.0, {0: waits._replace(number=3, entered=10), 1: Beat(3, "b", 1, "data", 4, 11, 0.1, LIMIT)}) is None
-    found = judge.see(91.0, {0: waits._replace(number=4, entered=10), 1: Beat(4, "b", 1, "data", 4, 11, 1.1, LIMIT)})
+    assert judge.update(90.0, {0: waits._replace(number=3, entered=10), 1: Beat(3, "b", 1, "data", 4, 11, 0.1, LIMIT)}) is None
+    found = judge.update(91.0, {0: waits._replace(number=4, entered=10), 1: Beat(4, "b", 1, "data", 4, 11, 1.1, LIMIT)})
     assert found is not None and (found.kind, found.ranks) == ("stuck", [0])
 
 
@@ -144,13 +146,13 @@ def test_ranks_of_a_lost_host_are_named_together():
     """Their last heartbeats were not sent at the same moment, and a rank of another host that is late for once is not named."""
     judge = Judge(4, LIMIT, GRACE, 0.0)
     beats = {rank: Beat(1, f"host{rank // 2}", 1, "backward", 3, 9, 0.0, LIMIT) for rank in range(4)}
-    judge.see(1.0, {2: beats[2]})
-    judge.see(1.0 + INTERVAL, beats)
+    judge.update(1.0, {2: beats[2]})
+    judge.update(1.0 + INTERVAL, beats)
     for now in range(3, 32):
         late = {1: beats[1]._replace(number=now)} if now < 9 or now > 30 else {}
-        found = judge.see(float(now), {0: beats[0]._replace(number=now)} | late)
+        found = judge.update(float(now), {0: beats[0]._replace(number=now)} | late)
         assert found is None
-    found = judge.see(31.5, {0: beats[0]._replace(number=32)})
+    found = judge.update(31.5, {0: beats[0]._replace(number=32)})
     assert found is not None and (found.kind, found.ranks, found.hosts) == ("silent", [2, 3], ["host1"])
 
 
@@ -158,10 +160,10 @@ def test_a_phase_without_a_limit_is_never_too_long_and_what_has_ended_is_not_mis
     judge = Judge(2, LIMIT, GRACE, 0.0)
     for now in range(1, 5000, 10):
         preparing = Beat(now, "a", 1, "prepare data", 0, 1, float(now), float("inf"))
-        assert judge.see(now, {0: preparing, 1: Beat.decode(preparing.encode())}) is None
+        assert judge.update(now, {0: preparing, 1: Beat.decode(preparing.encode())}) is None
     ended = Beat(5001, "a", 1, "ended", 9, 99, 0.0, float("inf"))
-    judge.see(5001, {0: ended, 1: ended})
-    assert judge.see(9000, {0: ended, 1: ended}) is None
+    judge.update(5001, {0: ended, 1: ended})
+    assert judge.update(9000, {0: ended, 1: ended}) is None
 
 
 def test_verdicts_survive_the_store():
@@ -241,9 +243,9 @@ def test_a_process_that_gets_on_is_left_alone():
 
 
 def test_what_is_an_error_of_a_connection():
-    assert broken_connection(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4711"))
-    assert broken_connection(dist.DistBackendError("NCCL error: remote process exited"))
-    assert not broken_connection(ValueError("connection of two ideas")) and not broken_connection(RuntimeError("shape"))
+    assert is_connection_error(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4711"))
+    assert is_connection_error(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not is_connection_error(ValueError("connection of two ideas")) and not is_connection_error(RuntimeError("shape"))
 
 
 def test_an_error_is_told_to_the_others_and_the_missing_one_is_named():

@@ -42,7 +42,7 @@ def test_a_log_point_says_where_the_time_went(tiny, tmp_path):
     assert "evaluate" in points[2]["seconds"] and "save" in points[2]["seconds"], "they belong to the steps after them"
     assert 0 < sum(sum(point["seconds"].values()) for point in points) < took
     for point in points:
-        assert 0 <= point["waited"] <= sum(point["seconds"][phase] for phase in position.WORK)
+        assert 0 <= point["waited"] <= sum(point["seconds"][phase] for phase in position.COMPUTE_PHASES)
         assert point["tflops"] > 0 and point["mfu"] is None
     found = step_times(History.read(tmp_path / "runlog"))
     assert {"forward", "backward", "optimizer", "evaluate", "save"} <= found.keys()

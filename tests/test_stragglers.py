@@ -26,16 +26,16 @@ def beats(step: int, data: list[float], forward: list[float], exchange: list[flo
 def test_the_host_that_waits_for_its_data_is_named_once_and_again_after_it_recovered():
     found = Stragglers()
     fine, slow = [0.01] * 4, [0.01, 0.01, 0.4, 0.01]
-    assert found.see(beats(10, fine, [0.3] * 4, per_host=2)) == []
-    assert found.see(beats(20, slow, [0.3] * 4, per_host=2)) == [Slow("data", "host1", [2], 20, 0.4, 0.01)]
-    assert found.see(beats(20, slow, [0.3] * 4, per_host=2)) == [], "the same log point"
-    assert found.see(beats(30, slow, [0.3] * 4, per_host=2)) == []
-    assert found.see(beats(40, fine, [0.3] * 4, per_host=2)) == []
-    assert len(found.see(beats(50, slow, [0.3] * 4, per_host=2))) == 1
+    assert found.update(beats(10, fine, [0.3] * 4, per_host=2)) == []
+    assert found.update(beats(20, slow, [0.3] * 4, per_host=2)) == [Slow("data", "host1", [2], 20, 0.4, 0.01)]
+    assert found.update(beats(20, slow, [0.3] * 4, per_host=2)) == [], "the same log point"
+    assert found.update(beats(30, slow, [0.3] * 4, per_host=2)) == []
+    assert found.update(beats(40, fine, [0.3] * 4, per_host=2)) == []
+    assert len(found.update(beats(50, slow, [0.3] * 4, per_host=2))) == 1
 
 
 def test_one_of_two_ranks_is_found():
-    assert [s.host for s in Stragglers().see(beats(10, [0.0, 0.0], [0.2, 0.7]))] == ["host1"]
+    assert [s.host for s in Stragglers().update(beats(10, [0.0, 0.0], [0.2, 0.7]))] == ["host1"]
 
 
 def test_a_rank_is_judged_by_several_steps():
@@ -45,7 +45,7 @@ def test_a_rank_is_judged_by_several_steps():
         given = beats(step, [0.0] * 2, [0.0] * 2)
         for rank, seconds in enumerate(forward):
             given[rank] = given[rank]._replace(window=Window(step, 1, 1.0, 0.0, seconds))
-        return found.see(given)
+        return found.update(given)
 
     once, always = Stragglers(), Stragglers()
     assert not any(see(once, step, (0.2, 0.7 if step == 3 else 0.2)) for step in range(1, 11))
@@ -53,31 +53,31 @@ def test_a_rank_is_judged_by_several_steps():
 
 
 def test_what_costs_little_is_not_mentioned():
-    assert Stragglers().see(beats(10, [0.0001, 0.05], [0.3, 0.31])) == []
+    assert Stragglers().update(beats(10, [0.0001, 0.05], [0.3, 0.31])) == []
     few = beats(10, [0.0] * 2, [0.0] * 2)
     for rank, forward in enumerate((0.002, 0.008)):  # in steps of 10 ms
         few[rank] = few[rank]._replace(window=Window(10, 10, 0.1, 0.0, 10 * forward))
-    assert Stragglers().see(few) == []
+    assert Stragglers().update(few) == []
 
 
 def test_ranks_at_different_log_points_are_not_compared():
     mixed = beats(10, [0.0, 0.0], [0.2, 0.2])
     mixed[1] = mixed[1]._replace(window=Window(20, 10, 10.0, 9.0, 0.1))
-    assert Stragglers().see(mixed) == []
+    assert Stragglers().update(mixed) == []
     mixed[1] = mixed[1]._replace(window=None)
-    assert Stragglers().see(mixed) == []
+    assert Stragglers().update(mixed) == []
 
 
 @given(st.lists(st.floats(0.2, 0.39), min_size=1, max_size=40))
 def test_ordinary_differences_are_no_stragglers(forward):
-    assert Stragglers().see(beats(10, [0.001] * len(forward), forward)) == []
+    assert Stragglers().update(beats(10, [0.001] * len(forward), forward)) == []
 
 
 def test_a_link_is_compared_with_its_own_past():
     found = Stragglers()
 
     def see(step, *exchange):
-        return found.see(beats(step, [0.0] * len(exchange), [0.3] * len(exchange), list(exchange)))
+        return found.update(beats(step, [0.0] * len(exchange), [0.3] * len(exchange), list(exchange)))
 
     assert see(10, 0.001, 0.002, 0.002) == []
     assert see(20, 0.001, 0.002, 0.004) == [], "twice is nothing"

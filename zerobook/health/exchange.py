@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
     from zerobook.utils.messages import SignedStore
 
-PER_TIMEOUT = 30
-"""Heartbeats in ``hang_timeout`` seconds, at most one every `SLOWEST_S`."""
-SLOWEST_S = 5.0
+BEATS_PER_TIMEOUT = 30
+"""Heartbeats in ``hang_timeout`` seconds, unless `MAX_INTERVAL_S` asks for more."""
+MAX_INTERVAL_S = 5.0
+"""Seconds between two heartbeats, at most."""
 GRACE_S = 10.0
 """Seconds that the other ranks have to end by themselves after one failed: their launcher may stop them."""
-GONE = 2.5
+GONE_INTERVALS = 2.5
 """Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken."""
-BROKEN = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
+CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 """Beginnings of a failed rank's ``error`` that can be those of a connection."""
 
 
@@ -34,20 +35,30 @@ class Exchange:
     Attributes:
         interval: seconds between two heartbeats.
         verdict: the ranks that hold up the run, once it is known.
-        pulsed: when the last sign of rank 0 came.
+        pulse_time: when the last sign of rank 0 came.
         main_host: rank 0's host, once it is known.
-        slow: on rank 0, ranks and links that have become slow; the reader empties it.
     """
 
     def __init__(self, store: Store | SignedStore, rank: int, world_size: int, hang_timeout: float, now: float):
-        self.store, self.rank, self.world_size = store, rank, world_size
-        self.interval = min(SLOWEST_S, hang_timeout / PER_TIMEOUT)
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.interval = min(MAX_INTERVAL_S, hang_timeout / BEATS_PER_TIMEOUT)
         self.verdict: Verdict | None = None
-        self.pulsed, self.main_host = now, ""
-        self.slow: list[Slow] = []
+        self.pulse_time = now
+        self.main_host = ""
         self._pulse = ""
+        self._newly_slow: list[Slow] = []
         self._stragglers = Stragglers()
         self._judge = Judge(world_size, hang_timeout, GRACE_S, now) if rank == 0 else None
+
+    def take_slow(self) -> list[Slow]:
+        """Return the ranks and links that have become slow since the last call. On other ranks than 0 there are none."""
+        # Another thread may append meanwhile, so nothing but what is returned is removed.
+        count = len(self._newly_slow)
+        newly_slow = self._newly_slow[:count]
+        del self._newly_slow[:count]
+        return newly_slow
 
     def step(self, beat: Beat, now: float) -> None:
         """Send a heartbeat, and read or make the verdict. It may block while the store is not reached."""
@@ -77,22 +88,26 @@ class Exchange:
 
     def _read_pulse(self, now: float) -> None:
         pulse = self.store.get("pulse").decode(errors="replace")
+        # The pulse holds the number of rank 0's heartbeat, so an equal one is no new sign.
         if pulse and pulse != self._pulse:
             self._pulse = pulse
-            self.pulsed = now
+            self.pulse_time = now
             self.main_host = pulse.partition(" ")[2]
 
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
-        keys = [f"beat/{rank}" for rank in range(self.world_size)]
-        there = [rank for rank, key in enumerate(keys) if rank in judge.beats or self.store.check([key])]
-        texts = self.store.multi_get([keys[rank] for rank in there])
+        keys = {rank: f"beat/{rank}" for rank in range(self.world_size)}
+        # A rank that was heard once has its key for good, so the store is not asked again.
+        ranks = [rank for rank, key in keys.items() if rank in judge.beats or self.store.check([key])]
+        texts = self.store.multi_get([keys[rank] for rank in ranks])
         beats = {}
-        for rank, text in zip(there, texts, strict=True):
+        for rank, text in zip(ranks, texts, strict=True):
             # What is no heartbeat counts as none: the rank's own next one takes its place.
             with suppress(MessageError):
                 beats[rank] = Beat.decode(text)
         if len(beats) == self.world_size:
-            self.slow += self._stragglers.see(beats)
-        if any(beat.phase == "failed" and beat.error.startswith(BROKEN) for beat in beats.values()):
-            return judge.see(now, beats) or judge.missing(now, GONE * self.interval)
-        return judge.see(now, beats)
+            self._newly_slow += self._stragglers.update(beats)
+        verdict = judge.update(now, beats)
+        lost_connection = any(beat.phase == "failed" and beat.error.startswith(CONNECTION_ERRORS) for beat in beats.values())
+        if verdict is None and lost_connection:
+            verdict = judge.missing(now, GONE_INTERVALS * self.interval)
+        return verdict

@@ -11,11 +11,17 @@ from pydantic import Field
 from zerobook.health.position import Window
 from zerobook.utils import messages
 
-MOST_SPANS, MOST_PLACES = 16, 8
-"""Limits of a verdict's size: spans of ranks, and places where ranks wait."""
-NEARLY = 0.75
-"""Part of the silence after which a rank is gone together with a silent rank of its host."""
+MAX_RANK_RANGES = 16
+"""Ranges of ranks that a verdict lists for a place."""
+MAX_PLACES = 8
+"""Places where ranks wait that a verdict lists."""
+NEARLY_SILENT = 0.75
+"""Share of the silence after which a rank is gone together with a silent rank of its host."""
+FINISHED_PHASES = ("ended", "failed")
+"""Phases of ranks that send no more heartbeats, and that nobody waits for."""
 Kind = Literal["silent", "stuck", "together", "failed", "lost"]
+RankRange = tuple[int, int]
+"""A first and a last rank."""
 
 
 class Beat(NamedTuple):
@@ -54,7 +60,7 @@ class Verdict(NamedTuple):
     ``kind``: ``silent`` ranks have sent no heartbeat for ``seconds``; ``stuck`` ranks are in a phase that exceeded its limit
     while others wait for them; ``together``: all ranks are in the same phase, and none gets on; ``failed`` ranks ended with an
     error; ``lost``: the store of the run, on the first host, does not answer. ``others`` has the phase, step and ranks that
-    wait, as ``(phase, step, spans)`` with `spans` of ranks: every rank reads the verdict, so its size must not grow with them.
+    wait, as ``(phase, step, ranges)`` with `rank_ranges`: every rank reads the verdict, so its size must not grow with them.
     """
 
     kind: Kind
@@ -63,7 +69,7 @@ class Verdict(NamedTuple):
     phase: str
     step: int
     seconds: float
-    others: list[tuple[str, int, Annotated[list[tuple[int, int]], Field(min_length=1)]]]
+    others: list[tuple[str, int, Annotated[list[RankRange], Field(min_length=1)]]]
     error: str = ""
 
     def encode(self) -> str:
@@ -87,74 +93,94 @@ class Judge:
         silence: seconds without a heartbeat after which a rank counts as gone.
         grace: seconds that ranks have to end by themselves after one of them failed.
         now: seconds of the clock that all later calls use; the start for ranks that never send a heartbeat.
+
+    Attributes:
+        beats: rank -> its newest heartbeat.
+        last_heard: rank -> when that heartbeat came.
     """
 
     def __init__(self, world_size: int, silence: float, grace: float, now: float):
-        self.silence, self.grace = silence, grace
+        self.silence = silence
+        self.grace = grace
         self.beats: dict[int, Beat] = {}
-        self.seen = dict.fromkeys(range(world_size), now)
+        self.last_heard = dict.fromkeys(range(world_size), now)
         self._failed_since: float | None = None
+        # Ranks that were behind at the last update, with the heartbeat that first showed it.
         self._suspects: dict[int, Beat] = {}
 
-    def see(self, now: float, beats: Mapping[int, Beat]) -> Verdict | None:
+    def update(self, now: float, beats: Mapping[int, Beat]) -> Verdict | None:
         """Take in the newest heartbeat of each rank, and return the verdict if the run hangs."""
         for rank, beat in beats.items():
-            if rank not in self.beats or beat.number != self.beats[rank].number:
-                self.beats[rank], self.seen[rank] = beat, now
+            previous = self.beats.get(rank)
+            if previous is None or beat.number != previous.number:
+                self.beats[rank] = beat
+                self.last_heard[rank] = now
         if any(beat.phase == "failed" for beat in self.beats.values()):
-            return self._failed(now) or self._silent(now, self.silence)  # the others wait for the failed one
-        return self._silent(now, self.silence) or self._behind()
+            # The others wait for the failed rank, so none of them is judged as stuck.
+            return self._judge_failed(now) or self._judge_silent(now, self.silence)
+        return self._judge_silent(now, self.silence) or self._judge_behind()
 
     def missing(self, now: float, silence: float) -> Verdict | None:
         """Return the verdict for ranks without a heartbeat for ``silence`` seconds, less than the limit: after a connection to
         some rank broke, it is known that one of them is gone."""
-        return self._silent(now, silence)
+        return self._judge_silent(now, silence)
 
-    def _silent(self, now: float, silence: float) -> Verdict | None:
-        quiet = {
-            rank: now - seen
-            for rank, seen in self.seen.items()
-            if now - seen > silence * NEARLY and self._phase(rank) not in ("ended", "failed")
-        }
-        if max(quiet.values(), default=0.0) <= silence:
+    def _judge_silent(self, now: float, silence: float) -> Verdict | None:
+        quiet_seconds: dict[int, float] = {}
+        for rank, heard in self.last_heard.items():
+            if now - heard > silence * NEARLY_SILENT and self._phase(rank) not in FINISHED_PHASES:
+                quiet_seconds[rank] = now - heard
+        longest = max(quiet_seconds.values(), default=0.0)
+        if longest <= silence:
             return None
-        # ranks of a host that is lost have sent their last heartbeats at slightly different times
-        hosts = {self._host(rank) for rank, seconds in quiet.items() if seconds > silence}
-        ranks = [rank for rank, seconds in quiet.items() if seconds > silence or self._host(rank) in hosts]
-        return self._verdict("silent", ranks, max(quiet.values()))
+        # Ranks of a host that is lost have sent their last heartbeats at slightly different times.
+        silent_hosts = {self._host(rank) for rank, seconds in quiet_seconds.items() if seconds > silence}
+        silent_ranks = [rank for rank in quiet_seconds if self._host(rank) in silent_hosts]
+        return self._verdict("silent", silent_ranks, longest)
 
-    def _failed(self, now: float) -> Verdict | None:
-        ranks = [rank for rank, beat in self.beats.items() if beat.phase == "failed"]
-        if not ranks:
+    def _judge_failed(self, now: float) -> Verdict | None:
+        failed_ranks = [rank for rank, beat in self.beats.items() if beat.phase == "failed"]
+        if not failed_ranks:
             return None
-        self._failed_since = now if self._failed_since is None else self._failed_since
-        if now - self._failed_since < self.grace:
+        if self._failed_since is None:
+            self._failed_since = now
+        seconds = now - self._failed_since
+        if seconds < self.grace:
             return None
-        return self._verdict("failed", ranks, now - self._failed_since)
+        return self._verdict("failed", failed_ranks, seconds)
 
-    def _behind(self) -> Verdict | None:
-        running = {rank: beat for rank, beat in self.beats.items() if beat.phase not in ("ended", "failed")}
-        if len(self.beats) < len(self.seen) or not running:
+    def _judge_behind(self) -> Verdict | None:
+        running = {rank: beat for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
+        all_heard = len(self.beats) == len(self.last_heard)
+        if not all_heard or not running:
             return None
-        first = min(beat.entered for beat in running.values())
-        behind = [rank for rank, beat in running.items() if beat.entered == first]
-        over = [rank for rank in behind if running[rank].seconds > running[rank].limit]
-        if len(over) < len(behind):
+        fewest_phases = min(beat.entered for beat in running.values())
+        behind = [rank for rank, beat in running.items() if beat.entered == fewest_phases]
+        if any(running[rank].seconds <= running[rank].limit for rank in behind):
+            # One of them still works, within its limit.
             self._suspects = {}
-            return None  # one of them still works, within its limit
-        # a rank that waited for a slow one, and got on since, is behind until its next heartbeat
-        before, confirmed = self._suspects, True
-        self._suspects = {}
-        for rank in behind:
-            known = before.get(rank)
-            if known is None or known.entered != first:
-                known = running[rank]
-            confirmed = confirmed and running[rank].number > known.number
-            self._suspects[rank] = known
-        if not confirmed:
             return None
-        together = 1 < len(behind) == len(self.seen)
-        return self._verdict("together" if together else "stuck", behind, min(running[rank].seconds for rank in behind))
+        if not self._confirm_suspects(behind, running):
+            return None
+        kind: Kind = "stuck"
+        if 1 < len(behind) == len(self.last_heard):
+            kind = "together"
+        return self._verdict(kind, behind, min(running[rank].seconds for rank in behind))
+
+    def _confirm_suspects(self, behind: Sequence[int], running: Mapping[int, Beat]) -> bool:
+        """Return whether a later heartbeat of each rank shows it in the same phase as the one that first showed it behind.
+
+        A rank that waited for a slow one, and got on since, is behind until its next heartbeat.
+        """
+        suspects: dict[int, Beat] = {}
+        for rank in behind:
+            beat = running[rank]
+            earlier = self._suspects.get(rank)
+            if earlier is None or earlier.entered != beat.entered:
+                earlier = beat
+            suspects[rank] = earlier
+        self._suspects = suspects
+        return all(running[rank].number > earlier.number for rank, earlier in suspects.items())
 
     def _host(self, rank: int) -> str:
         """Return the rank's host, or a name of its own where the rank never sent a heartbeat."""
@@ -164,60 +190,84 @@ class Judge:
         return self.beats[rank].phase if rank in self.beats else "start"
 
     def _verdict(self, kind: Kind, ranks: Sequence[int], seconds: float) -> Verdict:
-        known = [self.beats[rank] for rank in ranks if rank in self.beats]
-        others: dict[tuple[str, int], list[int]] = {}
-        for rank, beat in sorted(self.beats.items()):
-            if rank not in ranks and beat.phase not in ("ended", "failed"):
-                others.setdefault((beat.phase, beat.step), []).append(rank)
-        waiting = [(*where, spans(found)) for where, found in list(others.items())[:MOST_PLACES]]
+        blamed_beats = [self.beats[rank] for rank in ranks if rank in self.beats]
+        phase = "start"
+        step = 0
+        if blamed_beats:
+            phase = blamed_beats[0].phase
+            step = blamed_beats[0].step
         return Verdict(
-            kind, sorted(ranks), sorted({beat.host for beat in known}), known[0].phase if known else "start",
-            known[0].step if known else 0, round(seconds, 1), waiting,
-            next((beat.error for beat in known if beat.error), ""),
-        )  # fmt: skip
+            kind=kind,
+            ranks=sorted(ranks),
+            hosts=sorted({beat.host for beat in blamed_beats}),
+            phase=phase,
+            step=step,
+            seconds=round(seconds, 1),
+            others=self._waiting(ranks),
+            error=next((beat.error for beat in blamed_beats if beat.error), ""),
+        )
+
+    def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:
+        """Return (phase, step, ranges of ranks) of the places where the other ranks wait."""
+        ranks_by_place: dict[tuple[str, int], list[int]] = {}
+        for rank, beat in sorted(self.beats.items()):
+            if rank not in blamed_ranks and beat.phase not in FINISHED_PHASES:
+                ranks_by_place.setdefault((beat.phase, beat.step), []).append(rank)
+        places = list(ranks_by_place.items())[:MAX_PLACES]
+        return [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in places]
 
 
 def describe(verdict: Verdict) -> str:
     """Return the verdict as text, without stacks."""
-    who = f"{_ranks(verdict.ranks)} on {', '.join(verdict.hosts) or 'an unknown host'}"
-    where = f'in phase "{verdict.phase}" of step {verdict.step}'
-    seen = "" if verdict.phase == "unknown" else f"; last seen {where}"
-    what = {
-        "silent": f"{who} sent no heartbeat for {verdict.seconds:.0f} s{seen}",
-        "lost": f"{', '.join(verdict.hosts) or 'the first host'} cannot be reached: {verdict.error}",
-        "stuck": f"{who} made no progress for {verdict.seconds:.0f} s {where}",
-        "together": f"no rank made progress for {verdict.seconds:.0f} s: all are {where}",
-        "failed": f"{who} failed {where}" + (f": {verdict.error}" if verdict.error else ""),
-    }[verdict.kind]
-    waiting = [f'{_named(found)} in "{phase}" of step {step}' for phase, step, found in verdict.others]
-    return f"{what}." + (f" Waiting: {'; '.join(waiting)}." if waiting else "")
+    hosts = ", ".join(verdict.hosts)
+    ranks_on_hosts = f"{_named(rank_ranges(verdict.ranks))} on {hosts or 'an unknown host'}"
+    place = f'in phase "{verdict.phase}" of step {verdict.step}'
+    if verdict.kind == "silent":
+        what = f"{ranks_on_hosts} sent no heartbeat for {verdict.seconds:.0f} s"
+        if verdict.phase != "unknown":
+            what += f"; last seen {place}"
+    elif verdict.kind == "lost":
+        what = f"{hosts or 'the first host'} cannot be reached: {verdict.error}"
+    elif verdict.kind == "stuck":
+        what = f"{ranks_on_hosts} made no progress for {verdict.seconds:.0f} s {place}"
+    elif verdict.kind == "together":
+        what = f"no rank made progress for {verdict.seconds:.0f} s: all are {place}"
+    else:
+        what = f"{ranks_on_hosts} failed {place}"
+        if verdict.error:
+            what += f": {verdict.error}"
+    waiting = [f'{_named(ranges)} in "{phase}" of step {step}' for phase, step, ranges in verdict.others]
+    if not waiting:
+        return f"{what}."
+    return f"{what}. Waiting: {'; '.join(waiting)}."
 
 
-def spans(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranks as pairs of a first and a last one, at most `MOST_SPANS`.
+def rank_ranges(ranks: Sequence[int]) -> list[RankRange]:
+    """Return ranks as pairs of a first and a last one, at most `MAX_RANK_RANGES`.
 
-    >>> spans([0, 1, 2, 5])
+    >>> rank_ranges([0, 1, 2, 5])
     [(0, 2), (5, 5)]
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[RankRange] = []
     for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1] = (found[-1][0], rank)
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], rank)
         else:
-            found.append((rank, rank))
-    return found[:MOST_SPANS]
+            ranges.append((rank, rank))
+    return ranges[:MAX_RANK_RANGES]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _named(ranges: Sequence[RankRange]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``.
 
-    >>> _ranks([3]), _ranks([0, 1, 2, 5])
+    >>> _named([(3, 3)]), _named([(0, 2), (5, 5)])
     ('rank 3', 'ranks 0-2, 5')
     """
-    return _named(spans(ranks))
-
-
-def _named(found: Sequence[tuple[int, int]]) -> str:
-    several = len(found) > 1 or found[0][0] < found[0][1]
-    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
-    return f"rank{'s' if several else ''} {words}{' and others' if len(found) == MOST_SPANS else ''}"
+    noun = "rank"
+    if len(ranges) > 1 or ranges[0][0] < ranges[0][1]:
+        noun = "ranks"
+    numbers = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    # A verdict has no more ranges than this, so some may have been left out.
+    if len(ranges) == MAX_RANK_RANGES:
+        numbers += " and others"
+    return f"{noun} {numbers}"

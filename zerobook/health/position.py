@@ -11,16 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-LIMITS = {
-    "start": 0.0, "prepare data": 0.0, "load": 0.0,
-    "data": 2.0, "forward": 1.0, "backward": 1.0, "optimizer": 2.0, "reduce": 1.0,
-    "evaluate": 12.0, "save": 12.0, "roll back": 12.0, "export": 12.0, "ended": 0.0, "failed": 0.0,
-}  # fmt: skip
+LIMIT_FACTORS = {
+    "start": 0.0,
+    "prepare data": 0.0,
+    "load": 0.0,
+    "data": 2.0,
+    "forward": 1.0,
+    "backward": 1.0,
+    "optimizer": 2.0,
+    "reduce": 1.0,
+    "evaluate": 12.0,
+    "save": 12.0,
+    "roll back": 12.0,
+    "export": 12.0,
+    "ended": 0.0,
+    "failed": 0.0,
+}
 """Phase -> how many times ``hang_timeout`` it may take; 0: without a limit. One process may tokenize or download for hours
 while the others wait for it."""
-OF_A_STEP = ("data", "forward", "backward", "optimizer", "reduce")
-FIRST = 4.0
-"""Factor for the first step of a process, which compiles kernels and allocates memory."""
+STEP_PHASES = ("data", "forward", "backward", "optimizer", "reduce")
+FIRST_STEP_FACTOR = 4.0
+"""Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
+COMPUTE_PHASES = ("forward", "backward", "optimizer")
+"""Phases in which a CPU process computes, or waits for the other processes."""
 
 
 class Position(NamedTuple):
@@ -36,8 +49,12 @@ class Position(NamedTuple):
 
     def limit(self, hang_timeout: float) -> float:
         """Return the seconds that the phase may take; infinity for no limit."""
-        factor = LIMITS[self.phase] * (FIRST if self.first else 1.0)
-        return factor * hang_timeout or float("inf")
+        factor = LIMIT_FACTORS[self.phase]
+        if factor == 0:
+            return float("inf")
+        if self.first:
+            factor *= FIRST_STEP_FACTOR
+        return factor * hang_timeout
 
 
 class Window(NamedTuple):
@@ -60,32 +77,30 @@ class Window(NamedTuple):
         return Window(self.step, int(steps), *seconds)
 
 
-WORK = ("forward", "backward", "optimizer")
-"""Phases in which a CPU process computes, or waits for the other processes."""
-
-
 class Spent(NamedTuple):
-    """Seconds of this process between two log points: by phase, and those in which its main thread did not run in `WORK`."""
+    """Seconds of this process between two log points: by phase, and those in which its main thread did not run in `COMPUTE_PHASES`."""
 
     phases: dict[str, float]
     waited: float
 
 
-_here = Position("start", 0, 0, time.monotonic(), time.monotonic())
+# The state of this process. The main thread writes it, and the thread of the heartbeats reads it.
+_position = Position("start", 0, 0, time.monotonic(), time.monotonic())
 _first_step: int | None = None
-_spent: dict[str, float] = {}
-_waited = 0.0
-_ran = time.thread_time()
 _window: Window | None = None
-_logged = (0, time.monotonic())
-
-
 _listeners: list[Callable[[str], None]] = []
+
+# What the main thread sums up since the last log point: seconds by phase, and seconds in which it did not run.
+_phase_seconds: dict[str, float] = {}
+_waited_seconds = 0.0
+_thread_seconds = time.thread_time()
+_last_log_step = 0
+_last_log_time = time.monotonic()
 
 
 def here() -> Position:
     """Return the position of this process."""
-    return _here
+    return _position
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -94,18 +109,27 @@ def enter(phase: str, step: int | None = None) -> None:
     Args:
         step: optimizer step that the phase belongs to, counted from 1; None: the same step as before.
     """
-    global _here, _first_step, _waited, _ran
-    now, ran, before = time.monotonic(), time.thread_time(), _here
-    took = now - before.began
-    _spent[before.phase] = _spent.get(before.phase, 0.0) + took
-    if before.phase in WORK:
-        _waited += max(0.0, took - (ran - _ran))
-    _ran = ran
-    step = before.step if step is None else step
+    global _position, _first_step, _waited_seconds, _thread_seconds
+    now = time.monotonic()
+    thread_seconds = time.thread_time()
+    previous = _position
+
+    # Account for the phase that ends.
+    seconds = now - previous.began
+    _phase_seconds[previous.phase] = _phase_seconds.get(previous.phase, 0.0) + seconds
+    if previous.phase in COMPUTE_PHASES:
+        _waited_seconds += max(0.0, seconds - (thread_seconds - _thread_seconds))
+    _thread_seconds = thread_seconds
+
+    if step is None:
+        step = previous.step
     if _first_step is None and phase == "data":
         _first_step = step
-    _here = Position(phase, step, before.entered + 1, now, now, step == _first_step and phase in OF_A_STEP)
-    if phase not in ("ended", "failed"):  # a device that has failed raises for every call
+    is_first = step == _first_step and phase in STEP_PHASES
+    _position = Position(phase, step, previous.entered + 1, now, now, is_first)
+
+    # Listeners use the device, and a device that has failed raises for every call.
+    if phase not in ("ended", "failed"):
         for listener in _listeners:
             listener(phase)
 
@@ -117,13 +141,20 @@ def on_enter(listener: Callable[[str], None]) -> None:
 
 def log_point(step: int) -> Spent:
     """Close the window of the steps since the last log point, and return the seconds in it."""
-    global _window, _logged, _waited
+    global _window, _last_log_step, _last_log_time, _waited_seconds
     now = time.monotonic()
-    before, then = _logged
-    _window = Window(step, max(1, step - before), now - then, _spent.get("data", 0.0), _spent.get("forward", 0.0))
-    spent = Spent(_spent.copy(), _waited)
-    _spent.clear()
-    _logged, _waited = (step, now), 0.0
+    _window = Window(
+        step=step,
+        steps=max(1, step - _last_log_step),
+        total=now - _last_log_time,
+        data=_phase_seconds.get("data", 0.0),
+        forward=_phase_seconds.get("forward", 0.0),
+    )
+    spent = Spent(_phase_seconds.copy(), _waited_seconds)
+    _phase_seconds.clear()
+    _waited_seconds = 0.0
+    _last_log_step = step
+    _last_log_time = now
     return spent
 
 
@@ -134,23 +165,29 @@ def window() -> Window | None:
 
 def touch() -> None:
     """Note that the current phase makes progress, for long phases that consist of many parts."""
-    global _here
-    _here = _here._replace(since=time.monotonic())
+    global _position
+    _position = _position._replace(since=time.monotonic())
 
 
 @contextmanager
 def during(phase: str, step: int | None = None) -> Iterator[None]:
     """Return a context for a phase inside of another, which is entered again after it."""
-    before = _here
+    outer = _position
     enter(phase, step)
     yield
-    enter(before.phase, before.step)
+    enter(outer.phase, outer.step)
 
 
 def reset() -> None:
     """Return to the start, for another run in the same process."""
-    global _here, _first_step, _window, _logged, _waited, _ran
-    now, _waited, _ran = time.monotonic(), 0.0, time.thread_time()
-    _here, _first_step, _window, _logged = Position("start", 0, 0, now, now), None, None, (0, now)
+    global _position, _first_step, _window, _waited_seconds, _thread_seconds, _last_log_step, _last_log_time
+    now = time.monotonic()
+    _position = Position("start", 0, 0, now, now)
+    _first_step = None
+    _window = None
     _listeners.clear()
-    _spent.clear()
+    _phase_seconds.clear()
+    _waited_seconds = 0.0
+    _thread_seconds = time.thread_time()
+    _last_log_step = 0
+    _last_log_time = now

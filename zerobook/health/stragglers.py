@@ -8,16 +8,20 @@ from typing import NamedTuple
 from zerobook.health.judge import Beat
 from zerobook.health.position import Window
 
-TIMES = 2.0
+SLOW_RANK_RATIO = 2.0
 """A rank is slow if it takes so many times as long as a typical one ..."""
-SHARE = 0.1
+MIN_STEP_SHARE = 0.1
 """... and the difference is this share of the time of a step ..."""
-LEAST_S = 0.01
+MIN_DIFFERENCE_S = 0.01
 """... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
-LEAST_STEPS = 5
+MIN_STEPS = 5
 """Steps over which ranks are compared: in a single one, any other program can hold up a rank."""
-LINK_TIMES, LINK_S = 5.0, 0.05
-"""A link is slow if an exchange with the store takes so many times as long as its fastest one, and so many seconds."""
+SLOW_LINK_RATIO = 5.0
+"""A link is slow if an exchange with the store takes so many times as long as its fastest one ..."""
+MIN_LINK_S = 0.05
+"""... and so many seconds."""
+MAX_NAMED_RANKS = 8
+"""Ranks that a sentence names."""
 
 
 class Slow(NamedTuple):
@@ -33,74 +37,95 @@ class Slow(NamedTuple):
 
 
 class Stragglers:
-    """Compares ranks at log points, and links with their own past. Each finding is given once until it has gone away."""
+    """Compares ranks at log points, and links with their own past. What stays slow is reported once."""
 
     def __init__(self) -> None:
-        self._best: dict[str, float] = {}
-        self._given: set[tuple[str, str]] = set()
+        self._fastest_exchange: dict[str, float] = {}
+        self._reported: set[tuple[str, str]] = set()
         self._step = 0
-        self._sums: dict[int, Window] = {}
+        self._summed_windows: dict[int, Window] = {}
 
-    def see(self, beats: Mapping[int, Beat]) -> list[Slow]:
+    def update(self, beats: Mapping[int, Beat]) -> list[Slow]:
         """Take in the newest heartbeats of all ranks, and return what has become slow."""
-        found = self._links(beats)
+        slow = self._slow_links(beats)
         windows = {rank: beat.window for rank, beat in beats.items() if beat.window is not None}
-        steps = {window.step for window in windows.values()}
-        if len(windows) == len(beats) > 1 and len(steps) == 1 and (step := steps.pop()) > self._step:
+        step = _common_step(windows, len(beats))
+        if step is not None and step > self._step:
             self._step = step
-            self._sums = {rank: window.after(self._sums.get(rank)) for rank, window in windows.items()}
-            if min(window.steps for window in self._sums.values()) >= LEAST_STEPS:
-                found += self._ranks({rank: beat.host for rank, beat in beats.items()}, self._sums)
-                self._sums = {}
-        new = [slow for slow in found if (slow.what, slow.host) not in self._given]
-        self._given |= {(slow.what, slow.host) for slow in new}
-        return new
+            self._summed_windows = {rank: window.after(self._summed_windows.get(rank)) for rank, window in windows.items()}
+            if min(window.steps for window in self._summed_windows.values()) >= MIN_STEPS:
+                hosts = {rank: beat.host for rank, beat in beats.items()}
+                slow += self._slow_ranks(hosts, self._summed_windows)
+                self._summed_windows = {}
+        newly_slow = [entry for entry in slow if (entry.what, entry.host) not in self._reported]
+        self._reported |= {(entry.what, entry.host) for entry in newly_slow}
+        return newly_slow
 
-    def _ranks(self, hosts: Mapping[int, str], windows: Mapping[int, Window]) -> list[Slow]:
+    def _slow_ranks(self, hosts: Mapping[int, str], windows: Mapping[int, Window]) -> list[Slow]:
         """Return slow ranks, those of a host together."""
-        found = []
+        slow = []
+        step_seconds = min(window.total / window.steps for window in windows.values())
         for what in ("data", "forward"):
-            each = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
-            typical = sorted(each.values())[(len(each) - 1) // 2]
-            total = min(window.total / window.steps for window in windows.values())
-            slow = [rank for rank, s in each.items() if s > TIMES * typical and s - typical > max(SHARE * total, LEAST_S)]
-            for host in dict.fromkeys(hosts[rank] for rank in slow):
-                ranks = [rank for rank in slow if hosts[rank] == host]
-                found.append(Slow(what, host, ranks, self._step, max(each[rank] for rank in ranks), typical))
-            self._forget(what, {hosts[rank] for rank in slow})
-        return found
+            seconds = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
+            # The lower median: of two ranks, the faster one is typical.
+            typical = sorted(seconds.values())[(len(seconds) - 1) // 2]
+            slowest_normal = max(SLOW_RANK_RATIO * typical, typical + MIN_STEP_SHARE * step_seconds, typical + MIN_DIFFERENCE_S)
+            slow_ranks_by_host: dict[str, list[int]] = {}
+            for rank, rank_seconds in seconds.items():
+                if rank_seconds > slowest_normal:
+                    slow_ranks_by_host.setdefault(hosts[rank], []).append(rank)
+            for host, ranks in slow_ranks_by_host.items():
+                slow.append(Slow(what, host, ranks, self._step, max(seconds[rank] for rank in ranks), typical))
+            self._forget_recovered(what, set(slow_ranks_by_host))
+        return slow
 
-    def _links(self, beats: Mapping[int, Beat]) -> list[Slow]:
+    def _slow_links(self, beats: Mapping[int, Beat]) -> list[Slow]:
         """Return slow links. Rank 0's host has the store, so its own exchanges do not leave it."""
-        main = beats[0].host if 0 in beats else ""
-        hosts: dict[str, list[int]] = {}
+        main_host = beats[0].host if 0 in beats else ""
+        ranks_by_host: dict[str, list[int]] = {}
         for rank, beat in beats.items():
-            if beat.host != main and beat.exchange > 0:
-                hosts.setdefault(beat.host, []).append(rank)
-        found = []
-        for host, ranks in hosts.items():
+            if beat.host != main_host and beat.exchange > 0:
+                ranks_by_host.setdefault(beat.host, []).append(rank)
+        slow = []
+        for host, ranks in ranks_by_host.items():
             seconds = min(beats[rank].exchange for rank in ranks)
-            best = self._best[host] = min(seconds, self._best.get(host, seconds))
-            training = beats[ranks[0]].step > 0  # a process that loads its model may answer late
-            if training and seconds > LINK_TIMES * best and seconds > LINK_S:
-                found.append(Slow("link", host, ranks, max(beats[rank].step for rank in ranks), seconds, best))
-        self._forget("link", {slow.host for slow in found})
-        if len(found) == len(hosts) > 1:  # they have one end in common
-            worst = max(found, key=lambda slow: slow.seconds)
-            return [worst._replace(host=main, ranks=[0])]
-        return found
+            fastest = min(seconds, self._fastest_exchange.get(host, seconds))
+            self._fastest_exchange[host] = fastest
+            # A process that still loads its model may answer late.
+            is_training = beats[ranks[0]].step > 0
+            if is_training and seconds > SLOW_LINK_RATIO * fastest and seconds > MIN_LINK_S:
+                slow.append(Slow("link", host, ranks, max(beats[rank].step for rank in ranks), seconds, fastest))
+        self._forget_recovered("link", {entry.host for entry in slow})
+        # Links that are all slow have one end in common: the main host's.
+        if len(slow) == len(ranks_by_host) > 1:
+            worst = max(slow, key=lambda entry: entry.seconds)
+            return [worst._replace(host=main_host, ranks=[0])]
+        return slow
 
-    def _forget(self, what: str, still: set[str]) -> None:
-        self._given = {(kind, host) for kind, host in self._given if kind != what or host in still}
+    def _forget_recovered(self, what: str, slow_hosts: set[str]) -> None:
+        """Let hosts that are not slow any more be reported again."""
+        self._reported = {(kind, host) for kind, host in self._reported if kind != what or host in slow_hosts}
+
+
+def _common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | None:
+    """Return the log point whose window all ranks have closed; None where there is none, and for a single rank."""
+    steps = {window.step for window in windows.values()}
+    if len(windows) < number_of_ranks or number_of_ranks < 2 or len(steps) > 1:
+        return None
+    return steps.pop()
 
 
 def describe(slow: Slow) -> str:
-    """Return the finding as a sentence."""
-    ranks = f"rank{'s' if len(slow.ranks) > 1 else ''} {', '.join(map(str, slow.ranks[:8]))}"
+    """Return what is slow as a sentence."""
     if slow.what == "link":
         return (
             f"slow link: a message between {slow.host} and the first host takes {1000 * slow.seconds:.0f} ms, "
             f"{1000 * slow.typical:.1f} ms at best"
         )
-    doing = {"data": "waiting for data", "forward": "forward passes"}[slow.what]
-    return f"slow host: {doing} on {slow.host} ({ranks}): {slow.seconds:.2f} s a step; on the other ranks: {slow.typical:.2f} s"
+    activity = {"data": "waiting for data", "forward": "forward passes"}[slow.what]
+    noun = "rank" if len(slow.ranks) == 1 else "ranks"
+    numbers = ", ".join(map(str, slow.ranks[:MAX_NAMED_RANKS]))
+    return (
+        f"slow host: {activity} on {slow.host} ({noun} {numbers}): {slow.seconds:.2f} s a step; "
+        f"on the other ranks: {slow.typical:.2f} s"
+    )

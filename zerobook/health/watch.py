@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from zerobook.errors import ZerobookError
 from zerobook.health import position
-from zerobook.health.exchange import BROKEN, GONE, Exchange
+from zerobook.health.exchange import CONNECTION_ERRORS, GONE_INTERVALS, Exchange
 from zerobook.health.judge import Beat, Kind, Verdict, describe
 from zerobook.health.stragglers import Slow
 from zerobook.utils.terminal import say
@@ -34,10 +34,14 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 77
 """Exit code of a rank that stopped because another rank, or itself, held up the run."""
-STACKS_S = 3.0
+STACKS_TIMEOUT_S = 3.0
 """Seconds to wait for the stacks of ranks that hold up the run."""
-MOST_STACKS = 4
-MOST_STACK_BYTES = 16_384
+REPORT_TIMEOUT_S = 5.0
+"""Seconds that a process takes for its report before it ends without."""
+MAX_STACKS = 4
+MAX_STACK_BYTES = 16_384
+MAX_STACK_FRAMES = 12
+MAX_ERROR_LENGTH = 300
 
 
 class PeerError(ZerobookError):
@@ -69,21 +73,29 @@ class Watch:
         *,
         local: Sequence[int],
     ):
-        self.store, self.rank, self.world_size, self.hang_timeout = store, rank, world_size, hang_timeout
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.hang_timeout = hang_timeout
         self.local = local
         self.report: Callable[[Verdict, str], None] = lambda verdict, text: None
         self.record: Callable[[], None] = lambda: None
         self.host = socket.gethostname()
-        self._error, self._number, self._took = "", 0, 0.0
-        self._exchanged = time.monotonic()
-        self._exchange = Exchange(store, rank, world_size, hang_timeout, self._exchanged)
+        self._error = ""
+        self._beat_number = 0
+        self._last_exchange_time = time.monotonic()
+        self._last_exchange_seconds = 0.0
+        self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
         self.interval = self._exchange.interval
-        self._ending, self._done, self._wake = threading.Lock(), threading.Event(), threading.Event()
-        self._judged = threading.Event()
-        self._threads = [threading.Thread(target=work, name=f"health {work.__name__}", daemon=True)
-                         for work in (self._exchange_beats, self._guard)]  # fmt: skip
-        for thread in self._threads:
-            thread.start()
+        self._done = threading.Event()
+        self._wake = threading.Event()
+        self._has_verdict = threading.Event()
+        # Whoever holds the lock ends the process; it is never released.
+        self._ending = threading.Lock()
+        self._exchange_thread = threading.Thread(target=self._exchange_beats, name="health exchange", daemon=True)
+        self._guard_thread = threading.Thread(target=self._guard, name="health guard", daemon=True)
+        self._exchange_thread.start()
+        self._guard_thread.start()
 
     # --- the main thread
     def failed(self, error: BaseException) -> Verdict | None:
@@ -91,20 +103,20 @@ class Watch:
 
         It waits for the verdict where the error is that of a connection: the other end then stops sending heartbeats.
         """
-        self._error = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self._error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_LENGTH]
         position.enter("failed")
         self._wake.set()
-        if broken_connection(error):
-            self._judged.wait(5 * self.interval + 1)
-            silent = time.monotonic() - self._exchange.pulsed
-            if self.verdict is None and self.rank != 0 and silent > GONE * self.interval:  # rank 0, which judges, is gone
-                self._exchange.verdict = self._verdict("silent", round(silent, 1))
+        if is_connection_error(error):
+            self._has_verdict.wait(5 * self.interval + 1)
+            silence = time.monotonic() - self._exchange.pulse_time
+            # Rank 0 judges. If it is gone itself, no verdict comes.
+            if self.verdict is None and self.rank != 0 and silence > GONE_INTERVALS * self.interval:
+                self._exchange.verdict = self._verdict_on_main("silent", silence)
         return self.verdict
 
-    def slow(self) -> list[Slow]:
+    def take_slow(self) -> list[Slow]:
         """Return the ranks and links that have become slow since the last call; on rank 0 alone."""
-        found, self._exchange.slow = self._exchange.slow, []
-        return found
+        return self._exchange.take_slow()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -116,22 +128,24 @@ class Watch:
         self._done.set()
         self._wake.set()
         faulthandler.cancel_dump_traceback_later()
-        self._threads[0].join(2 * self.interval + 1)
+        self._exchange_thread.join(2 * self.interval + 1)
 
     # --- the thread that uses the store
     def _exchange_beats(self) -> None:
         while True:
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
-                self._exchange.step(self._beat(), begun)
-                self._exchanged = time.monotonic()
-                self._took = self._exchanged - begun
-            except Exception as error:  # the store's host may be gone: `_guard` decides
+                self._exchange.step(self._next_beat(), start)
+                self._last_exchange_time = time.monotonic()
+                self._last_exchange_seconds = self._last_exchange_time - start
+            except Exception as error:
+                # The store's host may be gone: `_guard` decides, unless this rank has failed and only waits for a verdict.
                 if self.verdict is None and position.here().phase == "failed":
-                    said = f"the run's store has closed its connection ({type(error).__name__})"
-                    self._exchange.verdict = self._unreachable(said)
+                    self._exchange.verdict = self._store_lost(
+                        f"the run's store has closed its connection ({type(error).__name__})"
+                    )
             if self.verdict is not None:
-                self._judged.set()
+                self._has_verdict.set()
             if self._done.is_set():
                 return
             if self.verdict is not None and position.here().phase != "failed":
@@ -139,93 +153,125 @@ class Watch:
             self._wake.wait(self.interval)
             self._wake.clear()
 
-    def _beat(self) -> Beat:
-        here, self._number = position.here(), self._number + 1
+    def _next_beat(self) -> Beat:
+        here = position.here()
+        self._beat_number += 1
         return Beat(
-            self._number, self.host, os.getpid(), here.phase, here.step, here.entered, round(time.monotonic() - here.since, 2),
-            here.limit(self.hang_timeout), self._error, round(self._took, 4), position.window(),
-        )  # fmt: skip
+            number=self._beat_number,
+            host=self.host,
+            pid=os.getpid(),
+            phase=here.phase,
+            step=here.step,
+            entered=here.entered,
+            seconds=round(time.monotonic() - here.since, 2),
+            limit=here.limit(self.hang_timeout),
+            error=self._error,
+            exchange=round(self._last_exchange_seconds, 4),
+            window=position.window(),
+        )
 
     # --- the thread that does not
     def _guard(self) -> None:
         while not self._done.wait(self.interval):
-            # written from C, to the standard error output, if no thread of this process can run Python code for so long
+            # Written from C, to the standard error output, if no thread of this process can run Python code for so long.
             faulthandler.dump_traceback_later(self.hang_timeout, file=2)
             now = time.monotonic()
-            if now - self._exchanged > self.hang_timeout:
-                said = f"the run's store has not answered for {now - self._exchanged:.0f} s"
-                self._end(self._unreachable(said), stacks=False)
-            if self.rank != 0 and now - self._exchange.pulsed > self.hang_timeout and self.verdict is None:
-                self._end(self._verdict("silent", round(now - self._exchange.pulsed, 1)), stacks=False)
+            store_silence = now - self._last_exchange_time
+            if store_silence > self.hang_timeout:
+                verdict = self._store_lost(f"the run's store has not answered for {store_silence:.0f} s")
+                self._end(verdict, with_stacks=False)
+            main_silence = now - self._exchange.pulse_time
+            if self.rank != 0 and main_silence > self.hang_timeout and self.verdict is None:
+                self._end(self._verdict_on_main("silent", main_silence), with_stacks=False)
 
-    def _unreachable(self, said: str) -> Verdict:
-        return self._verdict("lost", round(time.monotonic() - self._exchanged, 1), said)
+    def _store_lost(self, error: str) -> Verdict:
+        return self._verdict_on_main("lost", time.monotonic() - self._last_exchange_time, error)
 
-    def _verdict(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
+    def _verdict_on_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
         """Return this rank's own verdict about rank 0, whose position it does not know."""
         here = position.here()
-        hosts = [self._exchange.main_host] if self._exchange.main_host else []
         return Verdict(
-            kind, [0], hosts, "unknown", here.step, seconds, [(here.phase, here.step, [(self.rank, self.rank)])], error
+            kind=kind,
+            ranks=[0],
+            hosts=[self._exchange.main_host] if self._exchange.main_host else [],
+            phase="unknown",
+            step=here.step,
+            seconds=round(seconds, 1),
+            others=[(here.phase, here.step, [(self.rank, self.rank)])],
+            error=error,
         )
 
     # --- the end of this process
-    def _end(self, verdict: Verdict, *, stacks: bool = True) -> None:
+    def _end(self, verdict: Verdict, *, with_stacks: bool = True) -> None:
         """Report, and end this process. The first thread that calls it does so."""
         if not self._ending.acquire(blocking=False):
+            # The other thread ends the process meanwhile.
             time.sleep(60)
         text = describe(verdict)
-        if stacks:
+        if with_stacks:
             text += self._exchange_stacks(verdict)
         text += "\nAll ranks stop. Start the run again with --resume_from_checkpoint auto."
-        # the main thread may hold a lock that the report needs
-        writing = threading.Thread(target=self._reports, args=(verdict, text), daemon=True)
-        writing.start()
-        writing.join(5)
+        # In a thread of its own, since the main thread may hold a lock that the report needs.
+        writer = threading.Thread(target=self._write_reports, args=(verdict, text), daemon=True)
+        writer.start()
+        writer.join(REPORT_TIMEOUT_S)
         os._exit(EXIT_CODE)
 
-    def _reports(self, verdict: Verdict, text: str) -> None:
-        alive = [rank for rank in self.local if verdict.kind in ("stuck", "together") or rank not in verdict.ranks]
-        if self.rank == min(alive, default=self.rank):
+    def _write_reports(self, verdict: Verdict, text: str) -> None:
+        # Blamed ranks can report only if they still send heartbeats.
+        blamed_can_report = verdict.kind in ("stuck", "together")
+        reporters = [rank for rank in self.local if blamed_can_report or rank not in verdict.ranks]
+        if self.rank == min(reporters, default=self.rank):
             say(f"\nHANG: {text}\n", file=sys.stderr)
             self.report(verdict, text)
-        with suppress(Exception):  # the report is more important
+        # The report is out, and nothing may keep the process from ending.
+        with suppress(Exception):
             self.record()
 
     def _exchange_stacks(self, verdict: Verdict) -> str:
         """Send this rank's stack if it holds up the run, and return the stacks of those that do."""
-        wanted, found = verdict.ranks[:MOST_STACKS], []
-        try:
-            if self.rank in wanted:
+        stacks: list[str] = []
+        # The report without stacks is better than none.
+        with suppress(Exception):
+            blamed_ranks = verdict.ranks[:MAX_STACKS]
+            if self.rank in blamed_ranks:
                 self.store.set(f"stack/{self.rank}", main_stack())
-            until = time.monotonic() + (STACKS_S + self.interval if verdict.kind in ("stuck", "together") else 0)
-            for rank in wanted:
+            timeout = 0.0
+            if verdict.kind in ("stuck", "together"):
+                timeout = STACKS_TIMEOUT_S + self.interval
+            deadline = time.monotonic() + timeout
+            for rank in blamed_ranks:
                 key = f"stack/{rank}"
-                while not self.store.check([key]) and time.monotonic() < until:
-                    time.sleep(0.1)
-                if self.store.check([key]):
-                    stack = self.store.get(key)[:MOST_STACK_BYTES].decode(errors="replace")
-                    found.append(f"\nStack of rank {rank}:\n{stack.rstrip()}")
-            # the store may end with rank 0, so rank 0 waits until the others have read the verdict
-            others = [f"read/{rank}" for rank in range(1, self.world_size) if rank not in verdict.ranks]
-            until = time.monotonic() + 2 * self.interval + STACKS_S
-            while self.rank == 0 and others and not self.store.check(others) and time.monotonic() < until:
-                time.sleep(0.1)
-        except Exception:  # the report without stacks is better than none
-            pass
-        return "".join(found)
+                if self._wait_for_keys([key], deadline):
+                    stack = self.store.get(key)[:MAX_STACK_BYTES].decode(errors="replace")
+                    stacks.append(f"\nStack of rank {rank}:\n{stack.rstrip()}")
+            # The store may end with rank 0, so rank 0 waits until the others have read the verdict.
+            if self.rank == 0:
+                reads = [f"read/{rank}" for rank in range(1, self.world_size) if rank not in verdict.ranks]
+                self._wait_for_keys(reads, time.monotonic() + 2 * self.interval + STACKS_TIMEOUT_S)
+        return "".join(stacks)
+
+    def _wait_for_keys(self, keys: Sequence[str], deadline: float) -> bool:
+        """Wait until the store has all keys, and return whether it has; ``deadline`` is a time of `time.monotonic`."""
+        while keys and not self.store.check(list(keys)):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        return True
 
 
-_WORDS = ("connection", "gloo", "nccl", "socket", "store", "peer", "timed out", "broken pipe")
+_CONNECTION_WORDS = ("connection", "gloo", "nccl", "socket", "store", "peer", "timed out", "broken pipe")
 
 
-def broken_connection(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Return whether an error may be that of a connection to another rank."""
-    said = f"{type(error).__name__}: {error}"
-    return said.startswith(BROKEN) and any(word in said.lower() for word in _WORDS)
+    text = f"{type(error).__name__}: {error}"
+    return text.startswith(CONNECTION_ERRORS) and any(word in text.lower() for word in _CONNECTION_WORDS)
 
 
 def main_stack() -> str:
     """Return the stack of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)[-12:]) if frame else "it has no stack"
+    if frame is None:
+        return "it has no stack"
+    return "".join(traceback.format_stack(frame)[-MAX_STACK_FRAMES:])

@@ -381,7 +381,7 @@ class Trainer:
         enter("reduce")
         self._read(records)
         self.pace.measure(log_point(self.progress.step))
-        for slow in self.watch.slow() if self.watch else ():
+        for slow in self.watch.take_slow() if self.watch else ():
             self._report_slow(slow)
         asked = self.hooks("on_log", self, records)
         action = self.monitor.see(records)
