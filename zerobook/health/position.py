@@ -78,7 +78,8 @@ class Window(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds of this process between two log points: by phase, and those in which its main thread did not run in `COMPUTE_PHASES`."""
+    """Seconds of this process between two log points: by phase, and those of `COMPUTE_PHASES` in which its main thread did not
+    run."""
 
     phases: dict[str, float]
     waited: float
