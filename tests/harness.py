@@ -23,6 +23,7 @@ from tests.rank_client import Launch, Server
 from zerobook.checkpoint import store
 from zerobook.launch.resolve import Hardware
 from zerobook.runlog.writer import read
+from zerobook.utils.reading import file_digest
 from zerobook.utils.subprocess_launch import kill_family
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,7 +273,7 @@ def reseal(checkpoint: Path) -> None:
 
     manifest = json.loads((checkpoint / store.MANIFEST).read_text())
     for name, facts in manifest["files"].items():
-        facts |= {"bytes": (checkpoint / name).stat().st_size, "xxh3_128": store.digest(checkpoint / name)}
+        facts |= {"bytes": (checkpoint / name).stat().st_size, "xxh3_128": file_digest(checkpoint / name)}
     (checkpoint / store.MANIFEST).write_text(json.dumps(manifest))
     assert store.damage(checkpoint, thorough=True) is None
 

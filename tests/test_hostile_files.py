@@ -20,7 +20,7 @@ from zerobook.errors import ConfigError, DataError
 from zerobook.launch import accelerate_file
 from zerobook.runlog import jsonl, report
 from zerobook.runlog.writer import RunLog
-from zerobook.utils.reading import read_json, read_text
+from zerobook.utils.reading import file_digest, read_json, read_text
 from zerobook.utils.yaml_text import load_yaml
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -52,7 +52,7 @@ def test_no_reader_waits_for_a_pipe(tmp_path):
     pipe = tmp_path / "events.jsonl"
     os.mkfifo(pipe)
 
-    for read in (read_text, read_json, jsonl.read, lambda file: list(jsonl.backwards(file)), store.digest):
+    for read in (read_text, read_json, jsonl.read, lambda file: list(jsonl.backwards(file)), file_digest):
         with pytest.raises(OSError, match="regular"):
             read(pipe)
     with pytest.raises(ConfigError, match="regular"):

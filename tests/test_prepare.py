@@ -18,13 +18,16 @@ from tokenizers.processors import TemplateProcessing
 
 import zerobook.data.files as files
 from recipes.lora_finetune import LoraConfig
+from tests.alone import train
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.constants import IGNORE
+from zerobook.data import verification
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken
+from zerobook.utils.reading import file_digest
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +208,139 @@ def test_a_folder_with_a_file_that_was_cut_off_is_made_again(tmp_path, shelf, na
     assert file.read_bytes() == whole
 
 
+def change_a_byte(file: Path) -> bytes:
+    """Change a byte in the middle of a file, and return the content before. Not in place: a test may have mapped the file."""
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.unlink()
+    file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    return content
+
+
+@pytest.mark.parametrize("name", ["input_ids.bin", "labels.bin", "supervised.npy", "input_ids.offsets.npy", "meta.json"])
+def test_data_with_a_changed_byte_is_prepared_again_with_a_warning(tmp_path, shelf, capfd, name):
+    a = chats(tmp_path / "a.jsonl", 20)
+    first = shelf(train_file=a).train
+    file = first.views[0].store.folder / name
+    content = change_a_byte(file)
+    capfd.readouterr()
+    again = shelf(train_file=a).train
+    assert file.read_bytes() == content and again.fingerprint == first.fingerprint
+    assert str(file) in capfd.readouterr().out
+    assert [f.name for f in file.parent.parent.iterdir() if f.is_dir()] == [file.parent.name]
+
+
+def test_data_that_an_earlier_version_wrote_without_digests_is_prepared_again(tmp_path, shelf):
+    a = chats(tmp_path / "a.jsonl", 20)
+    first = shelf(train_file=a).train
+    meta = first.views[0].store.folder / "meta.json"
+    facts = json.loads(meta.read_text())
+    meta.write_text(json.dumps({key: value for key, value in facts.items() if "xxh3_128" not in key}))
+    assert shelf(train_file=a).train.fingerprint == first.fingerprint
+    assert json.loads(meta.read_text()) == facts
+
+
+def test_damaged_data_whose_source_is_gone_is_an_error_that_names_the_file(tmp_path, shelf, monkeypatch):
+    a = chats(tmp_path / "a.jsonl", 20)
+    file = shelf(train_file=a).train.views[0].store.folder / "input_ids.bin"
+    change_a_byte(file)
+
+    def unreadable(self, *arguments):
+        raise DataError("the source cannot be read.")
+
+    monkeypatch.setattr(Library, "_write", unreadable)
+    with pytest.raises(DataError, match=f"{file}.*the source cannot be read"):
+        shelf(train_file=a)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Names of the prepared files that are read to compare their digests."""
+    names = []
+
+    def counted(file, tell):
+        names.append(file.name)
+        return file_digest(file, tell)
+
+    monkeypatch.setattr(verification, "file_digest", counted)
+    return names
+
+
+def test_a_host_reads_prepared_files_once_a_day_and_when_one_was_touched(tmp_path, shelf, reads):
+    a = chats(tmp_path / "a.jsonl", 20)
+    folder = shelf(train_file=a).train.views[0].store.folder
+    shelf(train_file=a)
+    assert reads == [], "what was just written is not read again"
+    (stamp,) = folder.glob("verified-*.json")
+    files = sorted(json.loads((folder / "meta.json").read_text())["bytes"])
+
+    stamp.rename(folder / "verified-another-host.json")
+    shelf(train_file=a)
+    assert reads == files, "another host has its own stamp"
+    shelf(train_file=a)
+    assert reads == files
+
+    facts = json.loads(stamp.read_text())
+    stamp.write_text(json.dumps(facts | {"time": facts["time"] - 24 * 60 * 60}))
+    shelf(train_file=a)
+    assert reads == 2 * files, "a day has passed"
+
+    os.utime(folder / "labels.bin")
+    shelf(train_file=a)
+    shelf(train_file=a)
+    assert reads == 3 * files, "a file was touched"
+
+
+def test_a_folder_that_cannot_be_written_is_read_by_every_run(tmp_path, shelf, reads, monkeypatch):
+    a = chats(tmp_path / "a.jsonl", 20)
+    folder = shelf(train_file=a).train.views[0].store.folder
+    (stamp,) = folder.glob("verified-*.json")
+    stamp.unlink()
+    write = Path.write_text
+
+    def read_only(self, *arguments, **options):
+        if "verified-" in self.name:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return write(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    for _ in range(2):
+        assert len(shelf(train_file=a).train) == 19
+    assert reads.count("input_ids.bin") == 2
+
+
+def test_prepared_files_are_durable_before_their_folder_has_its_name(tmp_path, shelf, monkeypatch):
+    fsync, durable = os.fsync, []
+
+    def noted(descriptor):
+        durable.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = shelf(train_file=chats(tmp_path / "a.jsonl", 20)).train.views[0].store.folder
+    staging = folder.with_name(f".{folder.name}.partial")
+    names = [file.name for file in folder.iterdir() if not file.name.startswith("verified-")]
+    assert {staging / name for name in names} < set(durable)
+    assert durable[-2:] == [staging, folder.parent]
+
+
+def test_a_run_resumes_on_the_data_that_it_began_with_where_a_byte_was_changed(tmp_path, tiny):
+    flags = {
+        "model_name_or_path": tiny / "llama", "train_file": chats(tmp_path / "a.jsonl", 20), "cache_dir": tmp_path / "cache",
+        "block_size": 64, "validation_split_percentage": 0, "per_device_train_batch_size": 2, "logging_steps": 1,
+        "save_steps": 2, "seed": 3, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    expected = train(tmp_path / "uninterrupted", max_train_steps=4, **flags).losses
+    train(tmp_path / "run", max_train_steps=2, **flags)
+    (ids,) = (tmp_path / "cache" / "data").glob("*/input_ids.bin")
+    content = ids.read_bytes()
+    ids.unlink()
+    ids.write_bytes(np.full(len(content) // 4, 3, np.int32).tobytes())
+    losses = train(tmp_path / "run", max_train_steps=4, resume_from_checkpoint="auto", **flags).losses
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert ids.read_bytes() == content
+
+
 def test_data_is_prepared_on_a_file_system_without_locks(tmp_path, shelf, monkeypatch):
     """Another process prepares the same data at the same time, and is faster."""
 
@@ -356,6 +492,7 @@ from pathlib import Path
 from pathlib import Path
 from transformers import AutoTokenizer
 from zerobook.config import RecipeConfig
+from zerobook.data import verification
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.objective import NextToken

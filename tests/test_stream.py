@@ -247,6 +247,15 @@ def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeyp
     assert len(made.shard(0, 0)) and made.stream(0).fingerprint == streamed.fingerprint
 
 
+def test_a_damaged_shard_is_prepared_again(tiny, tmp_path, library):
+    keys = dict(train_file=str(tiny / "chats.jsonl"), streaming=True, max_train_steps=1)
+    store = library(**keys).shard(0, 0).views[0].store
+    content = (store.folder / "input_ids.bin").read_bytes()
+    (store.folder / "input_ids.bin").unlink()
+    (store.folder / "input_ids.bin").write_bytes(bytes(len(content)))
+    assert library(**keys).shard(0, 0).views[0].store.ids.tobytes() == content
+
+
 def test_what_changed_under_a_stream_is_another_stream(tiny, tmp_path, library):
     text = (tiny / "chats.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(text)

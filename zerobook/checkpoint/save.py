@@ -25,6 +25,7 @@ from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
 from zerobook.strategy import Piece, Strategy
+from zerobook.utils.reading import file_digest
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
@@ -325,7 +326,7 @@ class _File:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return store.digest(self.path)
+        return file_digest(self.path)
 
 
 def bytes_of_state(strategy: Strategy) -> int:

@@ -42,7 +42,6 @@ _NAME = re.compile(r"step-(\d+)$")
 _ASIDE = re.compile(r"(step-\d+)\.(abandoned|unreadable)(-\d+)?$")
 _LEFTOVER = re.compile(r"\.(step-\d+).*\.(partial|replaced|deleted)(-\d+)?$")
 _PIN = ".pinned"
-_BLOCK = 1 << 22
 _GRACE_S = 15
 """Seconds to wait for a lock: loader processes of a killed run hold it until they notice its end."""
 
@@ -146,7 +145,7 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     """
     checkpoints, digests = staging.parent, digests or {}
     others = [file for file in sorted(staging.iterdir()) if file.name not in digests]
-    digests = digests | {file.name: digest(file) for file in others}
+    digests = digests | {file.name: reading.file_digest(file) for file in others}
     files = {name: {"bytes": (staging / name).stat().st_size, "xxh3_128": found} for name, found in sorted(digests.items())}
     manifest = staging / MANIFEST
     manifest.write_text(json.dumps({"format_version": version, "step": step, "files": files}, indent=1))
@@ -235,18 +234,6 @@ def _put_aside(checkpoint: Path, kind: str) -> Path:
     return aside
 
 
-def digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
-    """Return the xxh3_128 digest of a file. ``tell`` is called with the bytes of every block read."""
-    import xxhash
-
-    found = xxhash.xxh3_128()
-    with reading.open_regular(file) as handle:
-        while block := handle.read(_BLOCK):
-            found.update(block)
-            tell(len(block))
-    return found.hexdigest()
-
-
 def complete(checkpoints: Path) -> list[Path]:
     """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `damage`."""
     return [c for c in candidates(checkpoints) if damage(c) is None]
@@ -322,7 +309,7 @@ def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str
     for name, (_, wanted) in files.items():
         if not thorough and not name.endswith(".json"):
             continue
-        found = digest(checkpoint / name, tell)
+        found = reading.file_digest(checkpoint / name, tell)
         if found != wanted:
             return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {wanted}"
     return None

@@ -18,7 +18,7 @@ from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import json_problem, refuse_constant
 from zerobook.errors import DataError
-from zerobook.utils.reading import open_regular
+from zerobook.utils.reading import file_digest, open_regular
 
 LINE_LIMIT = 256 << 20
 """Bytes. A longer line is not a sample: the file lacks line ends."""
@@ -54,7 +54,7 @@ def file_source(file: Path) -> Source:
     return Source(
         name=str(file),
         read=lambda: readers[kind](file),
-        digest=lambda: f"{kind} {_hash_file(file)}",  # the same bytes, read as another type, are other samples
+        digest=lambda: f"{kind} {file_digest(file)}",  # the same bytes, read as another type, are other samples
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in TEXT,
@@ -447,13 +447,3 @@ def _sketch(file: Path) -> str:
         first = handle.read(_EDGE)
         handle.seek(max(0, size - _EDGE))
         return digest_of(str(size).encode(), first, handle.read())
-
-
-def _hash_file(file: Path) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with open_regular(file) as handle:
-        while block := handle.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

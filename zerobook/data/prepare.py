@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -29,17 +29,18 @@ from zerobook.data.formats import own_of
 from zerobook.data.sampler import held_out_mask
 from zerobook.data.source import Item, Source, Splits
 from zerobook.data.sources import open_held_out, open_source
-from zerobook.data.store import META, TokenStore, TokenWriter
+from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import Encoder
 from zerobook.data.tokenize import Reading, chunks, detect, encode_all, ignored
+from zerobook.data.verification import META, find_damage, read_meta, stamp
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
 from zerobook.utils import locks
 from zerobook.utils.bars import tqdm
-from zerobook.utils.reading import read_json
+from zerobook.utils.files import put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,10 +52,6 @@ READER = 4
 still resumes."""
 LISTED = 50
 """Number of bad samples that are listed; the others are only counted."""
-_WRITTEN = {
-    "settings", "source_name", "format", "ignored_columns", "lone_text", "report", "bad_samples", "documents", "tokens",
-    "supervised", "digest", "bytes",
-}  # fmt: skip
 REASONS = 5
 """Number of reasons that are listed with their counts."""
 
@@ -169,8 +166,8 @@ class Library:
             spec = self.config.validation_spec()
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
-            trained = [_meta(shelf.train) for shelf in shelves if shelf.train]
-            content = (_meta(held_out) or {}).get("settings", {}).get("source")
+            trained = [read_meta(shelf.train) for shelf in shelves if shelf.train]
+            content = (read_meta(held_out) or {}).get("settings", {}).get("source")
             if any(meta and meta["settings"]["source"] == content for meta in trained):
                 tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
             shelves.append(_Shelf(spec, None, held_out))
@@ -183,7 +180,7 @@ class Library:
         folders: dict[str, Path] = {}
         for shelf in shelves:
             assert shelf.train is not None
-            source = (_meta(shelf.train) or {}).get("settings", {}).get("source")
+            source = (read_meta(shelf.train) or {}).get("settings", {}).get("source")
             if folders.setdefault(source, shelf.train) != shelf.train:
                 tqdm.write(
                     f"WARNING: {shelf.spec.path} is in datasets more than once, with different settings. Samples that one "
@@ -272,8 +269,11 @@ class Library:
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locks.locked(_lock(folder)) as alone:  # until the files are mapped: another process may be about to delete them
-            if _meta(folder) is None:
+
+            def make() -> None:
                 self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
+
+            self._make_unless_whole(folder, source, make)
             store = TokenStore(folder).mapped()
         return Part((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
@@ -380,20 +380,45 @@ class Library:
     def _ensure(
         self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
     ) -> None:
-        """Make ``folder`` if it is missing, or wait until another process has made it."""
-        if _meta(folder) is not None:
+        """Make ``folder`` if it is missing or damaged, or wait until another process has made it."""
+        # A complete folder is never changed, so it is read without a lock: the hosts of a run read it at the same time.
+        if folder.exists() and find_damage(folder) is None:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         words = f"{source.name}: another process is preparing it; waiting for {folder}"
         with locks.locked(_lock(folder), held=lambda: tqdm.write(words)) as alone:
-            if _meta(folder) is None:
+            if not folder.exists():
                 self._say_if_changed(source, folder)
+
+            def make() -> None:
                 self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
+
+            self._make_unless_whole(folder, source, make)
+
+    def _make_unless_whole(self, folder: Path, source: Source, make: Callable[[], None]) -> None:
+        """Call ``make`` if ``folder``, which this process has locked, is missing or damaged.
+
+        Raises:
+            DataError: it is damaged, and the source cannot be read again.
+        """
+        if not folder.exists():
+            make()
+            return
+        damage = find_damage(folder, silent=self.config.streaming)
+        if damage is None:
+            return
+        tqdm.write(f"WARNING: {damage}. {source.name} is prepared again")
+        try:
+            make()
+        except (DataError, OSError) as error:
+            raise DataError(
+                f"{damage}. It cannot be prepared again: {error} Make {source.name} readable, or restore {folder} from a copy."
+            ) from error
 
     def _say_if_changed(self, source: Source, folder: Path) -> None:
         """Print a line where the source was prepared before with other content: it is prepared again."""
         for other in self.root.glob(f"*/{META}"):
-            meta = _meta(other.parent)  # None for a broken one, which is prepared again when it is needed
+            meta = read_meta(other.parent)  # None for a broken one, which is prepared again when it is needed
             if meta and meta["source_name"] == source.name and meta["settings"].get("source") != source.digest():
                 tqdm.write(f"{source.name} has changed since it was prepared ({other.parent.name}), and is prepared again")
                 return
@@ -416,9 +441,10 @@ class Library:
             writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            if _meta(folder) is None:  # a complete folder: another process, without a lock, was faster
-                shutil.rmtree(folder, ignore_errors=True)
-                staging.rename(folder)
+            # without locks, another process may have been faster
+            if alone or not folder.exists() or find_damage(folder, silent=True) is not None:
+                put_in_place(staging, folder)
+                stamp(folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -539,19 +565,6 @@ def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
         count += getattr(item[1], "ends", True)
         if count == limit:
             return
-
-
-def _meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a prepared folder's meta.json; None where the file, or a file that it lists, is incomplete.
-
-    A truncated file (loss of power, full disk) would give shorter or empty rows without an error.
-    """
-    try:
-        meta = read_json(folder / META)
-        whole = isinstance(meta, dict) and meta.keys() >= _WRITTEN and isinstance(meta["settings"], dict)
-        return meta if whole and all((folder / name).stat().st_size == size for name, size in meta["bytes"].items()) else None
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def _lock(folder: Path) -> Path:

@@ -5,12 +5,13 @@
 ``NAME.bin``, ``NAME.offsets.npy``       further arrays of every document, int32, as an encoder names them
 ``supervised.npy``                       int32 [documents], the objective's weights: labels that the loss counts
 ``samples.npy``                          int64 [documents], the sample of each; no file where each is a sample of its own
-``meta.json``                            counts and settings, written last
+``meta.json``                            counts and settings, sizes and digests of all files, written last
+
+`zerobook.data.verification` compares the files with ``meta.json``, and leaves ``verified-HOST.json`` beside them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from zerobook.data.verification import META, write_meta
 from zerobook.errors import DataError
-
-META = "meta.json"
+from zerobook.utils.reading import open_regular, read_json
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class TokenWriter:
         self._weights.append(weights.astype(np.int32))
 
     def close(self, meta: dict[str, Any]) -> None:
-        """Write the remaining files. ``meta`` is JSON; the content's digest and counts are added to it."""
+        """Write the remaining files. ``meta`` is JSON; counts, sizes and digests are added to it."""
         for file in self._files.values():
             file.close()
         lengths = {name: np.concatenate([np.zeros(1, np.int64), *parts]) for name, parts in self._lengths.items()}
@@ -116,19 +117,24 @@ class TokenWriter:
         if extra := sorted(set(offsets) - {"input_ids", "labels"}):
             counts["extra"] = extra
         sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
-        text = json.dumps(meta | counts | {"digest": self._digest(), "bytes": sizes}, indent=1)
-        (self.folder / META).write_text(text)
+        digest, digests = self._digests()
+        write_meta(self.folder, meta | counts | {"digest": digest, "bytes": sizes, "xxh3_128": digests})
 
-    def _digest(self) -> str:
+    def _digests(self) -> tuple[str, dict[str, str]]:
+        """Return (the digest of the names and contents of all files, the digest of each file)."""
         import xxhash
 
-        digest = xxhash.xxh3_128()
+        all_files = xxhash.xxh3_128()
+        digests = {}
         for file in sorted(self.folder.iterdir()):
-            digest.update(file.name.encode())
-            with file.open("rb") as handle:
+            all_files.update(file.name.encode())
+            digest = xxhash.xxh3_128()
+            with open_regular(file) as handle:
                 while block := handle.read(1 << 22):
+                    all_files.update(block)
                     digest.update(block)
-        return digest.hexdigest()
+            digests[file.name] = digest.hexdigest()
+        return all_files.hexdigest(), digests
 
 
 class TokenStore:
@@ -136,7 +142,7 @@ class TokenStore:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.meta: dict[str, Any] = json.loads((folder / META).read_text())
+        self.meta: dict[str, Any] = read_json(folder / META)
 
     def __len__(self) -> int:
         return int(self.meta["documents"])

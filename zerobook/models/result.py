@@ -19,7 +19,7 @@ from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
 from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import text_config
-from zerobook.utils.reading import read_json
+from zerobook.utils.reading import file_digest, read_json
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _exported(checkpoint: Path) -> Path:
     from zerobook.models.export import export_checkpoint
 
     checkpoint = checkpoint.resolve()
-    key = store.digest(checkpoint / store.MANIFEST)
+    key = file_digest(checkpoint / store.MANIFEST)
     folder = embedded.cache_dir() / "exports" / f"{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock, redirect_stdout(sys.stderr):

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 256 << 20
 """Size of the largest file that is read whole: configs, manifests, templates."""
+_BLOCK = 1 << 22
 
 
 def open_regular(file: str | Path) -> BufferedReader:
@@ -56,3 +58,19 @@ def read_json(file: str | Path) -> Any:
         return json.loads(read_text(file))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def file_digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
+    """Return the xxh3_128 digest of a file.
+
+    Args:
+        tell: called with the bytes of every block read.
+    """
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with open_regular(file) as handle:
+        while block := handle.read(_BLOCK):
+            digest.update(block)
+            tell(len(block))
+    return digest.hexdigest()

@@ -1,0 +1,150 @@
+"""Verification of prepared folders: their files still have the content that was written.
+
+A host reads every file of a folder when a run opens it, and leaves a stamp there. It reads the files again after a day, or
+when the size or a time of one of them has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zerobook.utils.bars import tqdm
+from zerobook.utils.reading import file_digest, read_json
+
+META = "meta.json"
+FACTS = frozenset({
+    "settings", "source_name", "format", "ignored_columns", "lone_text", "report", "bad_samples", "documents", "tokens",
+    "supervised", "digest", "bytes", "xxh3_128",
+})  # fmt: skip
+"""Keys that every ``meta.json`` has, besides its own digest."""
+_META_DIGEST = "meta_xxh3_128"
+_VALID_S = 24 * 60 * 60
+"""Seconds for which a stamp spares a host the reading of unchanged files."""
+
+
+def write_meta(folder: Path, facts: dict[str, Any]) -> None:
+    """Write ``meta.json``, with a digest of itself.
+
+    Args:
+        facts: JSON, with the keys `FACTS`; ``bytes`` and ``xxh3_128`` have the size and the digest of every other file.
+    """
+    # JSON has fewer types than Python, and the digest is of what a reader gets.
+    content = json.loads(json.dumps(facts))
+    content[_META_DIGEST] = _digest_of_json(content)
+    (folder / META).write_text(json.dumps(content, indent=1))
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a prepared folder's ``meta.json``; None where the folder is incomplete.
+
+    The sizes of its files are compared, and their content is not read.
+    """
+    meta, damage = _read_checked(folder)
+    return meta if damage is None else None
+
+
+def find_damage(folder: Path, *, silent: bool = False) -> str | None:
+    """Return which file of a prepared folder is damaged, and how; None for a whole folder.
+
+    Args:
+        silent: show no bar while the files are read.
+    """
+    meta, damage = _read_checked(folder)
+    if damage is not None:
+        return damage
+    names = sorted(meta["bytes"])
+    try:
+        # Before the files are read: a change meanwhile must not be covered by the stamp.
+        stats = _stats(folder, names)
+        if _is_stamped(folder, stats):
+            return None
+        bar = tqdm(
+            total=sum(meta["bytes"].values()), desc="verifying prepared data", unit="B", unit_scale=True, leave=False,
+            disable=silent,
+        )  # fmt: skip
+        with bar:
+            for name in names:
+                digest, expected = file_digest(folder / name, bar.update), meta["xxh3_128"].get(name)
+                if digest != expected:
+                    return f"{folder / name}: its content is damaged: digest {digest}, {META} says {expected}"
+    except OSError as error:
+        return f"{error.filename or folder}: it cannot be read: {error.strerror or error}"
+    _write_stamp(folder, stats)
+    return None
+
+
+def stamp(folder: Path) -> None:
+    """Note that this host has just written the folder's files."""
+    meta = read_meta(folder)
+    if meta is not None:
+        with suppress(OSError):
+            _write_stamp(folder, _stats(folder, sorted(meta["bytes"])))
+
+
+def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Return (content of meta.json, None), or (an empty dict, why the folder is incomplete).
+
+    A truncated file (loss of power, full disk) would give shorter or empty rows without an error.
+    """
+    file = folder / META
+    try:
+        return _compare_with_meta(folder, read_json(file))
+    except (OSError, ValueError) as error:
+        return {}, f"{getattr(error, 'filename', None) or file}: it cannot be read: {getattr(error, 'strerror', None) or error}"
+
+
+def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | None]:
+    file = folder / META
+    if not isinstance(meta, dict) or not meta.keys() >= FACTS:
+        return {}, f"{file}: it is incomplete, or an earlier version wrote it, without digests"
+    if meta.pop(_META_DIGEST, None) != _digest_of_json(meta):
+        return {}, f"{file}: its content is damaged: it does not have the digest that it names"
+    for name, size in meta["bytes"].items():
+        path = folder / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            return {}, f"{path}: {'missing' if actual is None else f'{actual} bytes'}, {META} says {size} bytes"
+    return meta, None
+
+
+def _digest_of_json(content: dict[str, Any]) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _stats(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """Return name -> [size, time of the last change of the content, time of the last change of the file] of each file."""
+    stats = {}
+    for name in names:
+        stat = (folder / name).stat()
+        stats[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return stats
+
+
+def _stamp_of(folder: Path) -> Path:
+    return folder / f"verified-{socket.gethostname()}.json"
+
+
+def _is_stamped(folder: Path, stats: dict[str, list[int]]) -> bool:
+    """Return whether this host has verified files with these ``stats`` within a day."""
+    try:
+        content = read_json(_stamp_of(folder))
+        age = time.time() - content["time"]
+        return 0 <= age < _VALID_S and content["files"] == stats
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write_stamp(folder: Path, stats: dict[str, list[int]]) -> None:
+    file = _stamp_of(folder)
+    staging = file.with_name(f".{file.name}.{os.getpid()}")
+    with suppress(OSError):  # a folder that is only read has no stamps
+        staging.write_text(json.dumps({"time": time.time(), "files": stats}))
+        staging.replace(file)
