@@ -27,7 +27,7 @@ GOOD = {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}
 
 
 def log_likelihoods(*args, **kwargs):
-    return [value for value, _ in likelihoods(*args, **kwargs)]
+    return [score.log_probability for score in likelihoods(None, *args, **kwargs)]
 
 
 def write(folder: Path, *lines: object, name: str = "task") -> Path:
@@ -160,9 +160,7 @@ class Bigram(torch.nn.Module):
 def test_likelihoods_by_hand():
     probabilities = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
     rows = [Scored([0, 1, 2], 1), Scored([2, 2, 0, 1, 1], 3), Scored([1, 2], 1)]
-    scores = [
-        value for value, _ in likelihoods(Bigram(probabilities.log()).eval(), rows, pad_token_id=0, batch_size=2, device="cpu")
-    ]
+    scores = log_likelihoods(Bigram(probabilities.log()).eval(), rows, pad_token_id=0, batch_size=2)
     assert scores == pytest.approx([math.log(0.25 * 0.7), math.log(0.25 * 0.2), math.log(0.7)])
 
 
@@ -188,7 +186,7 @@ def test_batches_and_padding_change_nothing(llama, tasks, batch_size):
     model, tokenizer = llama
     task = Task("short", (*tasks[0].questions[:2], *tasks[1].questions[7:9]))
     scorer = TaskScorer([task], tokenizer, batch_size, "causal")
-    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=batch_size, device="cpu")
+    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=batch_size)
     assert len({len(row.ids) for row in scorer.sequences}) > 3, "the rows must differ in length for this to prove anything"
     assert scores == pytest.approx(naive(model, tokenizer, task), abs=1e-5)
 
@@ -284,7 +282,7 @@ def test_seq2seq_reads_the_prompt_and_scores_the_choice(t5, tasks):
     model, tokenizer = t5
     task = Task("short", tasks[1].questions[8:10])
     scorer = TaskScorer([task], tokenizer, 3, "seq2seq")
-    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=3, device="cpu")
+    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=3)
     expected = []
     for q in task.questions:
         source = torch.tensor([tokenizer(f"{q.question}\nAnswer:")["input_ids"]])
@@ -367,7 +365,7 @@ def test_ranks_share_the_work_and_find_the_same(llama, tasks, world_size):
     counts = [forwards.count(rank) for rank in range(world_size)]
     assert counts == [math.ceil(14 / world_size)] * world_size, "a gather of weights waits for every rank"
     assert found == expected, "not nearly: the same numbers"
-    alone = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=7, device="cpu")
+    alone = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=7)
     assert torch.stack(strategy.parts).sum(0)[:, 0].tolist() == alone
 
 
@@ -377,7 +375,7 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
     model, tokenizer = llama
     scorer = TaskScorer(tasks, tokenizer, 32, "causal")  # 3 batches
     expected = scorer(None, model, step=3)
-    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=32, device="cpu")
+    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=32)
     flags = dict(model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl")
     launch("zero3", 2, str(Path(__file__).with_suffix("")), tmp_path, **flags)
     for rank in range(2):

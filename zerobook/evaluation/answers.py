@@ -15,10 +15,9 @@ from zerobook.evaluation.generation import Generates, Rows
 from zerobook.strategy import Strategy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-LONGEST = 64
-"""Tokens of an answer at most."""
+MAX_ANSWER_TOKENS = 64
 
 
 class AnswerSampler:
@@ -37,33 +36,46 @@ class AnswerSampler:
     """
 
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, *, count: int, ends: Collection[int]):
-        self.rows, self.tokenizer = rows, tokenizer
-        self.count, self.ends = min(count, len(rows)), sorted(ends)
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.count = min(count, len(rows))
+        self.ends = sorted(ends)
 
     @torch.no_grad()
     def __call__(self, strategy: Strategy, model: nn.Module, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         from transformers import GenerationConfig
 
         decoding = GenerationConfig(
-            max_new_tokens=LONGEST, do_sample=False, use_cache=True, eos_token_id=self.ends,
+            max_new_tokens=MAX_ANSWER_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=self.ends,
             pad_token_id=self.tokenizer.pad_token_id,
-        )  # fmt: skip
-        mine: list[tuple[int, dict[str, str]]] = []
+        )
+        answers_of_this_rank: list[tuple[int, dict[str, str]]] = []
         for first in range(0, self.count, strategy.world_size):
             number = first + strategy.rank
-            prompt, expected = _split(self.rows[number if number < self.count else 0])
-            ids = torch.tensor(prompt[None], dtype=torch.int64, device=strategy.device)
-            with strategy.inference():
-                written = cast("Generates", strategy.unwrapped).generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=decoding,
-                    synced_gpus=strategy.generation_in_step,
-                )  # fmt: skip
-            answer = written[0, len(prompt) :].tolist()
-            if number < self.count:
-                parts = {"prompt": prompt, "expected": expected, "answer": answer}
-                mine.append((number, {name: self._text(ids) for name, ids in parts.items()}))
-        found = sorted(chain.from_iterable(strategy.gather(mine)), key=lambda pair: pair[0])
-        return {}, [row for _, row in found]
+            # A rank without a prompt of its own answers the first one again, and drops the answer.
+            is_filler = number >= self.count
+            prompt, expected = _split(self.rows[0 if is_filler else number])
+            answer = self._generate(strategy, prompt, decoding)
+            if not is_filler:
+                texts = {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)}
+                answers_of_this_rank.append((number, texts))
+        numbered_answers = chain.from_iterable(strategy.gather(answers_of_this_rank))
+        return {}, [texts for _, texts in sorted(numbered_answers, key=lambda pair: pair[0])]
+
+    def _generate(self, strategy: Strategy, prompt: np.ndarray, decoding: GenerationConfig) -> list[int]:
+        """Return the ids of the answer to a prompt. Collective."""
+        input_ids = torch.tensor(prompt[None], dtype=torch.int64, device=strategy.device)
+        with strategy.inference():
+            generated = cast("Generates", strategy.unwrapped).generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                generation_config=decoding,
+                synced_gpus=strategy.generation_in_step,
+            )
+        return cast("list[int]", generated[0, len(prompt) :].tolist())
 
     def _text(self, ids: object) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()  # type: ignore[arg-type]  # ids of any kind
@@ -75,7 +87,12 @@ def _split(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     >>> _split({"input_ids": np.arange(6), "labels": np.array([-100, -100, 2, 3, -100, 5])})
     (array([0, 1]), array([2, 3]))
     """
-    ids, supervised = np.asarray(row["input_ids"]), np.asarray(row["labels"]) != IGNORE
-    start = max(1, int(supervised.argmax()))  # a model does not begin with nothing
-    rest = np.flatnonzero(~supervised[start:])
-    return ids[:start], ids[start : start + int(rest[0]) if len(rest) else len(ids)]
+    ids = np.asarray(row["input_ids"])
+    supervised = np.asarray(row["labels"]) != IGNORE
+    # A prompt has at least one token.
+    start = max(1, int(supervised.argmax()))
+    unsupervised_after = np.flatnonzero(~supervised[start:])
+    end = len(ids)
+    if len(unsupervised_after):
+        end = start + int(unsupervised_after[0])
+    return ids[:start], ids[start:end]

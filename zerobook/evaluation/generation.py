@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -79,40 +81,49 @@ class GenerationScorer:
     @torch.no_grad()
     def generate(self, strategy: Strategy) -> list[list[int]]:
         """Return the predicted token ids of the rows, in their order, on every rank. Collective."""
-        together = self.batch_size * strategy.world_size
-        calls = -(-len(self.rows) // together)
-        calls = min(calls, self.batches or calls)
-        mine: list[tuple[int, list[int]]] = []
+        rows_per_call = self.batch_size * strategy.world_size
+        calls = -(-len(self.rows) // rows_per_call)
+        if self.batches:
+            calls = min(calls, self.batches)
+        predictions_of_this_rank: list[tuple[int, list[int]]] = []
         for call in tqdm(range(calls), desc="generating", leave=False, disable=not strategy.is_main):
-            start = call * together + strategy.rank * self.batch_size
+            start = call * rows_per_call + strategy.rank * self.batch_size
             indices = range(start, start + self.batch_size)
+            # Indices beyond the end fill up the batch with the first row; their predictions are dropped.
             rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
             batch = {key: value.to(strategy.device) for key, value in self.collate.sources(rows).items()}
             with strategy.inference():
                 generated = cast("Generates", strategy.unwrapped).generate(
                     **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
                 )
-            texts = [self._text(ids) for ids in generated.tolist()]
-            mine += [(index, text) for index, text in zip(indices, texts, strict=True) if index < len(self.rows)]
-        return [text for _, text in sorted(pair for rank in strategy.gather(mine) for pair in rank)]
+            for index, ids in zip(indices, generated.tolist(), strict=True):
+                if index < len(self.rows):
+                    predictions_of_this_rank.append((index, self._strip(ids)))
+        numbered_predictions = sorted(chain.from_iterable(strategy.gather(predictions_of_this_rank)))
+        return [ids for _, ids in numbered_predictions]
 
-    def _text(self, ids: list[int]) -> list[int]:
+    def _strip(self, ids: list[int]) -> list[int]:
         """Return ``ids`` without the decoder's start token and the padding after the end token (which may be the same id)."""
-        ends = self.decoding.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        ids = ids[1:]
-        first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        return ids[: first + 1]
+        end_ids = self.decoding.eos_token_id
+        if not isinstance(end_ids, list):
+            end_ids = [end_ids]
+        generated = ids[1:]
+        for position, token in enumerate(generated):
+            if token in end_ids:
+                return generated[: position + 1]
+        return generated
 
     def _score(self, predictions: list[list[int]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
         rows = [self.rows[index] for index in range(len(predictions))]
         texts = self._decode(predictions)
-        targets = self._decode([[int(token) for token in row["labels"] if token != IGNORE] for row in rows])
+        targets = self._decode([row["labels"] for row in rows])
         metrics = text_metrics(texts, targets)
         metrics["generated_tokens"] = sum(len(ids) for ids in predictions) / len(predictions)
-        sources = self._decode([[int(token) for token in row["input_ids"]] for row in rows[: self.samples]])
-        shown = zip(sources, targets, texts, strict=False)
-        return metrics, [{"source": source, "target": target, "prediction": text} for source, target, text in shown]
+        sources = self._decode([row["input_ids"] for row in rows[: self.samples]])
+        # The sources are as many as the table has rows.
+        samples = zip(sources, targets, texts, strict=False)
+        return metrics, [{"source": source, "target": target, "prediction": text} for source, target, text in samples]
 
-    def _decode(self, ids: list[list[int]]) -> list[str]:
+    def _decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        ids = [[int(token) for token in sequence if token != IGNORE] for sequence in sequences]
         return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]

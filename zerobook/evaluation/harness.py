@@ -5,11 +5,12 @@ The harness makes the requests and computes the metrics; the likelihoods are tho
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -63,9 +64,11 @@ class HarnessScorer:
             raise ConfigError(
                 f"{tasks[0]}: a task of lm-evaluation-harness, which is not installed. Run: pip install 'zerobook[eval]'."
             )
-        self.tokenizer, self.batch_size, self.max_length = tokenizer, batch_size, max_length
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.max_length = max_length
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
-        with _random_numbers_kept():
+        with _random_state_restored():
             self.names, self.tasks = _load(tasks)
 
     def __call__(
@@ -79,35 +82,42 @@ class HarnessScorer:
         Raises:
             DivergenceError: the model's likelihoods are not numbers.
         """
-        found = self.measure(strategy, model, progress=progress)
-        metrics = {f"task/{row['task']}/{row['metric']}": row["value"] for row in found if row["task"] in self.names}
+        rows = self.measure(strategy, model, progress=progress)
+        metrics = {f"task/{row['task']}/{row['metric']}": row["value"] for row in rows if row["task"] in self.names}
         return metrics, []
 
     def measure(self, strategy: Strategy | None, model: nn.Module, *, progress: bool = False) -> list[dict[str, Any]]:
         """Return a row for each task and metric, with ``task metric value stderr samples``. Collective with a strategy."""
         from lm_eval.evaluator import simple_evaluate
 
-        training = model.training
+        was_training = model.training
         model.eval()
         try:
-            seeds: dict[str, Any] = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
-            with redirect_stdout(StringIO()), _random_numbers_kept():
+            with redirect_stdout(StringIO()), _random_state_restored():
                 result = simple_evaluate(
-                    model=_answering(self, strategy, model, progress), tasks=[*self.tasks], bootstrap_iters=0,
-                    log_samples=False, **seeds, **self.options,
-                )  # fmt: skip
+                    model=_harness_model(self, strategy, model, progress),
+                    tasks=[*self.tasks],
+                    bootstrap_iters=0,
+                    log_samples=False,
+                    random_seed=None,
+                    numpy_random_seed=None,
+                    torch_random_seed=None,
+                    **self.options,
+                )
         finally:
-            model.train(training)
-        rows = [] if result is None else _rows(dict(result))  # the harness computes metrics on rank 0 of a node alone
-        rows = rows if strategy is None else strategy.from_main(rows)
-        broken = [row for row in rows if isinstance(row["value"], float) and math.isnan(row["value"])]
-        if broken:
-            raise DivergenceError(f"{broken[0]['task']}: {broken[0]['metric']} is nan: the model's weights are broken.")
+            model.train(was_training)
+        # The harness computes metrics on rank 0 alone.
+        rows = [] if result is None else _rows(dict(result))
+        if strategy is not None:
+            rows = strategy.from_main(rows)
+        for row in rows:
+            if math.isnan(row["value"]):
+                raise DivergenceError(f"{row['task']}: {row['metric']} is nan: the model's weights are broken.")
         return rows
 
 
 @contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _random_state_restored() -> Iterator[None]:
     """Restore Python's random state, which the harness sets: a run with an evaluation has to train as one without."""
     state = random.getstate()
     try:
@@ -122,39 +132,50 @@ def _load(tasks: Sequence[str]) -> tuple[list[str], list[Any]]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     files = [Path(task).expanduser() for task in tasks if is_yaml(task)]
-    # its own tasks are thousands of files, which take seconds to read
-    everything = len(files) < len(tasks)
-    manager = TaskManager(include_path=sorted({str(file.parent) for file in files}) or None, include_defaults=everything)
-    names, objects = [], []
+    # The harness's own tasks are thousands of files, which take seconds to read.
+    needs_defaults = len(files) < len(tasks)
+    folders = sorted({str(file.parent) for file in files})
+    manager = TaskManager(include_path=folders or None, include_defaults=needs_defaults)
+    names: list[str] = []
+    objects: list[Any] = []
     for task in tasks:
-        name = _named_in(Path(task).expanduser()) if is_yaml(task) else task
+        name = _task_name(Path(task).expanduser()) if is_yaml(task) else task
         if name not in manager.all_tasks:
-            import difflib
-
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            raise ConfigError(
-                f"{task}: lm-evaluation-harness has no such task.{' Did you mean ' + ', '.join(near) + '?' if near else ''}"
-            )
+            raise ConfigError(f"{task}: lm-evaluation-harness has no such task.{_suggestion(name, manager.all_tasks)}")
         try:
             loaded = manager.load([name])
         except Exception as error:  # whatever a dataset's download raises
             raise ConfigError(f"{task}: the task's data cannot be loaded: {str(error).splitlines()[0]}") from error
-        for one in loaded["tasks"].values():
-            if one.OUTPUT_TYPE not in LIKELIHOODS:
+        for loaded_task in loaded["tasks"].values():
+            if loaded_task.OUTPUT_TYPE not in LIKELIHOODS:
                 raise ConfigError(
-                    f"{task}: {one.config.task} generates text, and only likelihoods are measured here. Export the model, and "
-                    "run: lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
+                    f"{task}: {loaded_task.config.task} generates text, and only likelihoods are measured here. Export the "
+                    "model, and run: lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
                 )
-        names += [name] if name in {**loaded["groups"], **loaded["tasks"]} else [*loaded["tasks"]]  # else a tag
-        objects += [loaded["groups"][name]] if name in loaded["groups"] else [*loaded["tasks"].values()]
+        if name in loaded["groups"]:
+            names.append(name)
+            objects.append(loaded["groups"][name])
+        elif name in loaded["tasks"]:
+            names.append(name)
+            objects += loaded["tasks"].values()
+        else:
+            # A tag: its tasks have no common result.
+            names += loaded["tasks"]
+            objects += loaded["tasks"].values()
     return names, objects
+
+
+def _suggestion(name: str, known_names: Collection[str]) -> str:
+    """Return a sentence with the nearest names; an empty one where none is near."""
+    nearest = difflib.get_close_matches(name, known_names, n=3)
+    return f" Did you mean {', '.join(nearest)}?" if nearest else ""
 
 
 def is_yaml(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
-def _named_in(file: Path) -> str:
+def _task_name(file: Path) -> str:
     class Loader(BoundedLoader):
         """Ignores the harness's own tags, which name Python functions."""
 
@@ -167,33 +188,50 @@ def _named_in(file: Path) -> str:
 
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each task and metric of the harness's result."""
     rows = []
     for task, values in {**result["results"], **result.get("groups", {})}.items():
+        samples = values.get("sample_len") or result.get("n-samples", {}).get(task, {}).get("effective")
         for key, value in values.items():
-            metric, _, kept = key.partition(",")
-            if not kept or metric.endswith("_stderr") or not isinstance(value, int | float):
+            # A metric's key is its name, a comma, and the filter that the answers went through.
+            metric, comma, answer_filter = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = values.get(f"{metric}_stderr,{kept}")
-            rows.append({
-                "task": task, "metric": metric if kept == "none" else f"{metric} ({kept})", "value": float(value),
+            error = values.get(f"{metric}_stderr,{answer_filter}")
+            row = {
+                "task": task,
+                "metric": metric if answer_filter == "none" else f"{metric} ({answer_filter})",
+                "value": float(value),
                 "stderr": error if isinstance(error, int | float) else None,
-                "samples": values.get("sample_len") or result.get("n-samples", {}).get(task, {}).get("effective"),
-            })  # fmt: skip
+                "samples": samples,
+            }
+            rows.append(row)
     return rows
 
 
-def _answering(scorer: HarnessScorer, strategy: Strategy | None, model: nn.Module, progress: bool) -> Any:
-    """Return the model as the harness calls it. Every rank gets all requests, and all answers."""
-    from lm_eval.api.model import TemplateLM
+Window = tuple[None, list[int], list[int]]
+"""No text, the ids of the context, and those whose likelihood is measured."""
+
+
+def _windows(ids: list[int], prefix_id: int, max_length: int | None) -> list[Window]:
+    """Cut a text into windows of ``max_length`` tokens, so that each token is measured once."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    tokenizer = scorer.tokenizer
-    spread: dict[str, Any] = {"device": next(model.parameters()).device}
-    if strategy is not None:
-        spread = {"device": strategy.device, "rank": strategy.rank, "world_size": strategy.world_size,
-                  "reduce": strategy.sum_over_ranks}  # fmt: skip
+    length = max_length or len(ids) + 1
+    windows = []
+    for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=length - 1, context_len=1):
+        context, continuation = make_disjoint_window(overlapping)
+        windows.append((None, context, continuation))
+    return windows
 
-    class Answering(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness may not be installed
+
+def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.Module, progress: bool) -> Any:
+    """Return the model as the harness calls it. Every rank gets all requests, and all answers."""
+    from lm_eval.api.model import TemplateLM
+
+    tokenizer = scorer.tokenizer
+
+    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness may not be installed
         tokenizer_name = str(tokenizer.name_or_path)
 
         def __init__(self) -> None:
@@ -209,8 +247,8 @@ def _answering(scorer: HarnessScorer, strategy: Strategy | None, model: nn.Modul
             return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            return tokenizer(string, verbose=False, **special)["input_ids"]
+            options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+            return tokenizer(string, verbose=False, **options)["input_ids"]
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return str(tokenizer.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt))
@@ -222,27 +260,28 @@ def _answering(scorer: HarnessScorer, strategy: Strategy | None, model: nn.Modul
             for _, context, continuation in requests:
                 ids = [*context, *continuation][-(scorer.max_length or 0) :]
                 sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
-            rows = rows_at_once(scorer.batch_size, max(len(row.ids) for row in sequences), len(tokenizer))
-            found = likelihoods(
-                model, sequences, pad_token_id=tokenizer.pad_token_id or 0, batch_size=rows, progress=progress, **spread
+            longest = max(len(sequence.ids) for sequence in sequences)
+            batch_size = rows_at_once(scorer.batch_size, longest, len(tokenizer))
+            pad_token_id = tokenizer.pad_token_id or 0
+            scores = likelihoods(
+                strategy, model, sequences, pad_token_id=pad_token_id, batch_size=batch_size, progress=progress
             )
-            return [(value, bool(greedy)) for value, greedy in found]
+            return [(score.log_probability, score.is_greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-            windows, owners = [], []
+            windows: list[Window] = []
+            request_numbers: list[int] = []
             for number, request in enumerate(requests):
-                ids = self.tok_encode(request.args[0])
-                longest = scorer.max_length or len(ids) + 1
-                cut = get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=longest - 1, context_len=1)
-                parts = [make_disjoint_window(window) for window in cut]
-                windows += [(None, *part) for part in parts]
-                owners += [number] * len(parts)
+                request_windows = _windows(self.tok_encode(request.args[0]), self.prefix_token_id, scorer.max_length)
+                windows += request_windows
+                request_numbers += [number] * len(request_windows)
             totals = [0.0] * len(requests)
-            for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-                totals[owner] += value
+            scores = self._loglikelihood_tokens(windows)
+            for number, (log_probability, _) in zip(request_numbers, scores, strict=True):
+                totals[number] += log_probability
             return totals
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             raise NotImplementedError("refused when the task is loaded")
 
-    return Answering()
+    return HarnessModel()

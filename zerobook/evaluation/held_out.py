@@ -22,21 +22,21 @@ LOGITS = 2**30
 """Maximum number of logits in a forward pass of the evaluation: 2 GiB in half precision, 4 in fp32."""
 
 
-def rows_at_once(asked: int, positions: int, vocabulary: int) -> int:
-    """Return the number of rows in an evaluation's forward pass: ``asked``, or fewer where these have more than `LOGITS`.
+def rows_at_once(batch_size: int, positions: int, vocabulary: int) -> int:
+    """Return the number of rows in an evaluation's forward pass: ``batch_size``, or fewer where these have more than `LOGITS`.
 
     One row is always taken. Training keeps activations beside the logits, so its micro-batches are smaller, and an evaluation
     with a larger batch would otherwise run out of memory where training fits.
 
     Args:
-        asked: the config's ``per_device_eval_batch_size``.
+        batch_size: the config's ``per_device_eval_batch_size``.
         positions: of the longest row for which there are logits.
         vocabulary: logits of a position.
 
     >>> rows_at_once(8, 1024, 50_257), rows_at_once(8, 4096, 128_256)
     (8, 2)
     """
-    return max(1, min(asked, LOGITS // (positions * vocabulary)))
+    return max(1, min(batch_size, LOGITS // (positions * vocabulary)))
 
 
 def vocabulary(config: PreTrainedConfig) -> int:
@@ -47,7 +47,7 @@ def vocabulary(config: PreTrainedConfig) -> int:
 @torch.no_grad()
 def losses(
     strategy: Strategy,
-    parts: Mapping[str, Any],
+    datasets: Mapping[str, Any],
     micro: int,
     collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
     summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
@@ -56,7 +56,7 @@ def losses(
     """Measure the loss over all held-out data, and over each dataset where there are several. Collective.
 
     Args:
-        parts: name -> held-out rows.
+        datasets: name -> held-out rows.
         micro: samples per micro-batch and process.
         summed_loss: batch -> the sum over its supervised tokens, in nats.
         has_perplexity: whether the loss is a cross-entropy.
@@ -66,38 +66,44 @@ def losses(
     """
     mesh = strategy.mesh
     layout = BatchLayout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
-    feeds = [
-        BatchLoader(part, SampleOrder(part.sizes, seed=0, shuffle=False), layout, collate, end=len(part))
-        for part in parts.values()
-    ]
-    bar = tqdm(total=sum(f.steps() for f in feeds), desc="evaluating", leave=False, disable=not strategy.is_main)
-    sums = torch.zeros(len(parts), device=strategy.device, dtype=torch.float64)
-    for index, feed in enumerate(feeds):
-        for _, batches in feed:
+    loaders = []
+    for rows in datasets.values():
+        order = SampleOrder(rows.sizes, seed=0, shuffle=False)
+        loaders.append(BatchLoader(rows, order, layout, collate, end=len(rows)))
+    steps = sum(loader.steps() for loader in loaders)
+    bar = tqdm(total=steps, desc="evaluating", leave=False, disable=not strategy.is_main)
+    sums = torch.zeros(len(datasets), device=strategy.device, dtype=torch.float64)
+    for index, loader in enumerate(loaders):
+        for _, batches in loader:
             for batch in batches:
                 sums[index] += summed_loss(batch)
+            # An evaluation may take longer than the limit of its phase; each step of it is progress.
             touch()
             bar.update(1)
     bar.close()
-    tokens = [int(part.loss_weights.sum()) for part in parts.values()]
     totals = mesh.sum_over_samples(sums).tolist()
+    tokens = [int(rows.loss_weights.sum()) for rows in datasets.values()]
     result: dict[str, Any] = _mean(sum(totals), sum(tokens), has_perplexity)
-    if len(parts) > 1:
-        result["datasets"] = {
-            name: _mean(total, number, has_perplexity) for name, total, number in zip(parts, totals, tokens, strict=True)
-        }
+    if len(datasets) > 1:
+        result["datasets"] = {}
+        for name, total, number in zip(datasets, totals, tokens, strict=True):
+            result["datasets"][name] = _mean(total, number, has_perplexity)
     return result
 
 
 def describe(result: dict[str, Any]) -> str:
     """Return a result as text: ``held-out loss 1.7716, perplexity 5.88 (code 1.2000, chat 2.1000), rougeL 21.3``."""
-    words = []
+    phrases = []
     if "loss" in result:
-        each = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.get("datasets", {}).items())
-        perplexity = f", perplexity {result['perplexity']:.2f}" if "perplexity" in result else ""
-        words.append(f"held-out loss {result['loss']:.4f}{perplexity}" + (f" ({each})" if each else ""))
-    words += [f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items()]
-    return ", ".join(words)
+        phrases.append(f"held-out loss {result['loss']:.4f}")
+    if "perplexity" in result:
+        phrases.append(f"perplexity {result['perplexity']:.2f}")
+    if "datasets" in result:
+        losses_by_dataset = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result["datasets"].items())
+        phrases[-1] += f" ({losses_by_dataset})"
+    for name, value in result.get("metrics", {}).items():
+        phrases.append(f"{name} {value:.4g}")
+    return ", ".join(phrases)
 
 
 def tracked(result: dict[str, Any]) -> dict[str, float]:

@@ -22,8 +22,9 @@ def split(tasks: list[str]) -> tuple[list[str], list[str]]:
     >>> split(["mine.jsonl", "arc_easy", "theirs.yaml"])
     (['mine.jsonl'], ['arc_easy', 'theirs.yaml'])
     """
-    own = [task for task in tasks if task.endswith((".jsonl", ".json"))]
-    return own, [task for task in tasks if task not in own]
+    task_files = [task for task in tasks if task.endswith((".jsonl", ".json"))]
+    harness_tasks = [task for task in tasks if task not in task_files]
+    return task_files, harness_tasks
 
 
 def task_scorers(
@@ -32,14 +33,16 @@ def task_scorers(
     """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
     from zerobook.models.result import context_of
 
-    own, named = split(config.eval_tasks)
-    length, rows = context_of(cast("PreTrainedModel", model).config), config.per_device_eval_batch_size
+    task_files, harness_tasks = split(config.eval_tasks)
+    max_length = context_of(cast("PreTrainedModel", model).config)
+    batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []
-    if own:
-        scorers.append(TaskScorer([read_task(file) for file in own], tokenizer, rows, kind, max_length=length, prefix=prefix))
-    if named:
-        check_causal(named, kind)
-        scorers.append(HarnessScorer(named, tokenizer, rows, max_length=length))
+    if task_files:
+        tasks = [read_task(file) for file in task_files]
+        scorers.append(TaskScorer(tasks, tokenizer, batch_size, kind, max_length=max_length, prefix=prefix))
+    if harness_tasks:
+        check_causal(harness_tasks, kind)
+        scorers.append(HarnessScorer(harness_tasks, tokenizer, batch_size, max_length=max_length))
     return scorers
 
 

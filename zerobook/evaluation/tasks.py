@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from zerobook.constants import IGNORE
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
 from zerobook.utils.bars import tqdm
+from zerobook.utils.reading import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from zerobook.models.result import Kind
     from zerobook.strategy import Strategy
 
-LISTED_PROBLEMS = 5
+MAX_LISTED_PROBLEMS = 5
+METRICS = ("acc", "acc_norm")
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,12 @@ def read_task(path: str | Path) -> Task:
     """
     path = Path(path).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or f"not UTF-8 text (byte {getattr(error, 'start', '?')})"
         raise DataError(f"{path}: the task cannot be read: {reason}.") from None
-    questions, problems = [], []
+    questions = []
+    problems = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -82,9 +86,10 @@ def read_task(path: str | Path) -> Task:
         except ValueError as error:
             problems.append(f"{path}, line {number}: {error}")
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems[:LISTED_PROBLEMS])
-        more = f"\n  and {len(problems) - LISTED_PROBLEMS} more" if len(problems) > LISTED_PROBLEMS else ""
-        raise DataError(f"{path}: {len(problems)} of {len(problems) + len(questions)} questions are bad:\n{listed}{more}")
+        listing = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS])
+        if len(problems) > MAX_LISTED_PROBLEMS:
+            listing += f"\n  and {len(problems) - MAX_LISTED_PROBLEMS} more"
+        raise DataError(f"{path}: {len(problems)} of {len(problems) + len(questions)} questions are bad:{listing}")
     if not questions:
         raise DataError(f"{path}: the task is empty. Expected a line of JSON for each question.")
     return Task(path.stem, tuple(questions))
@@ -103,7 +108,10 @@ def _question(line: str) -> Question:
     missing = [key for key in ("question", "choices", "answer") if key not in row]
     if missing:
         raise ValueError(f"no {' and no '.join(missing)}; it has {', '.join(row) or 'nothing'}")
-    question, choices, answer, subject = row["question"], row["choices"], row["answer"], row.get("subject")
+    question = row["question"]
+    choices = row["choices"]
+    answer = row["answer"]
+    subject = row.get("subject")
     if not _is_text(question):
         raise ValueError(f"question is {short(question)}, not text")
     if not isinstance(choices, list) or len(choices) < 2:
@@ -137,6 +145,11 @@ class Scored:
     first: int
     source: list[int] | None = None
     """Input ids of a seq2seq model's encoder; None for a causal model."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads, in encoder and decoder."""
+        return len(self.ids) + len(self.source or ())
 
 
 class Encoder:
@@ -176,7 +189,8 @@ class Encoder:
         self.cut = 0
         """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
-        self.lead = [] if self.chat else self.control.leading  # as in training; templates write their own
+        # As in training. Chat templates write these tokens themselves.
+        self.leading_ids = [] if self.chat else self.control.leading
 
     def __call__(self, question: str, choice: str) -> Scored:
         refusal = self.control.refusal("its text", question) or self.control.refusal("its choice", choice)
@@ -188,15 +202,21 @@ class Encoder:
             prompt = cast("str", self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         if self.kind == "seq2seq":
             return self._seq2seq(self.prefix + prompt, choice)
-        text = prompt + ("" if self.chat else " ") + choice
-        # encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it
+        separator = "" if self.chat else " "
+        text = prompt + separator + choice
+        # Encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        inside = [i for i, (start, end) in enumerate(encoded["offset_mapping"]) if start < end <= len(prompt)]
-        ids, first = self.lead + encoded["input_ids"], len(self.lead) + (inside[-1] + 1 if inside else 0)
-        over = len(ids) - (self.max_length or len(ids))
-        if over > 0:
+        prompt_tokens = 0
+        for position, (start, end) in enumerate(encoded["offset_mapping"]):
+            if start < end <= len(prompt):
+                prompt_tokens = position + 1
+        ids = self.leading_ids + encoded["input_ids"]
+        first = len(self.leading_ids) + prompt_tokens
+        excess = len(ids) - (self.max_length or len(ids))
+        if excess > 0:
             self.cut += 1
-            ids, first = ids[over:], first - over
+            ids = ids[excess:]
+            first -= excess
         if first < 1:
             raise DataError(
                 f"the choice {choice[:60]!r} leaves no room for its question: the model takes {self.max_length} tokens."
@@ -206,84 +226,105 @@ class Encoder:
     def _seq2seq(self, prompt: str, choice: str) -> Scored:
         source = self.tokenizer(prompt, verbose=False)["input_ids"]
         target = self.tokenizer(text_target=choice, return_special_tokens_mask=True, verbose=False)
-        # a leading language or start token is read but not scored; the end token is neither, as in the harness
-        spoken = [i for i, special in enumerate(target["special_tokens_mask"]) if not special]
-        if not spoken:
+        # A leading language or start token is read but not scored; the end token is neither, as in the harness.
+        text_positions = [position for position, special in enumerate(target["special_tokens_mask"]) if not special]
+        if not text_positions:
             raise DataError(f"the choice {choice[:60]!r} has no tokens of its own in this tokenizer.")
-        ids = target["input_ids"][: spoken[-1] + 1]
+        ids = target["input_ids"][: text_positions[-1] + 1]
         if self.max_length and len(ids) > self.max_length:
             raise DataError(f"the choice {choice[:60]!r} has {len(ids)} tokens; the model takes {self.max_length}.")
         if self.max_length and len(source) > self.max_length:
             self.cut += 1
             source = source[-self.max_length :]
-        return Scored(ids, spoken[0], source)
+        return Scored(ids, text_positions[0], source)
+
+
+class Likelihood(NamedTuple):
+    """``log_probability``: log P(choice | prompt) in nats, summed over the tokens of the choice. ``is_greedy``: each of these
+    tokens is the one that the model predicts."""
+
+    log_probability: float
+    is_greedy: bool
 
 
 @torch.no_grad()
 def likelihoods(
+    strategy: Strategy | None,
     model: nn.Module,
     sequences: Sequence[Scored],
     *,
     pad_token_id: int,
     batch_size: int,
-    device: torch.device | str,
-    rank: int = 0,
-    world_size: int = 1,
-    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     progress: bool = False,
-) -> list[list[float]]:
-    """Return two numbers of every sequence, on every rank.
-
-    They are log P(choice | prompt) in nats, summed over the tokens of the choice; and 1 where each of these tokens is the one
-    that the model predicts, otherwise 0.
+) -> list[Likelihood]:
+    """Return the likelihood of every sequence, on every rank. Collective where there is a strategy.
 
     Batches do not depend on the number of ranks: rank r takes batches r, r + world_size, ... of one common list. So
     the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
     each may gather weights from all ranks; a rank without a batch repeats the last one and discards the scores.
 
     Args:
+        strategy: how ``model`` is spread; None for a plain model in one process.
         batch_size: sequences (choices, not questions) in a forward.
-        reduce: sums a tensor over the ranks.
     """
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids) - len(sequences[i].source or ()))
+    rank = 0
+    world_size = 1
+    device = next(model.parameters()).device
+    if strategy is not None:
+        rank = strategy.rank
+        world_size = strategy.world_size
+        device = strategy.device
+    # The longest come first: a batch that does not fit into memory fails at once.
+    order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores = torch.zeros(len(sequences), 2, device=device)
-    for start in tqdm(range(0, len(batches), world_size), desc="scoring", leave=False, disable=None if progress else True):
-        mine = start + rank
-        batch = batches[min(mine, len(batches) - 1)]
-        values = _forward(model, [sequences[i] for i in batch], pad_token_id, device)
-        if mine < len(batches):
-            scores[torch.tensor(batch, device=device)] = values
-    return reduce(scores).tolist()
+    hide_bar = None if progress else True
+    for start in tqdm(range(0, len(batches), world_size), desc="scoring", leave=False, disable=hide_bar):
+        number = start + rank
+        batch = batches[min(number, len(batches) - 1)]
+        batch_scores = _forward(model, [sequences[index] for index in batch], pad_token_id, device)
+        if number < len(batches):
+            scores[torch.tensor(batch, device=device)] = batch_scores
+    if strategy is not None:
+        scores = strategy.sum_over_ranks(scores)
+    return [Likelihood(log_probability, bool(is_greedy)) for log_probability, is_greedy in scores.tolist()]
 
 
-def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device | str) -> torch.Tensor:
+def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device) -> torch.Tensor:
     """Return summed log-likelihoods, and whether all tokens are the model's first choice, float32 [rows, 2]."""
     ids, mask = _padded([row.ids for row in rows], pad, device)
-    choice = mask.bool()
-    for i, row in enumerate(rows):
-        choice[i, : row.first] = False
+    is_choice = mask.bool()
+    for number, row in enumerate(rows):
+        is_choice[number, : row.first] = False
     if rows[0].source is None:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        ids, choice = ids[:, 1:], choice[:, 1:]
+        ids = ids[:, 1:]
+        is_choice = is_choice[:, 1:]
     else:
         source, source_mask = _padded([row.source or [] for row in rows], pad, device)
-        labels = ids.masked_fill(mask == 0, -100)  # the model makes its decoder's input from the labels
+        # The model makes its decoder's input from the labels.
+        labels = ids.masked_fill(mask == 0, IGNORE)
         logits = model(input_ids=source, attention_mask=source_mask, labels=labels, use_cache=False).logits
-    # only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run
-    predicted = logits[choice].float().log_softmax(-1)
-    by_position, missed = torch.zeros(choice.shape, device=device), torch.zeros(choice.shape, device=device)
-    by_position[choice] = predicted.gather(1, ids[choice].unsqueeze(1)).squeeze(1)
-    missed[choice] = (predicted.argmax(-1) != ids[choice]).float()
-    return torch.stack([by_position.sum(1), (missed.sum(1) == 0).float()], dim=1)
+    # Only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run.
+    log_probabilities = logits[is_choice].float().log_softmax(-1)
+    choice_ids = ids[is_choice]
+    by_position = torch.zeros(is_choice.shape, device=device)
+    by_position[is_choice] = log_probabilities.gather(1, choice_ids.unsqueeze(1)).squeeze(1)
+    is_missed = torch.zeros(is_choice.shape, device=device)
+    is_missed[is_choice] = (log_probabilities.argmax(-1) != choice_ids).float()
+    is_greedy = is_missed.sum(1) == 0
+    return torch.stack([by_position.sum(1), is_greedy.float()], dim=1)
 
 
-def _padded(rows: list[list[int]], pad: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids padded on the right and their attention mask, int64 [rows, longest] each."""
     longest = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    return ids, mask
+    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+        mask[number, : len(row)] = 1
+    return ids.to(device), mask.to(device)
 
 
 # --- accuracy
@@ -319,13 +360,18 @@ class TaskScorer:
         prefix: str = "",
     ):
         names = [task.name for task in tasks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"--task: two task files are called {twice[0]}, so their results would be too. Rename one.")
+        repeated_names = sorted({name for name in names if names.count(name) > 1})
+        if repeated_names:
+            raise ConfigError(
+                f"--task: two task files are called {repeated_names[0]}, so their results would be too. Rename one."
+            )
         encode = Encoder(tokenizer, kind, apply_chat_template=apply_chat_template, max_length=max_length, prefix=prefix)
         self.tasks = list(tasks)
         self.pad_token_id = tokenizer.pad_token_id or 0
-        self.sequences = [encode(q.question, choice) for task in tasks for q in task.questions for choice in q.choices]
+        self.sequences = []
+        for task in tasks:
+            for question in task.questions:
+                self.sequences += [encode(question.question, choice) for choice in question.choices]
         self.batch_size = rows_at_once(batch_size, max(len(row.ids) for row in self.sequences), len(tokenizer))
         self.cut = encode.cut
 
@@ -346,23 +392,20 @@ class TaskScorer:
         Raises:
             DivergenceError: the model's likelihoods are not numbers.
         """
-        spread: dict[str, Any] = {"device": next(model.parameters()).device}
-        if strategy is not None:
-            spread = {
-                "device": strategy.device,
-                "rank": strategy.rank,
-                "world_size": strategy.world_size,
-                "reduce": strategy.sum_over_ranks,
-            }
         was_training = model.training
         model.eval()
         try:
-            found = likelihoods(
-                model, self.sequences, pad_token_id=self.pad_token_id, batch_size=self.batch_size, progress=progress, **spread
+            scores = likelihoods(
+                strategy,
+                model,
+                self.sequences,
+                pad_token_id=self.pad_token_id,
+                batch_size=self.batch_size,
+                progress=progress,
             )
         finally:
             model.train(was_training)
-        return self._summary([value for value, _ in found], step)
+        return self._summary([score.log_probability for score in scores], step)
 
     def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         broken = sum(math.isnan(score) for score in scores)
@@ -372,24 +415,38 @@ class TaskScorer:
             )
         metrics: dict[str, float] = {}
         table: list[dict[str, Any]] = []
-        remaining = iter(scores)
+        remaining_scores = iter(scores)
         for task in self.tasks:
-            right = [_judge(q, [next(remaining) for _ in q.choices]) for q in task.questions]
-            subjects = sorted({q.subject for q in task.questions if q.subject is not None})
-            for subject in [None, *subjects]:
-                chosen = [i for i, q in enumerate(task.questions) if subject in (None, q.subject)]
-                part = Task(task.name, tuple(task.questions[i] for i in chosen))
-                row: dict[str, Any] = {"step": step, "task": task.name, "subject": subject, "questions": len(chosen)}
-                for column, name in enumerate(("acc", "acc_norm")):
-                    row[name] = sum(right[i][column] for i in chosen) / len(chosen)
-                    row[f"{name}_stderr"] = standard_error(row[name], len(chosen))
-                    if subject is None:
-                        metrics[f"task/{task.name}/{name}"] = row[name]
-                table.append(row | {"chance": part.chance})
+            answers = []
+            for question in task.questions:
+                answers.append(_judge(question, [next(remaining_scores) for _ in question.choices]))
+            subjects = {question.subject for question in task.questions if question.subject is not None}
+            table.append(_summary_row(task, answers, None, step))
+            for name in METRICS:
+                metrics[f"task/{task.name}/{name}"] = table[-1][name]
+            for subject in sorted(subjects):
+                table.append(_summary_row(task, answers, subject, step))
         return metrics, table
 
 
+def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str | None, step: int) -> dict[str, Any]:
+    """Return the row of a subject's questions; of all questions where ``subject`` is None.
+
+    Args:
+        answers: of each question of the task, whether it was answered rightly by each of `METRICS`.
+    """
+    numbers = [number for number, question in enumerate(task.questions) if subject is None or question.subject == subject]
+    row: dict[str, Any] = {"step": step, "task": task.name, "subject": subject, "questions": len(numbers)}
+    for column, name in enumerate(METRICS):
+        row[name] = sum(answers[number][column] for number in numbers) / len(numbers)
+        row[f"{name}_stderr"] = standard_error(row[name], len(numbers))
+    row["chance"] = Task(task.name, tuple(task.questions[number] for number in numbers)).chance
+    return row
+
+
 def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
-    """Return whether the summed and the byte-normalised likelihoods pick the right choice."""
-    per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
-    return scores.index(max(scores)) == question.answer, per_byte.index(max(per_byte)) == question.answer
+    """Return whether the summed and the byte-normalised likelihoods pick the right choice, in the order of `METRICS`."""
+    scores_per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
+    is_right = scores.index(max(scores)) == question.answer
+    is_right_per_byte = scores_per_byte.index(max(scores_per_byte)) == question.answer
+    return is_right, is_right_per_byte

@@ -28,8 +28,10 @@ def text_metrics(predictions: list[str], references: list[str]) -> dict[str, flo
 
     names = ["rouge1", "rouge2", "rougeL"]
     scorer = RougeScorer(names, use_stemmer=True)
-    each = [scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)]
-    scores = {name: 100 * sum(score[name].fmeasure for score in each) / len(each) for name in names}
+    rouge_scores = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
+    scores = {}
+    for name in names:
+        scores[name] = 100 * sum(score[name].fmeasure for score in rouge_scores) / len(rouge_scores)
     scores["bleu"] = sacrebleu.corpus_bleu(predictions, [references]).score
     scores["chrf"] = sacrebleu.corpus_chrf(predictions, [references]).score
     return scores
