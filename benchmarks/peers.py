@@ -75,10 +75,10 @@ class Steps:
 def zerobook(job: str, folder: Path, out: str, *, fast: bool) -> None:
     import torch
 
-    from recipes.causal_lm import CausalLM
-    from recipes.lora_finetune import LoraFinetune
-    from recipes.seq2seq_chatbot import Seq2SeqChatbot
     from zerobook.config import parse
+    from zerobook.recipes.causal_lm import CausalLM
+    from zerobook.recipes.lora_finetune import LoraFinetune
+    from zerobook.recipes.seq2seq_chatbot import Seq2SeqChatbot
     from zerobook.training.hooks import Hook
     from zerobook.training.run import train
 

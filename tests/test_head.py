@@ -200,7 +200,7 @@ def test_positions_are_those_with_a_target():
 
 RECIPE = """
 import torch
-from recipes.lora_finetune import LoraFinetune
+from zerobook.recipes.lora_finetune import LoraFinetune
 from zerobook.objective import NextToken
 from zerobook.training.run import run
 

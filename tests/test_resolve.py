@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from torch.utils import cpp_extension
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
@@ -14,6 +15,7 @@ from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
 from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.launch import ops
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 
@@ -377,6 +379,23 @@ def test_nvme_without_its_op_is_one_problem(tmp_path):
     (problem,) = plan_for(environ, replace(A100, missing_ops=NO_NVCC))[0].problems
     assert "device is nvme" in problem and "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
     assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
+    (problem,) = plan_for(environ, replace(CPU, missing_ops={"async_io": "it needs libaio"}))[0].problems
+    assert "async_io" in problem and "it needs libaio" in problem
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_an_op_is_missing_where_the_compiler_finds_no_libaio(monkeypatch, tmp_path, on_gpus):
+    header = tmp_path / "libaio.h"
+    header.touch()
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    monkeypatch.setenv("CFLAGS", f"-nostdinc -I{tmp_path}")
+    assert ops.missing(on_gpus=on_gpus) == {}
+    header.unlink()
+    missing = ops.missing(on_gpus=on_gpus)
+    assert list(missing) == ["async_io"] and "libaio-dev" in missing["async_io"]
 
 
 def test_a_deepspeed_that_is_told_of_a_cpu_is_refused_on_gpus(tmp_path):

@@ -57,9 +57,16 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
     kept = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "kept")
     assert torch.equal(logits(kept), theirs) and not (tmp_path / "kept" / "model.safetensors").exists()
 
-    begun = launch("single", 1, "lora_finetune", tmp_path / "begun", model_name_or_path=tiny / "llama", num_warmup_steps=1,
-                   train_file=tiny / "few.jsonl", max_train_steps=1, max_seq_length=64, max_train_samples=4,
-                   model_revision="v1")  # fmt: skip
+    flags = {
+        "model_name_or_path": tiny / "llama",
+        "model_revision": "v1",
+        "train_file": tiny / "few.jsonl",
+        "max_train_samples": 4,
+        "max_seq_length": 64,
+        "max_train_steps": 1,
+        "learning_rate": 1e-300,  # 0 in fp32: the step changes nothing
+    }
+    begun = launch("single", 1, "lora_finetune", tmp_path / "begun", **flags)
     facts = json.loads((begun.output / "adapter" / "adapter_config.json").read_text())
     assert facts["revision"] == "v1", "a folder has no revisions, so the word alone is looked at"
     (checkpoint,) = store.complete(store.folder_of(begun.output))

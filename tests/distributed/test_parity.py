@@ -240,7 +240,7 @@ def reference_run(folder: Path, run: Run, *, rate: float, clip: float, weight_de
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate)
     rates = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda k: k / 2 if k < 2 else (len(run.steps) - k) / (len(run.steps) - 2)
+        optimizer, lambda k: (k + 1) / 2 if k < 2 else (len(run.steps) - k) / (len(run.steps) - 2)
     )
     losses, norms = [], []
     for step in run.steps:
@@ -263,8 +263,10 @@ def assert_equals_reference(run: Run, reference, tolerance: float) -> None:
     assert largest_difference(run.norms, norms) < tolerance
     state = run.state()
     assert {name for name in state if name.startswith("weight/")} == {f"weight/{name}" for name in weights}
+    # Adam divides by the root of the squared gradient: where that is near zero, rounding moves a weight by a share of the rate.
+    thousandth_of_a_step = 1e-3 * max(step["learning_rate"] for step in run.steps)
     for name, weight in weights.items():
-        assert (state[f"weight/{name}"] - weight).abs().max() < tolerance, name
+        assert (state[f"weight/{name}"] - weight).abs().max() < max(tolerance, thousandth_of_a_step), name
 
 
 @pytest.mark.launch

@@ -247,13 +247,11 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
     """Add problems for ops that the config needs and this machine cannot compile: ``missing`` says why. Call after `fill`."""
-    if plan.device == "cpu":
-        return
     for what in ("optimizer", "param"):
         if getattr(plan, f"offload_{what}") == "nvme" and "async_io" in missing:
             plan.problems.append(
                 f"{plan.config_file}: zero_optimization.offload_{what}.device is nvme, and DeepSpeed's op async_io cannot be "
-                f"compiled here: {missing['async_io']}. Install that toolkit and run make setup, or offload to cpu "
+                f"compiled here: {missing['async_io']}. Install that and run make setup, or offload to cpu "
                 "(accelerate_configs/zero3_offload.yaml)."
             )
             break  # one missing op is one problem

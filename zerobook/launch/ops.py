@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
+import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -118,11 +121,24 @@ def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
     return removed
 
 
-def missing() -> dict[str, str]:
-    """Return {op: reason} of the ops that cannot be compiled on this machine, which has GPUs. Empty with a CUDA toolkit.
+def missing(*, on_gpus: bool) -> dict[str, str]:
+    """Return {op: reason} of the ops that cannot be compiled on this machine.
 
     Ops that DeepSpeed was installed with are left out.
+
+    Args:
+        on_gpus: the ops are for GPUs, whose builders ask for a CUDA toolkit.
     """
+    reasons = {}
+    if not _has_libaio():
+        reasons["async_io"] = "it needs libaio's header and library (the package libaio-dev of Debian and Ubuntu)"
+    if on_gpus:
+        reasons |= _lacking_nvcc()
+    return {op: reason for op, reason in reasons.items() if not _installed(op)}
+
+
+def _lacking_nvcc() -> dict[str, str]:
+    """Return {op: reason} of the ops that need a CUDA toolkit, where there is none."""
     import torch
     from torch.utils import cpp_extension
 
@@ -131,7 +147,20 @@ def missing() -> dict[str, str]:
         return {}
     where = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
     why = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {where}"
-    return {op: why for op in NEED_NVCC if not _installed(op)}
+    return dict.fromkeys(NEED_NVCC, why)
+
+
+def _has_libaio() -> bool:
+    """Return whether the C compiler finds libaio's header, with the same CFLAGS as DeepSpeed's builder."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    flags = shlex.split(os.environ.get("CFLAGS", ""))
+    try:
+        check = subprocess.run(
+            [*compiler, *flags, "-fsyntax-only", "-include", "libaio.h", "-x", "c", os.devnull], capture_output=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return check.returncode == 0
 
 
 def _installed(op: str) -> bool:
@@ -196,7 +225,7 @@ def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
 
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    lacking = {} if on_cpu else missing()
+    lacking = missing(on_gpus=not on_cpu)
     results = []
     for op in wanted or [op for op in OPS if not (on_cpu and op == "fused_adam")]:
         builder = accelerator.create_op_builder(OPS[op])

@@ -58,7 +58,8 @@ class Hardware:
         import torch
 
         if not torch.cuda.is_available():
-            return cls(unused=gpus.unused(torch.__version__, torch.version.cuda))
+            unused = gpus.unused(torch.__version__, torch.version.cuda)
+            return cls(unused=unused, missing_ops=ops.missing(on_gpus=False))
         missing = _no_flash_attention()
         return cls(
             gpus=torch.cuda.device_count(),
@@ -66,7 +67,7 @@ class Hardware:
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=not missing,
             no_flash_attention=missing,
-            missing_ops=ops.missing(),
+            missing_ops=ops.missing(on_gpus=True),
         )
 
 
@@ -185,7 +186,9 @@ def resolve(
         draft.set(plan.precision_source, dtype=dtype)
     if plan.deepspeed_config is not None:
         deepspeed_json.fill(plan, draft)
-        deepspeed_json.check_ops(plan, hardware.missing_ops)
+        # A GPU machine that is told to use its CPU builds the ops of a CPU.
+        missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
+        deepspeed_json.check_ops(plan, missing_ops)
         if not plan.problems:
             deepspeed_keys.account(plan)
     facts = model_facts(draft.config)
