@@ -108,3 +108,21 @@ def test_an_encoder_decoder_exports_with_the_way_it_generates(tiny, tmp_path):
     mine, theirs = (AutoModelForSeq2SeqLM.from_pretrained(folder) for folder in (tmp_path / "out", run.output / "model"))
     assert torch.equal(logits(mine, decoder_input_ids=IDS), logits(theirs, decoder_input_ids=IDS))
     assert mine.final_logits_bias.abs().sum() > 0, "a buffer that is not trained is kept"
+
+
+@pytest.mark.launch
+def test_a_model_saved_under_zero3_has_the_names_and_the_trained_weights(tiny, tmp_path):
+    """transformers knows older names of this class's weights, in other files than the one that was loaded."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    run = launch(
+        "zero3", 2, "causal_lm", tmp_path / "run", model_name_or_path=tiny / "gemma3_composite", train_file=tiny / "few.jsonl",
+        max_train_steps=2, learning_rate=1e-2, validation_split_percentage=0, save_steps=2,
+    )  # fmt: skip
+    base, saved = (load_file(folder / "model.safetensors") for folder in (tiny / "gemma3_composite", run.output / "model"))
+    loaded = dict(AutoModelForCausalLM.from_pretrained(run.output / "model").named_parameters())
+
+    assert set(saved) == set(base)
+    trained = {name.removeprefix("weight/"): value for name, value in run.state().items() if name.startswith("weight/")}
+    assert trained and all(torch.equal(loaded[name], value) for name, value in trained.items())

@@ -14,7 +14,7 @@ from torch import nn
 
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.token_split import ATTENTION, Ulysses
-from zerobook.strategy.zero_loading import loaded_modules_left_alone
+from zerobook.strategy.zero_loading import drop_unused_renamings, loaded_modules_left_alone
 from zerobook.strategy.zero_state import ZeroState
 from zerobook.utils.model_config import automatic_zero_sizes
 
@@ -73,8 +73,12 @@ class ZeroStrategy(ZeroState, Strategy):
                 section[key] = size
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
-        with loaded_modules_left_alone() if self.plan.zero_stage == 3 else nullcontext():
+        if self.plan.zero_stage != 3:
             return super().load(load, options)
+        with loaded_modules_left_alone():
+            model = super().load(load, options)
+        drop_unused_renamings(model)
+        return model
 
     def _prepare_split(self, objects: list[Any]) -> tuple[Any, ...]:
         """Prepare the model and the optimizer, and take Ulysses out of transformers, where accelerate registers it."""

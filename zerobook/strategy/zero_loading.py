@@ -33,3 +33,14 @@ def loaded_modules_left_alone() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
+
+
+def drop_unused_renamings(model: PreTrainedModel) -> None:
+    """Leave out the renamings of weights that matched no name in the model's file.
+
+    transformers 5.23 reverses its renamings when it saves a model. Those that matched nothing, which it keeps under ZeRO-3
+    only, would give the saved weights other names than the loaded file has, which other programs do not know.
+    """
+    renamings = getattr(model, "_weight_conversions", None)
+    if renamings is not None:
+        model._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]  # type: ignore[assignment]
