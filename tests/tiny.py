@@ -1,6 +1,7 @@
 """Tiny models of the real classes, a tokenizer and data, made once and kept under .cache/.
 
-The Llamas and the Mixtral are trained for a moment, so that adapters on their frozen weights have something to adapt.
+The Llamas, the Mixtral and the composite Gemma 3 are trained for a moment, so that adapters on their frozen weights have
+something to adapt.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _make(target: Path) -> None:
         for name, config in configs.items():
             torch.manual_seed(0)
             model = kind.from_config(config)
-            if name in ("llama", "mixtral"):
+            if name in ("llama", "mixtral", "gemma3_composite"):
                 _train(model, tokenizer, _chats(), epochs=2)
             if name == "wide":  # forty times slower: fewer chats
                 _train(model, tokenizer, [chat for chats in _files().values() for chat in chats], epochs=3)

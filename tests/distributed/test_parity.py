@@ -27,8 +27,14 @@ STRATEGIES = {
 """File in accelerate_configs/ -> processes it is launched on. Those in published/ fix fp16: test_published.py resolves them."""
 
 SEQ2SEQ = {
-    "recipe": "seq2seq_chatbot", "max_source_length": 64, "max_target_length": 32, "block_size": None, "learning_rate": 1e-2
-}  # fmt: skip
+    "recipe": "seq2seq_chatbot",
+    "max_source_length": 64,
+    "max_target_length": 32,
+    "block_size": None,
+    "learning_rate": 1e-2,
+    # Attention does not change with a bias of its keys, whose gradients are nothing but rounding: Adam would blow it up.
+    "adam_epsilon": 1e-6,
+}
 RECIPES = {
     "causal_lm": {},
     "lora_finetune": {},
@@ -41,8 +47,8 @@ RECIPES = {
     "joined": {"recipe": "lora_finetune", "padding_free": True},
     "router": {"recipe": "causal_lm", "model": "qwen3_moe"},
     "gemma3": {"recipe": "causal_lm", "model": "gemma3", "learning_rate": 1e-2},
-    "composite": {"recipe": "causal_lm", "model": "gemma3_composite", "learning_rate": 1e-2},
-    "composite_lora": {"recipe": "lora_finetune", "model": "gemma3_composite", "learning_rate": 2e-2},
+    "composite": {"recipe": "causal_lm", "model": "gemma3_composite"},
+    "composite_lora": {"recipe": "lora_finetune", "model": "gemma3_composite"},
     "marian": SEQ2SEQ | {"model": "marian"},
     "pegasus": SEQ2SEQ | {"model": "pegasus"},
     "mbart": SEQ2SEQ | {"model": "mbart"},
@@ -120,9 +126,9 @@ MOMENT_TOLERANCE = 2e-4
 and a gradient of an adapter is small beside the roundings of the weights that it comes from."""
 
 
-FALLS = {"ia3": 0.85, "router": 0.85, "composite_lora": 0.97}
-"""Case -> share of the first loss that the last one is below, where it is not 0.75: ia3 trains 384 numbers, a router's loss
-does not fall below its coefficient, and the base of the composite model has learnt nothing that adapters could use."""
+FALLS = {"ia3": 0.85, "router": 0.85}
+"""Case -> share of the first loss that the last one is below, where it is not 0.75: ia3 trains 384 numbers, and a router's
+loss does not fall below its coefficient."""
 
 
 def largest_difference(ours: list[float], reference: list[float]) -> float:
