@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from zerobook.cli.show_rows import show_rows
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.data.examine import Examined, Places, examine, held_out_twice, in_both
+from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
+from zerobook.data.source import Source
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder
-from zerobook.errors import ConfigError
+from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
@@ -80,8 +83,39 @@ def inspect(arguments: list[str]) -> int:
         _list("held-out samples that are training samples too", both)
         rows = [(place, {"input_ids": row.input_ids, "labels": row.labels}) for place, row in train.first]
         show_rows(rows, encoder.tokenizer)
+    problem = _held_out_problem(known, held_out)
+    if problem:
+        raise DataError(problem)
+    share = known.validation_split_percentage
+    if held_out is None and share and not _rows_of_share(known, splits.train, train, held_out_count):
+        say(describe_empty_share(known.file, share), file=sys.stderr)
     has_bad_samples = train.bad.count or (held_out is not None and held_out.bad.count)
     return 2 if has_bad_samples else 0
+
+
+def _held_out_problem(known: argparse.Namespace, held_out: Examined | None) -> str | None:
+    """Return why no loss can be measured on data that is all held out; None where one can be."""
+    if held_out is None or held_out.bad.count:
+        return None
+    length = known.max_seq_length
+    tokens = int(held_out.lengths.sum())
+    if held_out.format == "text":
+        return short_text_problem(held_out.name, tokens, length, "max_seq_length") if tokens < length else None
+    if held_out.is_kept.any():
+        return None
+    return unsupervised_problem(held_out.name, f"{len(held_out.lengths)} samples", length, "max_seq_length")
+
+
+def _rows_of_share(known: argparse.Namespace, source: Source, train: Examined, samples: int) -> int:
+    """Return how many rows a run holds out of training data without a held-out split.
+
+    Args:
+        samples: the number of samples that are held out at random.
+    """
+    if not source.lone_text:
+        return samples
+    tokens = int(train.lengths.sum())
+    return round(tokens * known.validation_split_percentage / 100) // known.max_seq_length
 
 
 def _encoder(model: str, template: str | None) -> CausalEncoder:

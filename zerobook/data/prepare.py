@@ -26,6 +26,7 @@ import numpy as np
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
 from zerobook.data.formats import own_of
+from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
 from zerobook.data.sampler import held_out_mask
 from zerobook.data.source import Item, Source, Splits
 from zerobook.data.sources import open_held_out, open_source
@@ -104,11 +105,24 @@ def prepare(
     workers = workers or config.preprocessing_num_workers or 1
     shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
     data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
+    if strategy.is_main:
+        for message in describe_missing_held_out(config, data):
+            tqdm.write(message)
     if config.streaming:
         data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
-        if strategy.is_main and not data.held_out:
-            tqdm.write("streaming: no samples of a stream are held out. Give --validation_file to measure a held-out loss")
     return data
+
+
+def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[str]:
+    """Return warnings about datasets of which nothing is held out, although something should be."""
+    if config.streaming:
+        message = "streaming: no samples of a stream are held out. Give --validation_file to measure a held-out loss"
+        return [] if data.held_out else [message]
+    if config.validation_file or not config.validation_split_percentage:
+        return []
+    percentage = config.validation_split_percentage
+    paths = [spec.path for spec in config.dataset_specs() if spec.name not in data.held_out]
+    return [describe_empty_share(path, percentage, others=bool(data.held_out)) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -221,6 +235,8 @@ class Library:
                     self._nothing_left(shelf, mine)
                 train.append(mine if config.datasets else _first(mine, config.max_train_samples))
                 facts[name] = reports | report(train[-1], self.length)
+            if others is not None and shelf.held_out is not None:
+                self._check_held_out(others)
             if others is not None and len(others):
                 held_out[name] = _first(others, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
@@ -306,8 +322,10 @@ class Library:
 
     def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""
-        given = TokenStore(shelf.held_out) if shelf.held_out else None
-        held_out = self._cut(given, np.arange(len(given))) if given else None
+        held_out = None
+        if shelf.held_out is not None:
+            held_out_store = TokenStore(shelf.held_out)
+            held_out = self._cut(held_out_store, np.arange(len(held_out_store)))
         if shelf.train is None:
             return None, held_out
         store = TokenStore(shelf.train)
@@ -328,6 +346,16 @@ class Library:
             f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'}). "
             f"--{self.config.length_key} sets the maximum."
         )
+
+    def _check_held_out(self, view: View) -> None:
+        """Raise `DataError` where data that is all held out has nothing to measure a loss on."""
+        if view.loss_weights.any():
+            return
+        meta = view.store.meta
+        if meta["format"] == "text" and meta["tokens"]:
+            raise DataError(short_text_problem(meta["source_name"], meta["tokens"], self.length, self.config.length_key))
+        counts = ", ".join(f"{number} {what}" for what, number in meta["report"].items())
+        raise DataError(unsupervised_problem(meta["source_name"], counts, self.length, self.config.length_key))
 
     # --- views
     def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:

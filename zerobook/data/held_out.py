@@ -1,0 +1,45 @@
+"""Held-out data on which no loss can be measured: what a run and ``zerobook data inspect`` say about it."""
+
+from __future__ import annotations
+
+_OTHER_DATA = "or name other data with --validation_file."
+
+
+def unsupervised_problem(name: str, counts: str, length: int, length_key: str) -> str:
+    """Return the error message for held-out samples without a supervised token.
+
+    Args:
+        counts: what was left out and cut, in words; may be empty.
+        length: the most tokens of a row.
+        length_key: the flag that sets it.
+    """
+    reason = f" ({counts})" if counts else ""
+    return (
+        f"{name}: it is held-out data without a supervised token within {length} tokens{reason}, so no loss can be measured on "
+        f"it. Raise --{length_key}, {_OTHER_DATA}"
+    )
+
+
+def short_text_problem(name: str, tokens: int, length: int, length_key: str) -> str:
+    """Return the error message for held-out running text of fewer ``tokens`` than one block of ``length``."""
+    return (
+        f"{name}: it is held-out data of {tokens} tokens, fewer than one block of {length}, so no loss can be measured on it. "
+        f"Lower --{length_key}, {_OTHER_DATA}"
+    )
+
+
+def describe_empty_share(path: str, percentage: float, *, others: bool = False) -> str:
+    """Return a warning that the held-out share of small training data is not even one row.
+
+    Args:
+        percentage: ``validation_split_percentage``.
+        others: other datasets of the run have held-out rows.
+    """
+    empty = f"WARNING: {path}: {percentage:g} % of it is not one row, so nothing of it is held out"
+    advice = "Give --validation_file, or a higher --validation_split_percentage."
+    if others:
+        return f"{empty}, and the held-out loss says nothing about it. {advice}"
+    return (
+        f"{empty}. No held-out loss is measured, so --eval_steps, --early_stopping_patience and the choice of the best "
+        f"checkpoint do not work. {advice}"
+    )
