@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,6 +128,69 @@ def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_
     said = capfd.readouterr().out
     assert checkpoints_of(run) == [10, 14]
     assert "checkpoints: by step 10" in said and "2 are kept" in said
+
+
+@pytest.mark.parametrize(
+    ("room", "kept", "words"),
+    [
+        (4.5, [10, 14], "2 are kept"),
+        (3.5, [14], "1 is kept"),
+        (2.5, [14], "cannot be rolled back"),
+        (1.5, [14], "saves at its end only"),
+    ],
+)
+def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(tiny, tmp_path, monkeypatch, capfd, room, kept, words):
+    one = checkpoint_bytes(tiny, tmp_path)
+    leave_room(monkeypatch, room, one)
+
+    run = train(tmp_path / "run", **flags(tiny))
+
+    said = capfd.readouterr().out
+    assert words in said and ("warning: output_dir" in said) == (room < 4)
+    assert checkpoints_of(run) == kept and (run.output / "model").is_dir()
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_with_what_cannot_work(tiny, tmp_path, monkeypatch):
+    one = checkpoint_bytes(tiny, tmp_path)
+    leave_room(monkeypatch, 0.9, one)
+
+    with pytest.raises(ConfigError, match=r"could not resume.*rolled back.*on_low_disk warn"):
+        train(tmp_path / "run", **flags(tiny))
+
+
+def test_a_resumed_run_on_a_tight_disk_keeps_the_checkpoint_that_it_has(tiny, tmp_path, monkeypatch, capfd):
+    train(tmp_path / "run", **flags(tiny))
+    one = checkpoint_bytes(tiny, tmp_path)
+    store.prune(store.folder_of(tmp_path / "run"), 1)
+
+    leave_room(monkeypatch, 0.9, one)
+    with pytest.raises(ConfigError, match="one checkpoint of"):
+        train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
+    leave_room(monkeypatch, 1.5, one)
+    run = train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
+
+    assert checkpoints_of(run) == [30] and "1 is kept" in capfd.readouterr().out
+
+
+def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path, monkeypatch):
+    one = checkpoint_bytes(tiny, tmp_path)
+    leave_room(monkeypatch, 2.5, one)
+
+    with pytest.raises(ConfigError, match="--save_total_limit"):
+        train(tmp_path / "run", **flags(tiny, save_total_limit=2))
+
+
+def checkpoint_bytes(tiny, tmp_path):
+    """The bytes of the tensors in a checkpoint of these runs."""
+    run = train(tmp_path / "measured", **flags(tiny, max_train_steps=1, save_steps=0))
+    return sum(4 * tensor.numel() for tensor in run.state().values())
+
+
+def leave_room(monkeypatch, checkpoints, one):
+    """Let the disk have room for so many checkpoints of ``one`` bytes each, and for the model."""
+    usage = shutil.disk_usage("/")
+    model = one / 3  # a checkpoint has weights and two moments
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(checkpoints * one + model)))
 
 
 def test_saves_that_are_turned_off_are_said_with_what_cannot_work(tiny, tmp_path, capfd):

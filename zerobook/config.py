@@ -498,11 +498,14 @@ class RecipeConfig(_Keys):
         return bool(self.dataset_name or self.train_file or self.datasets)
 
     @property
+    def limits_checkpoints_itself(self) -> bool:
+        """Whether the run decides when to save and how many checkpoints it keeps: nobody has set either."""
+        return self.save_total_limit is None and self.save_steps == AUTOMATIC
+
+    @property
     def kept_checkpoints(self) -> int | None:
         """The most checkpoints that are kept, besides those that are protected; None for all."""
-        if self.save_total_limit is None and self.save_steps == AUTOMATIC:
-            return KEPT_AUTOMATICALLY
-        return self.save_total_limit
+        return KEPT_AUTOMATICALLY if self.limits_checkpoints_itself else self.save_total_limit
 
     def checkpoints_at_once(self, steps: int | None) -> int | None:
         """Return how many checkpoints are on the disk at the same time; None where that depends on the number of steps.

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver, bytes_of_state
-from zerobook.config import AUTOMATIC, RecipeConfig
+from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.runlog.lifecycle import unfinished_rollback
 from zerobook.runlog.writer import RunLog
@@ -33,6 +33,7 @@ class CheckpointManager:
         checkpoint: the checkpoint that the run resumes from, or None.
         passed_over: damaged checkpoints that were not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
+        save_steps: when the run saves: as the config says, or 0 where the disk has room for the last checkpoint only.
 
     Raises:
         CheckpointError: another run writes to the folder, or the requested checkpoint is not complete.
@@ -45,6 +46,8 @@ class CheckpointManager:
         self.saver = Saver(strategy, config.output_dir, keep=config.kept_checkpoints, background=config.async_save)
         self.passed_over: dict[Path, str] = {}
         self.proven: set[int] = set()
+        self.save_steps = config.save_steps
+        self._keeps_proven = True
         self._warned = False
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.hold(config))
@@ -57,7 +60,7 @@ class CheckpointManager:
 
     def _find_saved_at_set_steps(self) -> list[int]:
         """Return the steps of earlier checkpoints that automatic saves must not prune: a person set when they were saved."""
-        if self.config.save_total_limit is not None or self.config.save_steps != AUTOMATIC:
+        if not self.config.limits_checkpoints_itself:
             return []
         there = store.complete(self.folder)
         return [store.step_of(c) for c in there if store.read_json(c / "config.json")["config"].get("save_steps") != AUTOMATIC]
@@ -83,6 +86,8 @@ class CheckpointManager:
     def check_space(self, steps: int, result_bytes: int = 0) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
 
+        Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
+
         Args:
             result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
         """
@@ -91,22 +96,70 @@ class CheckpointManager:
         is_saved = steps == 0 and self.goes_on_in_place
         most = 0 if is_saved else config.checkpoints_at_once(steps)
         assert most is not None, "the number of steps is known here"
-        there = 0
+        prunable = 0
         if config.kept_checkpoints and not is_saved:  # pruning what is there makes room
-            there = strategy.on_main(lambda: sum(map(store.bytes_of, store.complete(self.folder))))
+            prunable = strategy.on_main(self._prunable_bytes)
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        if most * one + result_bytes <= free + there:
+        if most * one + result_bytes <= free + prunable:
             return
-        problem = (
-            f"output_dir: {counted(most, 'checkpoint')} of {size(one)} each and the {config.result} of {size(result_bytes)} "
-            f"need {size(most * one + result_bytes)}, and {Path(config.output_dir).absolute()} has {size(free)} free. Lower "
-            "--save_total_limit (one more is on disk while it is written), save less often (--save_steps 0: at the end only, "
-            "and a killed run is lost), give another --output_dir, or pass --on_low_disk warn."
-        )
+        place = f"{Path(config.output_dir).absolute()} has {size(free)} free"
+        result = f"the {config.result} of {size(result_bytes)}"
+        if config.limits_checkpoints_itself and most > 0:
+            room = (free + prunable - result_bytes) // one
+            loss = self._keep_fewer(room, is_new=prunable == 0)
+            if loss is not None:
+                self._warn(f"{place}, and a checkpoint takes {size(one)} beside {result}. {loss}")
+                return
+            problem = (
+                f"{place}, and one checkpoint of {size(one)} does not fit beside {result}. Nothing could be saved: a run that "
+                "is killed could not resume, a spike could not be rolled back, and the trained weights might be lost at the "
+                "end. Free some space, or give another --output_dir. --on_low_disk warn trains all the same."
+            )
+        else:
+            problem = (
+                f"{counted(most, 'checkpoint')} of {size(one)} each and {result} need {size(most * one + result_bytes)}, and "
+                f"{place}. Lower --save_total_limit (one more is on disk while it is written), save less often (--save_steps "
+                "0: at the end only, and a killed run is lost), give another --output_dir, or pass --on_low_disk warn."
+            )
         if config.on_low_disk == "error":
-            raise ConfigError(problem)
-        if strategy.is_main:
-            tqdm.write(f"  warning: {problem}")
+            raise ConfigError(f"output_dir: {problem}")
+        self._warn(problem)
+
+    def _keep_fewer(self, room: int, *, is_new: bool) -> str | None:
+        """Keep as many checkpoints as the disk has room for. Return in words what cannot work then; None if none fits.
+
+        Args:
+            room: checkpoints that fit onto the disk, those that can be pruned for them counted.
+            is_new: there are none yet.
+        """
+        # A checkpoint is pruned once the next one is complete, so that two are needed to save again.
+        if room < 2:
+            if not (is_new and room == 1):
+                return None
+            self.save_steps = 0
+            return (
+                "The run saves at its end only: one that is killed starts again at step 0, and a spike cannot be rolled back."
+            )
+        self.saver.keep = 1
+        spare = room - 2
+        self._keeps_proven = spare >= 1
+        self.saver.keep_best = spare >= 2
+        losses = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
+        if not self._keeps_proven:
+            losses.append("A spike that is noticed after the next save cannot be rolled back.")
+        if not self.saver.keep_best:
+            losses.append("The one with the lowest held-out loss is not kept.")
+        return " ".join(losses)
+
+    def _prunable_bytes(self) -> int:
+        """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
+        there = store.complete(self.folder)
+        prunable = [c for c in there if not store.is_pinned(c) and store.step_of(c) not in self._saved_at_set_steps]
+        return sum(map(store.bytes_of, prunable))
+
+    def _warn(self, words: str) -> None:
+        if self.strategy.is_main:
+            tqdm.write(f"  warning: output_dir: {words}")
 
     def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
         """Load `checkpoint`, or the one of ``step``, into the live model and optimizer.
@@ -154,7 +207,8 @@ class CheckpointManager:
 
     def protect(self, *steps: int) -> None:
         """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
-        self.saver.protected = frozenset([*self.steps()[0][-1:], *steps, *self._saved_at_set_steps])
+        proven = self.steps()[0][-1:] if self._keeps_proven else []
+        self.saver.protected = frozenset([*proven, *steps, *self._saved_at_set_steps])
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""

@@ -69,6 +69,7 @@ class Saver:
         self.background = background
         self.protected: frozenset[int] = frozenset()
         """steps whose checkpoints are not pruned"""
+        self.keep_best = True
         self._host: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
@@ -216,7 +217,7 @@ class Saver:
         slices = any(is_slice(entry) for entries in texts[INDEX]["pieces"].values() for entry in entries)
         as_before = ADAM_STEPS in texts[INDEX] and not slices
         store.publish(staging, step, digests, 4 if as_before else store.FORMAT_VERSION)
-        store.prune(self.checkpoints, self.keep, self.protected)
+        store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
         return None
 
 

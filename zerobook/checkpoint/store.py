@@ -517,17 +517,20 @@ def _marker(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}{_PIN}")
 
 
-def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = ()) -> list[Path]:
+def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), *, keep_best: bool = True) -> list[Path]:
     """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
 
     Also kept: pinned ones, those of the steps ``protected``, the one with the lowest held-out loss, and all that cannot be
     read. If one cannot be deleted, that is a warning.
+
+    Args:
+        keep_best: keep the one with the lowest held-out loss.
     """
     gone: list[Path] = []
     with _warned(checkpoints):
         abandoned = [c for c in list_aside(checkpoints, "abandoned") if damage(c) is None]
         there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
-        favourite = best(checkpoints)
+        favourite = best(checkpoints) if keep_best else None
         for checkpoint in there[:-keep] if keep else []:
             if checkpoint == favourite or step_of(checkpoint) in protected or is_pinned(checkpoint):
                 continue  # a person may pin while the run prunes

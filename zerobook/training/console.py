@@ -49,7 +49,7 @@ class Console(Hook):
         self.say(f"running: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
-            self.say(announcement(config.save_steps, config.kept_checkpoints))
+            self.say(announcement(trainer.manager.save_steps, trainer.manager.saver.keep))
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
         if config.num_warmup_steps > state.total_steps:

@@ -145,10 +145,10 @@ def announcement(save_steps: Interval | str, kept: int | None) -> str:
     """Return a line that says when the run saves, and what cannot work where it does not."""
     if save_steps == 0:
         return (
-            "checkpoints: at the end only (--save_steps 0). A run that is killed cannot resume, and starts again at step 0; "
-            "a spike cannot be rolled back"
+            "checkpoints: at the end only. A run that is killed cannot resume, and starts again at step 0; a spike cannot be "
+            "rolled back"
         )
-    keeps = "all are kept" if kept is None else f"{kept} are kept"
+    keeps = _describe_kept(kept)
     if save_steps == AUTOMATIC:
         return (
             f"checkpoints: by step {FIRST_STEP}, then {SAVES_A_RUN} a run or fewer, at most {LONGEST_S / 60:.0f} minutes "
@@ -159,3 +159,9 @@ def announcement(save_steps: Interval | str, kept: int | None) -> str:
     if isinstance(save_steps, float):
         return f"checkpoints: every {save_steps:g} of the run; {keeps}"
     return f"checkpoints: every {save_steps} steps; {keeps}"
+
+
+def _describe_kept(kept: int | None) -> str:
+    if kept is None:
+        return "all are kept"
+    return "1 is kept" if kept == 1 else f"{kept} are kept"

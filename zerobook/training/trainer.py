@@ -180,7 +180,7 @@ class Trainer:
         save_seconds = bytes_of_state(self.strategy) / WRITE_SPEED
         self._save_clock, self._steps_of_attempt = SaveClock(save_seconds), 0
         self._automatic_saves: AutomaticSaves | None = None
-        if config.save_steps == AUTOMATIC and self.save_results:
+        if self.manager.save_steps == AUTOMATIC and self.save_results:
             self._automatic_saves = AutomaticSaves(
                 step=self.progress.step,
                 resumed=self.manager.goes_on_in_place,
@@ -188,7 +188,7 @@ class Trainer:
                 save_seconds=save_seconds,
             )
         self._evaluations = Schedule(config.eval_steps, total_steps)
-        self._saves = Schedule(config.save_steps, total_steps)
+        self._saves = Schedule(self.manager.save_steps, total_steps)
 
     def _open_log(self) -> None:
         self.log = RunLog(self.config.output_dir)  # not returned: a result is sent to all ranks, and a log cannot be
