@@ -7,8 +7,9 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
-from zerobook.config import ALIASES, changed, nearest, parse
+from zerobook.config import ALIASES, changed, nearest, parse, read
 from zerobook.errors import ConfigError
+from zerobook.optimizer import optimizer_spec
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import other_trainers
 
@@ -223,6 +224,39 @@ RECIPES = {name: recipe_class(str(ROOT / "recipes" / f"{name}.py")).config_class
 def test_a_name_of_another_trainer_is_answered_with_what_does_it_here(recipe, name, meant):
     (problem,) = [problem for problem in problems([f"--{name}", "x"], RECIPES[recipe]) if problem.startswith(f"--{name}")]
     assert meant in problem
+
+
+@pytest.mark.parametrize(
+    "flag, value, meant",
+    [
+        ("dtype", "bf16", "bfloat16"),
+        ("dtype", "fp32", "float32"),
+        ("dtype", "bfloat_16", "bfloat16"),
+        ("mixed_precision", "bfloat16", "bf16"),
+        ("lr_scheduler_type", "cosine_with_restarts", "cosine"),
+        ("attn_implementation", "fa2", "flash_attention_2"),
+        ("adapter", "qlora", "lora, with load_in_4bit"),
+        ("report_to", "tensorbord", "tensorboard"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_value_that_is_meant(flag, value, meant):
+    (problem,) = problems([*BASE, f"--{flag}", value], RECIPES["lora_finetune"])
+    assert problem.startswith(flag) and problem.endswith(f"Did you mean {meant}?")
+
+
+@pytest.mark.parametrize("name, meant", [("adamw_torch_fused", "adamw"), ("adamw_bnb_8bit", "adamw_8bit"), ("admw", "adamw")])
+def test_an_optimizer_of_another_trainer_is_answered_with_the_one_here(name, meant):
+    with pytest.raises(ConfigError, match=rf"Did you mean {meant}\?"):
+        optimizer_spec(name)
+
+
+def test_every_value_that_other_trainers_values_lead_to_is_taken():
+    for flag, values in other_trainers.VALUES.items():
+        for value in set(values.values()):
+            parsed = read(RECIPES["lora_finetune"], [*BASE, f"--{flag}", value.partition(",")[0]])
+            assert not parsed.problems
+    for value in other_trainers.VALUES["optimizer"].values():
+        optimizer_spec(value)
 
 
 def test_every_flag_that_other_trainers_names_lead_to_is_one_of_a_recipe():

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -833,6 +834,12 @@ def _path_beside(yaml_file: str, name: str) -> str:
     return f"{there}:{class_name}" if class_name else str(there)
 
 
+def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
+    """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
+    translation = other_trainers.VALUES.get(key, {}).get(value)
+    return f" Did you mean {translation}?" if translation else nearest(value, set(choices))
+
+
 def nearest(name: str, names: set[str], prefix: str = "") -> str:
     """Return ``Did you mean ...?`` with the name that is spelt most like it, or an empty string."""
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -857,4 +864,8 @@ def _explain(error: Any, sources: ConfigSources) -> str:
     shown = repr(error["input"])
     if len(shown) > LONGEST_SHOWN:
         shown = f"{shown[:LONGEST_SHOWN]}..."
-    return f"{path}: got {shown} (from {source}), expected {message}."
+    meant = ""
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+        meant = nearest_value(str(error["loc"][0]), str(error["input"]), choices)
+    return f"{path}: got {shown} (from {source}), expected {message}.{meant}"

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from zerobook.config import nearest_value
 from zerobook.errors import ConfigError
 from zerobook.utils.user_code import load_class
 
@@ -327,6 +328,7 @@ def optimizer_spec(said: str) -> OptimizerSpec:
     if ":" not in said:
         raise ConfigError(
             f"optimizer: there is no optimizer {said!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as FILE.py:Class."
+            f"{nearest_value('optimizer', said, OPTIMIZERS)}"
         )
     try:
         return load_class("optimizer", said, OptimizerSpec)()  # type: ignore[type-abstract]  # the base is abstract

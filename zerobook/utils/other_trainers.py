@@ -235,6 +235,31 @@ OTHER_RECIPES = {
 }  # fmt: skip
 """Recipe -> flags that not every recipe has."""
 
+VALUES: dict[str, dict[str, str]] = {
+    "adapter": {"qlora": "lora, with load_in_4bit"},
+    "attn_implementation": {
+        "fa2": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flash_attention_3": "flash_attention_2",
+        "kernels-community/vllm-flash-attn3": "flash_attention_2",
+        "xformers": "sdpa",
+        "disabled": "eager",
+    },
+    "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"},
+    "lr_scheduler_type": {"cosine_with_restarts": "cosine", "cosine_with_min_lr": "cosine"},
+    "mixed_precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "no", "fp32": "no"},
+    "optimizer": {
+        "adamw_hf": "adamw",
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "torch.optim.AdamW": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "adamw_torch_8bit": "adamw_8bit",
+        "paged_adamw_32bit": "paged_adamw",
+    },
+}
+"""Flag -> a value that it has in another trainer -> the value here."""
+
 
 def translate(name: str, flags: set[str], prefix: str = "") -> str | None:
     """Return a sentence about a name of another trainer; None if it is none that is known.
