@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from recipes.causal_lm import CausalLM
 from tests.alone import train
+from tests.harness import staged
+from zerobook.checkpoint import store
+from zerobook.checkpoint.progress import Progress
+from zerobook.cli.compare_runs import compare_runs
 from zerobook.cli.inspect_data import inspect
 from zerobook.errors import DataError
+from zerobook.runlog import figures
+from zerobook.runlog.facts import run_results
+from zerobook.runlog.history import History
 
 
-def write_chat(file: Path, question: str) -> Path:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "So."}]
+def write_chat(file: Path, question: str, answer: str = "So.") -> Path:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     file.write_text(json.dumps({"messages": turns}) + "\n")
     return file
 
@@ -95,3 +103,98 @@ def test_a_share_that_is_wanted_or_not_warns_of_nothing(run, capsys, flags):
     run(**flags)
 
     assert "is held out" not in capsys.readouterr().out
+
+
+# --- held-out data that changes
+EVERY_STEP = {"eval_steps": 1, "save_steps": 1, "learning_rate": 1e-8, "early_stopping_patience": 9}
+
+
+def evaluations(finished) -> list[dict]:
+    return [event for event in finished.events if event["type"] == "eval"]
+
+
+def newest_progress(finished) -> dict:
+    return store.read_json(store.complete(store.folder_of(finished.output))[-1] / store.PROGRESS)
+
+
+def test_a_resume_with_other_held_out_data_warns_and_compares_the_new_losses_alone(tiny, tmp_path, run, capsys):
+    easy = tiny / "chats.jsonl"
+    hard = write_chat(tmp_path / "hard.jsonl", "Zq xj?", answer="Vk qz wx jq.")
+    run(validation_file=easy, **EVERY_STEP | {"max_train_steps": 2})
+    capsys.readouterr()
+
+    after = run(validation_file=hard, resume_from_checkpoint="auto", **EVERY_STEP | {"max_train_steps": 4})
+
+    output = capsys.readouterr().out
+    losses = {event["step"]: event["loss"] for event in evaluations(after)}
+    fingerprints = {event["step"]: event["held_out_fingerprint"] for event in evaluations(after)}
+    lowest = min((3, 4), key=losses.__getitem__)
+    assert max(losses[1], losses[2]) < losses[lowest], "the losses on the easy data would be the lowest"
+    assert "WARNING" in output and fingerprints[2] in output and fingerprints[3] in output
+    assert fingerprints[1] == fingerprints[2] != fingerprints[3] == fingerprints[4]
+    assert newest_progress(after)["held_out_fingerprint"] == fingerprints[4]
+    assert newest_progress(after)["best_eval_loss"] == losses[lowest]
+    assert store.step_of(store.find(after.output, "best")) == lowest
+    results = run_results(History.read(after.output))
+    assert (results["best_step"], results["best_loss"]) == (lowest, losses[lowest])
+    assert {name: set(curve) for name, curve in figures.held_out(History.read(after.output)).items()} == {
+        "other data held out": {1, 2}, "held out": {3, 4},
+    }  # fmt: skip
+
+
+def test_the_same_held_out_data_under_another_name_is_the_same(tiny, tmp_path, run, capsys):
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(tiny / "chats.jsonl", copy)
+    run(validation_file=tiny / "chats.jsonl", **EVERY_STEP)
+    capsys.readouterr()
+
+    after = run(validation_file=copy, resume_from_checkpoint="auto", **EVERY_STEP | {"max_train_steps": 2})
+
+    first, second = evaluations(after)
+    assert "WARNING" not in capsys.readouterr().out
+    assert first["held_out_fingerprint"] == second["held_out_fingerprint"]
+    assert newest_progress(after)["best_eval_loss"] == min(first["loss"], second["loss"])
+
+
+def test_runs_with_other_seeds_and_the_same_validation_file_are_compared(tiny, tmp_path, run, capsys):
+    for seed in (1, 2):
+        run(f"seed{seed}", validation_file=tiny / "chats.jsonl", seed=seed)
+    run("other", validation_file=tiny / "few.jsonl")
+    outputs = {name: str(tmp_path / name) for name in ("seed1", "seed2", "other")}
+    capsys.readouterr()
+
+    compare_runs([outputs["seed1"], outputs["seed2"]])
+    assert "lowest held-out loss: " in capsys.readouterr().out
+    compare_runs([*outputs.values()])
+    assert "lowest held-out loss: " not in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_one_of_the_newest_held_out_data(tmp_path):
+    losses = {1: ("old", 1.0), 2: ("new", 3.0), 3: ("new", 2.0), 4: ("new", 2.5), 5: ("new", None)}
+    for step, (fingerprint, loss) in losses.items():
+        progress = Progress(step=step, eval_loss=loss, held_out_fingerprint=fingerprint)
+        with staged(tmp_path, step) as staging:
+            (staging / store.PROGRESS).write_text(json.dumps(progress.to_json()))
+    checkpoints = store.folder_of(tmp_path)
+
+    best = store.find(tmp_path, "best")
+    store.prune(checkpoints, 1)
+
+    assert store.step_of(best) == 3
+    assert [store.step_of(checkpoint) for checkpoint in store.complete(checkpoints)] == [3, 5]
+
+
+def test_losses_and_patience_are_of_one_held_out_data():
+    progress = Progress(best_eval_loss=1.0, evaluations_without_progress=2, held_out_fingerprint="old")
+
+    assert not progress.use_held_out_data("old")
+    assert (progress.best_eval_loss, progress.evaluations_without_progress) == (1.0, 2)
+    assert progress.use_held_out_data("new")
+    assert (progress.best_eval_loss, progress.evaluations_without_progress) == (None, 0)
+
+
+def test_a_record_without_a_fingerprint_is_read():
+    record = Progress(step=3).to_json()
+    del record["held_out_fingerprint"]
+
+    assert Progress.from_json(record).held_out_fingerprint == ""

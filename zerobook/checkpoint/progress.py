@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 
-_NEW = {"evaluations_without_progress"}
+_NEW = {"evaluations_without_progress", "held_out_fingerprint"}
 """Fields that checkpoints of earlier versions lack."""
 
 
@@ -54,6 +54,8 @@ class Progress:
     """the spike detector's own state"""
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
+    held_out_fingerprint: str = ""
+    """fingerprint of the held-out data that the losses below were measured on; empty where nothing was held out"""
     best_eval_loss: float | None = None
     """lowest held-out loss so far, nats per supervised token"""
     evaluations_without_progress: int = 0
@@ -75,6 +77,21 @@ class Progress:
             self.eval_loss = loss
             best = self.best_eval_loss
             self.best_eval_loss = loss if best is None or not best <= loss else best  # earlier records may hold a NaN
+
+    def use_held_out_data(self, fingerprint: str) -> bool:
+        """Record the held-out data that the next losses are measured on. Losses of other data are forgotten.
+
+        Returns:
+            Whether losses were forgotten.
+        """
+        has_losses = self.best_eval_loss is not None or self.evaluations_without_progress > 0
+        is_other = fingerprint != self.held_out_fingerprint
+        if is_other:
+            self.held_out_fingerprint = fingerprint
+            self.best_eval_loss = None
+            self.eval_loss = None
+            self.evaluations_without_progress = 0
+        return is_other and has_losses
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

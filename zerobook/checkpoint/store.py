@@ -461,13 +461,29 @@ def eval_loss(checkpoint: Path) -> float | None:
         return None
 
 
+def held_out_fingerprint(checkpoint: Path) -> str:
+    """Return the fingerprint of the data that a checkpoint's held-out loss was measured on; empty where it is not recorded."""
+    try:
+        return str(reading.read_json(checkpoint / PROGRESS)["held_out_fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _by_loss(checkpoints: list[Path]) -> list[Path]:
+    """Return the evaluated ones of ``checkpoints``, which are oldest first, by their loss, the lowest last.
+
+    Only losses on the same held-out data are comparable: those of other data than the newest complete one's are left out.
+    """
     evaluated = [c for c in checkpoints if eval_loss(c) is not None]
+    newest = next((c for c in reversed(evaluated) if damage(c) is None), None)
+    if newest is not None:
+        fingerprint = held_out_fingerprint(newest)
+        evaluated = [c for c in evaluated if held_out_fingerprint(c) == fingerprint]
     return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]  # all of them have a loss
 
 
 def best(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the lowest held-out loss; None where none was evaluated."""
+    """Return the complete checkpoint with the lowest held-out loss, see `_by_loss`; None where none was evaluated."""
     return next(reversed(_by_loss(complete(checkpoints))), None)
 
 

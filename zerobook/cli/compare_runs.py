@@ -122,11 +122,14 @@ def _cell(values: Sequence[Any], index: int) -> str:
 
 
 def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
-    measured = [(result["best_loss"], run, result["best_step"]) for run, result in zip(runs, results, strict=True)]
-    losses = [entry for entry in measured if entry[0] is not None]
-    if losses:
-        loss, run, step = min(losses)
-        say(f"lowest held-out loss: {loss:.4f}, {run} at step {step}")
+    measured = [(run, result) for run, result in zip(runs, results, strict=True) if result["best_loss"] is not None]
+    if not measured:
+        return
+    if len({result["held_out_fingerprint"] for _, result in measured}) > 1:
+        say("the held-out losses are of different data (other samples, tokens or lengths), so none is called the lowest")
+        return
+    run, result = min(measured, key=lambda entry: entry[1]["best_loss"])
+    say(f"lowest held-out loss: {result['best_loss']:.4f}, {run} at step {result['best_step']}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -78,6 +78,17 @@ class PreparedData:
         held_out = {f"held-out data of {name}": part.fingerprint for name, part in self.held_out.items()}
         return {"training data": self.train.fingerprint} | held_out
 
+    @property
+    def held_out_fingerprint(self) -> str:
+        """Fingerprint of the tokens that a held-out loss is measured on; empty where nothing is held out.
+
+        Losses of two runs, or of two attempts of one run, are comparable only where it is the same.
+        """
+        if not self.held_out:
+            return ""
+        views = [view for part in self.held_out.values() for view in part.views]
+        return _fingerprint([[view.store.meta["digest"], *map(_digest_of_array, view.selection)] for view in views])
+
 
 def prepare(
     config: RecipeConfig,
@@ -603,6 +614,12 @@ def _fingerprint(value: object) -> str:
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def _digest_of_array(array: np.ndarray) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, np.int64).data)
 
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:

@@ -48,6 +48,11 @@ class Documents:
         """int64 [rows], what each counts in the divisor of the loss"""
         return self.store.loss_weights[self.chosen].astype(np.int64)
 
+    @property
+    def selection(self) -> list[np.ndarray]:
+        """arrays that say which of the store's tokens the rows have"""
+        return [self.chosen]
+
     def __getitem__(self, row: int) -> Row:
         store, document = self.store, self.chosen[row]
         ids = store.ids[store.offsets[document] : store.offsets[document + 1]]
@@ -93,6 +98,11 @@ class Blocks:
     @property
     def loss_weights(self) -> np.ndarray:
         return np.full(len(self), self.loss_weight, np.int64)
+
+    @property
+    def selection(self) -> list[np.ndarray]:
+        """arrays that say which of the store's tokens the rows have"""
+        return [self.starts, self.stops, np.array([self.length])]
 
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
@@ -140,6 +150,12 @@ class Packs:
     @property
     def loss_weights(self) -> np.ndarray:
         return self._per_row(self.counts)
+
+    @property
+    def selection(self) -> list[np.ndarray]:
+        """arrays that say which of the store's tokens the rows have"""
+        members = self.packing.members
+        return [self.starts[members], self.stops[members]]
 
     def _per_row(self, values: np.ndarray) -> np.ndarray:
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.packing.members])])

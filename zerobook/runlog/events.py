@@ -199,6 +199,7 @@ KINDS: dict[str, EventKind] = {
             "loss": "held-out loss, nats per supervised token",
             "perplexity": "e to the loss, where that is a cross-entropy",
             "tokens": "supervised tokens of the held-out data",
+            "held_out_fingerprint": "fingerprint of the held-out data; only losses with the same one are comparable",
             "datasets": "loss, perplexity and tokens of each dataset, where there are several",
             "metrics": "values of the scorers",
             "samples": "tables of the scorers, such as generated texts",

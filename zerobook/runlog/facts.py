@@ -68,9 +68,13 @@ def run_results(history: History) -> dict[str, Any]:
     Returns:
         ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the
         last and the lowest; ``best_step``; ``tokens_per_second``, the median of the log points; ``memory``, bytes of rank 0 at
-        the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``.
+        the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``; and
+        ``held_out_fingerprint`` of the data that both losses were measured on, None where the log has none.
     """
-    losses = {event["step"]: event["loss"] for event in history.living_evaluations() if event.get("loss") is not None}
+    evaluations = [event for event in history.living_evaluations() if event.get("loss") is not None]
+    fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
+    # After a resume with other held-out data, earlier losses are not comparable.
+    losses = {event["step"]: event["loss"] for event in evaluations if event.get("held_out_fingerprint") == fingerprint}
     best_step = min(losses, key=losses.__getitem__, default=None)
     metrics, starts, memory = history.of("metrics"), history.of("run_start"), history.of("memory")
     # The first log point of a run contains its start.
@@ -82,6 +86,7 @@ def run_results(history: History) -> dict[str, Any]:
         "loss": losses[max(losses)] if losses else None,
         "best_loss": losses[best_step] if best_step is not None else None,
         "best_step": best_step,
+        "held_out_fingerprint": fingerprint,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "memory": max(map(_peak_memory, history.of("machine")), default=None),
         "trained_parameters": memory[-1]["trained_parameters"] if memory else None,

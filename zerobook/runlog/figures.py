@@ -143,14 +143,16 @@ def _hover(event: Event) -> str:
 def held_out(history: History) -> dict[str, dict[int, float]]:
     """Return the held-out losses that are part of the run as it is: name -> step -> nats per supervised token.
 
-    There is one curve for each dataset where there are several, or else one curve.
+    There is one curve for each dataset where there are several, or else one curve. Losses from before a resume with other
+    held-out data have curves of their own.
     """
     found: dict[str, dict[int, float]] = {}
-    for event in history.living_evaluations():
-        if event.get("loss") is None:
-            continue
-        losses = {f"held out: {name}": part.get("loss") for name, part in event.get("datasets", {}).items()}
-        for name, loss in (losses or {"held out": event["loss"]}).items():
+    evaluations = [event for event in history.living_evaluations() if event.get("loss") is not None]
+    for event in evaluations:
+        is_other = event.get("held_out_fingerprint") != evaluations[-1].get("held_out_fingerprint")
+        title = "other data held out" if is_other else "held out"
+        losses = {f"{title}: {name}": part.get("loss") for name, part in event.get("datasets", {}).items()}
+        for name, loss in (losses or {title: event["loss"]}).items():
             if loss is not None:
                 found.setdefault(name, {})[event["step"]] = loss
     return found

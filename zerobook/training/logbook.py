@@ -71,7 +71,10 @@ class Logbook(Hook):
         self.log.take_notes()
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
-        self.log.event("eval", step=record.step, seconds=record.seconds, samples=record.samples, **record.result)
+        facts = dict(record.result)
+        if "loss" in facts:
+            facts["held_out_fingerprint"] = trainer.progress.held_out_fingerprint
+        self.log.event("eval", step=record.step, seconds=record.seconds, samples=record.samples, **facts)
 
     def preempted(self, trainer: TrainerView, reason: str | None) -> None:
         """Write that a warning signal ended the attempt."""

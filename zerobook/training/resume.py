@@ -54,6 +54,21 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
                 )
 
 
+def compare_held_out_data(progress: Progress, data: PreparedData, log: RunLog | None) -> None:
+    """Forget the held-out losses of the checkpoint where they were measured on other data. Rank 0 warns."""
+    if not data.held_out:
+        return
+    earlier, fingerprint = progress.held_out_fingerprint, data.held_out_fingerprint
+    if progress.use_held_out_data(fingerprint) and log:
+        names = ", ".join(data.held_out)
+        known = f"fingerprint {earlier}" if earlier else "data that the checkpoint does not name"
+        tqdm.write(
+            f"WARNING: the held-out data ({names}, fingerprint {fingerprint}) is not what the earlier losses were measured on "
+            f"({known}). Losses of different data are not compared: the best checkpoint and early stopping go by the losses "
+            "from here on."
+        )
+
+
 DATA_SETTINGS = frozenset({
     "model_name_or_path", "tokenizer_name", "model_revision", "dataset_name", "dataset_config_name", "datasets", "train_file",
     "validation_file", "validation_split_percentage", "streaming", "max_train_samples", "format", "text_column",

@@ -89,6 +89,9 @@ class Recovery:
                 "total_steps": progress.total_steps, "world_size": progress.world_size,
                 "global_batch": progress.global_batch}  # fmt: skip
         vars(progress).update(vars(loaded) | kept)
+        if state.data.held_out:
+            # The checkpoint may be from before a resume with other held-out data.
+            progress.use_held_out_data(state.data.held_out_fingerprint)
         losses = self.monitor.back(measure, loaded.detector, intent)
         if measure.rate_factor:  # after the first update at the lower rate, losses differ
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}

@@ -41,6 +41,7 @@ def first_state(
     checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)
+    resume.compare_held_out_data(progress, data, log)
     resume.check_base(checkpoint, config, model)
     tried = resume.earlier_decisions(progress, manager, strategy, log)
     layout = BatchLayout(
