@@ -100,7 +100,11 @@ CORPUS: dict[str, Case] = {
     "data efficiency": Case(DEEPSPEED, ZERO2 | {"data_efficiency": {"enabled": False}}),
     "a typo at the root": Case(DEEPSPEED, ZERO2 | {"gradient_cliping": 0.1}, "Did you mean gradient_clipping?"),
     "another typo at the root": Case(DEEPSPEED, ZERO2 | {"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization?"),
-    "a typo in a section": Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com"),
+    "a key of a section at the root": Case(
+        DEEPSPEED, ZERO2 | {"offload_optimizer": {"device": "cpu"}}, "a key of zero_optimization"),
+    "a key of fp16 in bf16": Case(DEEPSPEED, ZERO2 | {"bf16": {"enabled": "auto", "loss_scale": 0}}, "a key of fp16"),
+    "a typo in a section": Case(
+        DEEPSPEED, {"zero_optimization": {"stage": 2, "overlap_com": True}}, "Did you mean overlap_comm?"),
     "a typo in offload": Case(
         DEEPSPEED, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memry": True}}}, "pin_memry"),
     "a typo in fp16": Case(DEEPSPEED, ZERO2 | {"fp16": {"enabled": "auto", "loss_scal": 0}}, "fp16.loss_scal"),

@@ -165,8 +165,28 @@ def account(plan: LaunchPlan) -> None:
             if key not in known:
                 plan.problems.append(
                     f"{plan.config_file}: {section and f'{section}.'}{key}: DeepSpeed {_version()} has no such key."
-                    f"{nearest(key, known)} It would be ignored. Correct it or remove it."
+                    f"{_correction(key, section, known)} It would be ignored. Correct it or remove it."
                 )
+
+
+def _correction(key: str, section: str, known: set[str]) -> str:
+    """Return a sentence with the section that the key belongs to, or with the key of this section that is spelt most like it."""
+    owners = [owner for owner, keys in _keys_of_sections().items() if key in keys and owner != section]
+    if owners:
+        return f" It is a key of {' and of '.join(owners)}."
+    return nearest(key, known)
+
+
+def _keys_of_sections() -> dict[str, set[str]]:
+    """Return the keys of the sections that DeepSpeed has classes for: section -> keys, aliases included."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    keys = {}
+    for model in DeepSpeedConfigModel.__subclasses__():
+        if model.__name__ in _SECTIONS:
+            aliases = {str(field.alias) for field in model.model_fields.values() if field.alias}
+            keys[_SECTIONS[model.__name__]] = set(model.model_fields) | aliases
+    return keys
 
 
 def is_off(value: object) -> bool:
@@ -249,7 +269,8 @@ def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
     for found in error.errors():
         path = ".".join([section, *map(str, found["loc"])])
         if found["type"] == "extra_forbidden":
-            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key. Correct it or remove it."
+            correction = _correction(str(found["loc"][-1]), section, _keys_of_sections().get(section, set()))
+            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{correction} Correct it or remove it."
         else:
             said = re.sub(r"^(Value error|Assertion failed), ", "", found["msg"]).rstrip(".")
             yield f"{plan.config_file}: {path} is {json.dumps(found['input'], default=str)}; DeepSpeed {_version()}: {said}."
