@@ -71,7 +71,7 @@ def test_an_accelerate_config_that_cannot_work_is_named(written, tmp_path, conte
 def test_json_and_a_flag_without_its_value(written):
     with pytest.raises(ConfigError, match=r"accelerate\.json: not a valid Accelerate config: Expecting"):
         worker_environment(["--config_file", written("{", "accelerate.json")])
-    with pytest.raises(ConfigError, match="--config_file: --config_file has no value"):
+    with pytest.raises(ConfigError, match="--config_file: it has no value"):
         worker_environment(["--num_processes", "2", "--config_file"])
     with pytest.raises(ConfigError, match="invalid int value: 'two'"):
         worker_environment(["--num_processes", "two"])
@@ -160,6 +160,38 @@ def test_problems_of_all_stages_are_told_at_once(written, tmp_path, tiny):
     ):
         assert words in said
     assert len(found + plan.problems) == 5 and config.global_batch_size == 9
+
+
+def test_each_wrong_flag_of_the_launcher_is_a_problem_and_the_rest_is_checked(tmp_path, tiny):
+    flags = ["--mixed_precison", "bf16", "--num_machines", "one", "--num_processes", "2", "--train_file", "x.jsonl"]
+    strategy = str(tmp_path / "zero2.yml")
+    recipe = [str(ROOT / "recipes" / "causal_lm.py"), "--dataset_name", "d", "--model_name_or_path", str(tiny / "llama")]
+    plan, found, _, _ = inspect_launch([*flags, "--config_file", strategy, *recipe, "--global_batch_size", "9"], Hardware())
+    assert plan is None
+    problems = {problem.partition(": ")[0]: problem for problem in found}
+    assert len(problems) == len(found)
+    hints = {
+        "--mixed_precison": "Did you mean --mixed_precision?",
+        "--train_file": "write it after the recipe",
+        "--num_machines": "invalid int value: 'one'",
+        strategy: "accelerate_configs/zero2.yaml?",
+        "global_batch_size": "2 processes = 16",
+    }
+    assert {key: hint in problems[key] for key, hint in hints.items()} == dict.fromkeys(problems, True)
+
+
+def test_zerobook_launch_tells_all_problems_of_a_line_that_cannot_start(capsys, tmp_path):
+    strategy = str(ROOT / "accelerate_configs" / "zero2.yml")
+    lines = {
+        "recipes/causal_lm.py --lerning_rate 1": ["zero2.yaml?", "--learning_rate?"],
+        "recipes/causal_lmm.py": ["zero2.yaml?", "causal_lm.py?"],
+        "setup.py --lerning_rate 1": ["zero2.yaml?"],
+    }
+    for line, hints in lines.items():
+        script, *flags = line.split()
+        assert main(["launch", "--config_file", strategy, str(ROOT / script), *flags]) == 2
+        told = capsys.readouterr().err
+        assert [hint for hint in ("zero2.yaml?", "--learning_rate?", "causal_lm.py?") if hint in told] == hints
 
 
 def test_doctor_counts_the_processes_of_one_machine(monkeypatch):

@@ -441,7 +441,7 @@ class RecipeConfig(_Keys):
             value = getattr(self, key)
             template = key == "chat_template"
             if value and not (template_file(value) if template else Path(value).expanduser()).exists():
-                near = nearest(value, set(NAMES)) if template else _nearest_file(Path(value).expanduser())
+                near = nearest(value, set(NAMES)) if template else nearest_file(Path(value).expanduser())
                 found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
         found += _unusable_folder("output_dir", self.output_dir)
         for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
@@ -796,14 +796,14 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
     return loaded, []
 
 
-def _nearest_file(missing: Path) -> str:
+def nearest_file(missing: Path) -> str:
     """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
     try:
         neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
     except OSError:
         return ""
-    near = nearest(missing.name, neighbours)
-    return near and near.replace(" mean ", f" mean {missing.parent}/") if str(missing.parent) != "." else near
+    folder = "" if str(missing.parent) == "." else f"{missing.parent}/"
+    return nearest(missing.name, neighbours, folder)
 
 
 PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",

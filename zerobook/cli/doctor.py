@@ -20,6 +20,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight
 from zerobook.launch.accelerate_cli import loopback_note
 from zerobook.launch.host_check import PATIENCE_S
+from zerobook.launch.launcher_flags import split_at_recipe
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import inspect, worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -66,7 +67,7 @@ def doctor(argv: list[str]) -> int:
         if plan is not None:
             _strategy(out, plan, config, sources)
             if not problems:
-                launch_flags, _, _ = _split(argv)
+                launch_flags, _, _ = split_at_recipe(argv)
                 environ, _ = worker_environment(launch_flags)
                 flags = [*launch_flags, "script.py"]
                 out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
@@ -97,7 +98,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     Returns:
         (plan, problems found before it, the recipe's config, the source of each of its values).
     """
-    launch_flags, recipe, recipe_flags = _split(argv)
+    launch_flags, recipe, recipe_flags = split_at_recipe(argv)
     config: RecipeConfig = RecipeConfig()
     sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     config_problems: list[str] = []
@@ -124,14 +125,6 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         if warning := too_many_copies(folder, config.dtype, copies):
             plan.notes.append(warning)
     return plan, problems, config, sources
-
-
-def _split(argv: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return the launcher's flags, the recipe, or None, and its flags."""
-    for index, token in enumerate(argv):
-        if token.endswith(".py"):
-            return argv[:index], token, argv[index + 1 :]
-    return list(argv), None, []
 
 
 def _machine(out: Console, hardware: Hardware) -> list[str]:
@@ -171,7 +164,7 @@ def _hosts(out: Console, argv: list[str], plan: LaunchPlan | None, config: Recip
     """Meet the other machines, print them, and return the problems found."""
     from rich.table import Table
 
-    launch_flags, recipe, _ = _split(argv)
+    launch_flags, recipe, _ = split_at_recipe(argv)
     try:
         here = host_check.place(launch_flags)
         own = preflight.facts(config, plan.name if plan else "unknown", recipe)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
 from zerobook.launch import accelerate_cli, elastic, flag_checks
+from zerobook.launch.launcher_flags import read_flags, split_at_recipe
 from zerobook.launch.process import quietly
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
@@ -23,6 +25,9 @@ EXAMPLE = """examples:
   zerobook launch --min_machines 1 --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 16 \\
     --main_process_ip 10.0.0.1 recipes/lora_finetune.py --config my.yaml --resume_from_checkpoint auto
 """
+
+_OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
+"""Flags with which accelerate starts no file."""
 
 
 def launch(argv: list[str]) -> int:
@@ -44,7 +49,31 @@ def launch(argv: list[str]) -> int:
 
 def _launch(arguments: list[str]) -> None:
     """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
-    problems = flag_checks.check(accelerate_cli.parsed(arguments), starts=True).problems
+    flags, script, _ = split_at_recipe(arguments)
+    if script is None or _OTHER_PROGRAMS & set(flags):
+        problems = flag_checks.check(accelerate_cli.parsed(arguments), starts=True).problems
+    else:
+        problems = _problems_of_launch(arguments, flags, script)
     if problems:
         raise ConfigError(problems)
     accelerate_cli.launch(arguments)
+
+
+def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> list[str]:
+    """Return the problems of a command line with one that keeps the processes from starting; an empty list without such a one.
+
+    The processes would tell those of the recipe's flags and data, so these are told here too, all at once.
+    """
+    _, typed, problems = read_flags(flags)
+    problems += flag_checks.check(typed, starts=True).problems
+    is_missing = not Path(script).is_file()
+    if not problems and not is_missing:
+        return []
+    from zerobook.cli.doctor import inspect_launch
+    from zerobook.launch.resolve import Hardware
+    from zerobook.training.recipe_file import is_recipe
+
+    if not is_missing and not is_recipe(script):
+        return problems
+    plan, found, _, _ = inspect_launch(arguments, Hardware.detect())
+    return found + (plan.problems if plan else [])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zerobook.config import nearest
+from zerobook.config import nearest, nearest_file
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import parsed
 from zerobook.utils.reading import read_text
@@ -80,7 +80,9 @@ def load(file: str) -> dict[str, Any]:
         text = read_text(file)
         loaded = json.loads(text) if file.endswith(".json") else load_yaml(text)
     except OSError as error:
-        raise ConfigError(f"{file}: the Accelerate config cannot be read ({error.strerror}). {_SHIPPED}") from None
+        raise ConfigError(
+            f"{file}: the Accelerate config cannot be read ({error.strerror}).{_nearest_config(file)} {_SHIPPED}"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: the Accelerate config is not UTF-8 text. Save it in that encoding.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -94,6 +96,16 @@ def load(file: str) -> dict[str, Any]:
     if other := _other_kind(loaded):
         raise ConfigError(f"{file}: {other}")
     return loaded
+
+
+def _nearest_config(missing: str) -> str:
+    """Return ``Did you mean ...?`` with a file beside the one that is not there, or else a shipped one; or an empty string."""
+    near = nearest_file(Path(missing))
+    if near:
+        return near
+    folder = shipped("accelerate_configs")
+    names = {path.name for path in folder.glob("*.yaml")}
+    return nearest(Path(missing).name, names, f"{folder}/")
 
 
 def _other_kind(loaded: dict[str, Any]) -> str | None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks
-from zerobook.launch.accelerate_cli import left_unsaid, parsed
-
-SCRIPT = "script.py"
-"""Stands for the recipe, which accelerate's parser requires."""
+from zerobook.launch.accelerate_cli import left_unsaid
+from zerobook.launch.launcher_flags import SCRIPT, read_flags
 
 
 class Workers(NamedTuple):
@@ -47,19 +43,16 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 
 def inspect(launch_flags: list[str]) -> Workers:
     """Work out what accelerate would give to rank 0, and every problem of the launch."""
-    try:
-        typed = parse(launch_flags)
-    except ConfigError as error:
-        return Workers(plain_environment({}), None, error.problems, False)
+    flags, typed, problems = read_flags(launch_flags)
     check = flag_checks.check(typed, starts=True, resolves=True)
-    problems = list(check.problems)
+    problems += check.problems
     if check.is_resolvable:
         try:
             environ = _prepared(typed)
-            precision, unsaid = left_unsaid([*launch_flags, SCRIPT])
+            precision, unsaid = left_unsaid([*flags, SCRIPT])
             return Workers(unsaid | environ, precision, problems, True)
         except ConfigError as error:
-            problems = problems or error.problems
+            problems += [] if check.problems else error.problems
     return Workers(plain_environment(_ranks(typed.num_processes or 1, 1)), typed.mixed_precision, problems, False)
 
 
@@ -81,29 +74,6 @@ def _ranks(processes: int, machines: int) -> dict[str, str]:
         "WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": "none",
     }
-
-
-def parse(launch_flags: list[str]) -> argparse.Namespace:
-    """Return the launcher's flags, without a recipe, as its own parser reads them.
-
-    Raises:
-        ConfigError: the parser refuses them.
-    """
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            args = parsed([*launch_flags, SCRIPT])
-    except SystemExit:
-        reason = messages.getvalue().strip().rpartition("error: ")[2]
-        if "training_script" in reason:  # the last flag took the script as its value
-            reason = f"{launch_flags[-1]} has no value"
-        raise ConfigError(f"accelerate launch does not take {' '.join(launch_flags)}: {reason}.") from None
-    if args.training_script != SCRIPT:
-        raise ConfigError(
-            f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
-            "recipes/causal_lm.py."
-        )
-    return args
 
 
 def _prepared(typed: argparse.Namespace) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from zerobook.config import nearest_file
 from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 
@@ -29,8 +30,8 @@ def check_recipe(name: str) -> tuple[Path, str]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"{name}: there is no such recipe file. Zerobook's own are in {shipped('recipes')}; zerobook init FOLDER copies "
-            "them."
+            f"{name}: there is no such recipe file.{nearest_file(path)} Zerobook's own are in {shipped('recipes')}; zerobook "
+            "init FOLDER copies them."
         )
     if path.suffix != ".py":
         raise ConfigError(
@@ -48,6 +49,15 @@ def check_recipe(name: str) -> tuple[Path, str]:
             f"zerobook.training.recipe.Recipe, and ends with run(ThatClass) of {_RUN}; see recipes/causal_lm.py."
         )
     return path, found
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a file is a recipe. It is read and not run."""
+    try:
+        check_recipe(name)
+    except ConfigError:
+        return False
+    return True
 
 
 def recipe_class(name: str) -> type[Recipe[Any]]:
