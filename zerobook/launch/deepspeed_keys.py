@@ -249,8 +249,10 @@ def build(plan: LaunchPlan) -> dict[str, set[str]]:
     except ValidationError as error:
         plan.problems += list(_explained(plan, error))
     except Exception as error:  # assertions and errors of many kinds
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {first.rstrip('.')}.")
+        # They do not name a key. After another problem they may only repeat it.
+        if not plan.problems:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {first.rstrip('.')}.")
     else:
         return {"": watched.asked | OF_OTHERS, **{key: inside.asked for key, inside in sections.items()}}
     return {}
@@ -268,6 +270,8 @@ def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
     section = _SECTIONS.get(error.title, error.title)
     for found in error.errors():
         path = ".".join([section, *map(str, found["loc"])])
+        if any(path in problem for problem in plan.problems):
+            continue
         if found["type"] == "extra_forbidden":
             correction = _correction(str(found["loc"][-1]), section, _keys_of_sections().get(section, set()))
             yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{correction} Correct it or remove it."

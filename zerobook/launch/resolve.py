@@ -189,8 +189,7 @@ def resolve(
         # A GPU machine that is told to use its CPU builds the ops of a CPU.
         missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
         deepspeed_json.check_ops(plan, missing_ops)
-        if not plan.problems:
-            deepspeed_keys.account(plan)
+        deepspeed_keys.account(plan)
     facts = model_facts(draft.config)
     token_split.check(plan, draft, facts)
     model_parallel.check(plan, draft, facts)
