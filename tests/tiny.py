@@ -54,6 +54,7 @@ def _make(target: Path) -> None:
         MixtralConfig,
         PegasusConfig,
         Qwen3MoeConfig,
+        RecurrentGemmaConfig,
         SiglipVisionConfig,
         T5Config,
     )
@@ -100,6 +101,10 @@ def _make(target: Path) -> None:
             hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
             router_aux_loss_coef=0.5, **special,
+        ),
+        "recurrent": RecurrentGemmaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+            head_dim=16, lru_width=64, attention_window_size=32, **special,
         ),
         "llama": LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **llama),
         "wide": LlamaConfig(hidden_size=128, intermediate_size=8192, num_hidden_layers=1, **llama),

@@ -24,7 +24,7 @@ def generated(strategy, model, step):
     prompts = torch.tensor([[1, 300 + row, 301, 302 + 7 * row] for row in range(2)], device=strategy.device)
     mask = torch.ones_like(prompts)
     mask[1, 0] = 0  # padded on the left
-    with torch.no_grad():
+    with torch.no_grad(), strategy.inference():
         tokens = strategy.unwrapped.generate(
             input_ids=prompts, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False,
             synced_gpus=strategy.generation_in_step,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -144,6 +144,22 @@ class ZeroStrategy(ZeroState, Strategy):
             for group in groups:
                 group["lr"] = scheduled
         return self.model.get_global_grad_norm()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Gather weights that a module reads without calling the module that holds them, as recurrent models read those of
+        their convolutions. DeepSpeed does so in the engine's ``forward`` only."""
+        from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+        containers = [module._parameters for module in self.unwrapped.modules()]
+        gathering = [container for container in containers if isinstance(container, ZeROOrderedDict)]
+        for container in gathering:
+            container._in_forward = True
+        try:
+            yield
+        finally:
+            for container in gathering:
+                container._in_forward = False
 
     def release_gathered_parameters(self) -> None:
         if self.plan.zero_stage == 3:
