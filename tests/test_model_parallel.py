@@ -129,6 +129,14 @@ def test_noise_of_a_router_is_refused_under_zero3(tmp_path):
     assert not plan_for(zero3, model_name_or_path=str(tmp_path))[0].problems
 
 
+def test_an_led_is_refused_under_zero3_alone(tmp_path):
+    """Its encoder calls its embedding once more for a batch that it pads, which other processes may not do."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "led", "is_encoder_decoder": True}))
+    (problem,) = plan_for(deepspeed(tmp_path, zero_optimization={"stage": 3}), model_name_or_path=str(tmp_path))[0].problems
+    assert "LED" in problem and "accelerate_configs/fsdp.yaml" in problem
+    assert not plan_for(deepspeed(tmp_path), model_name_or_path=str(tmp_path))[0].problems, "ZeRO-2"
+
+
 def test_the_planner_gives_no_figures_for_parts():
     rows = rows_of("causal_lm", "llama2_7b", cluster(gpus="8", gpu="a100-80gb"), ("fsdp_tensor", "fsdp_experts"))
     made = rows["fsdp_tensor"]

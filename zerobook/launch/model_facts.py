@@ -13,6 +13,9 @@ from zerobook.utils import hub
 from zerobook.utils.reading import read_json
 
 
+_ELSEWHERE = "accelerate_configs/fsdp.yaml"
+
+
 def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
     """Return the config.json of the model; None if it is not on this machine. Downloads nothing."""
     name = config.model_name_or_path or config.initialised_from
@@ -32,14 +35,21 @@ def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     Args:
         facts: the model's config.json.
     """
-    noise = facts.get("router_jitter_noise")
-    if plan.zero_stage != 3 or not noise:
+    if plan.zero_stage != 3:
         return []
-    return [
-        f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place. torch "
-        f"forbids that on the outputs of layers that DeepSpeed 0.19.8 wraps, under {plan.name}. Set it to 0 in the model's "
-        "config.json, or launch with accelerate_configs/fsdp.yaml."
-    ]
+    problems = []
+    if noise := facts.get("router_jitter_noise"):
+        problems.append(
+            f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place. torch "
+            f"forbids that on the outputs of layers that DeepSpeed 0.19.8 wraps, under {plan.name}. Set it to 0 in the model's "
+            f"config.json, or launch with {_ELSEWHERE}."
+        )
+    if facts.get("model_type") == "led":
+        problems.append(
+            "model: an LED embeds padding in those batches whose length is no multiple of its attention window. The processes "
+            f"would then gather different weights at the same time, under {plan.name}. Launch with {_ELSEWHERE}."
+        )
+    return problems
 
 
 def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[str]:
