@@ -164,7 +164,10 @@ def test_flags_of_other_trainers_are_known(theirs, ours):
 
 def test_settings_that_exclude_each_other():
     text = "\n".join(problems([*BASE, "--warmup_ratio", "0.1", "--num_warmup_steps", "3", "--early_stopping_patience", "2"]))
-    assert "warmup_ratio: it is 0.1, and num_warmup_steps is 3" in text and "early_stopping_patience: the run evaluates" in text
+    assert (
+        "warmup_ratio: it is 0.1, and num_warmup_steps is 3" in text
+        and "early_stopping_patience: it counts evaluations" in text
+    )
     (said,) = problems([*BASE, "--lora_target_modules", "*_proj"], LoraConfig)
     assert "'*_proj' is no regular expression: nothing to repeat" in said
 

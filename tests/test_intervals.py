@@ -17,8 +17,10 @@ from zerobook.training.intervals import (
     FIRST_STEP,
     LONGEST_S,
     SHORTEST_S,
+    AutomaticEvaluations,
     AutomaticSaves,
     Measured,
+    SaveClock,
     Schedule,
     automatic_interval,
 )
@@ -78,6 +80,35 @@ def test_without_a_measured_step_only_the_early_save_is_due():
     assert saves.next_step is None and not saves.is_due(999)
 
 
+@given(step_seconds=SECONDS, evaluation=SECONDS, total=st.integers(10, 5000), batches=st.floats(0, 1000))
+def test_automatic_evaluations_take_at_most_5_percent_of_the_time_after_the_first(step_seconds, evaluation, total, batches):
+    evaluations = AutomaticEvaluations(step=0, total_steps=total, batches=batches)
+    evaluated = []
+    for step in range(1, total):
+        if evaluations.is_due(step, step_seconds):
+            evaluations.evaluated(step, evaluation)
+            evaluated.append(step)
+
+    assert not evaluated or evaluated[0] >= 0.09 * total, "what scorers take is known only after the first one"
+    later = evaluated[1:]
+    if later:
+        training = (later[-1] - evaluated[0]) * step_seconds
+        assert len(later) * evaluation <= 0.0501 * (training + len(later) * evaluation)
+
+
+def test_automatic_evaluations_wait_for_a_measured_step():
+    assert not AutomaticEvaluations(step=0, total_steps=10, batches=0).is_due(9, 0.0)
+
+
+def test_an_evaluation_step_is_saved_as_soon_as_the_cost_allows():
+    saves = AutomaticSaves(step=0, resumed=False, total_steps=100_000, save_seconds=1.0)
+    saves.saved(100)
+    saves.measured(Measured(step_seconds=1.0, save_seconds=1.0))
+
+    assert [saves.is_due(step, evaluates=True) for step in (110, 118, 119)] == [False, False, True]
+    assert not saves.is_due(119)
+
+
 @given(share=st.integers(2, 50), total=st.integers(50, 5000))
 def test_a_share_of_the_run_is_due_that_often(share, total):
     schedule = Schedule(1 / share, total)
@@ -104,7 +135,7 @@ def test_save_steps_takes_steps_shares_epochs_and_words(text, value):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--save_steps=-1", "--save_steps=1.5", "--save_steps=never", "--eval_steps=0", "--eval_steps=auto"]
+    "flag", ["--save_steps=-1", "--save_steps=1.5", "--save_steps=never", "--eval_steps=-1", "--eval_steps=1.5"]
 )
 def test_other_intervals_are_refused_with_what_is_possible(flag):
     with pytest.raises(ConfigError, match="epoch"):
@@ -143,7 +174,7 @@ def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(tiny, t
     one = checkpoint_bytes(tiny, tmp_path)
     leave_room(monkeypatch, room, one)
 
-    run = train(tmp_path / "run", **flags(tiny))
+    run = train(tmp_path / "run", **flags(tiny, validation_split_percentage=0))
 
     said = capfd.readouterr().out
     assert words in said and ("warning: output_dir" in said) == (room < 4)
@@ -207,6 +238,24 @@ def test_epochs_and_shares_are_saved_and_evaluated(tiny, tmp_path):
 
     assert checkpoints_of(run) == [12, 14]
     assert [event["step"] for event in run.events if event["type"] == "eval"] == [7, 14]
+
+
+def test_a_run_without_flags_evaluates_its_checkpoints_so_that_one_is_the_best(tiny, tmp_path, capfd):
+    run = train(tmp_path / "run", **flags(tiny, validation_file=tiny / "few.jsonl"))
+
+    evaluated = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
+    assert checkpoints_of(run) == [10, 14] == [*evaluated]
+    assert store.step_of(store.find(run.output, "best")) == min(evaluated, key=evaluated.get)
+    assert "evaluations: at checkpoints" in capfd.readouterr().out
+
+
+def test_automatic_saves_come_at_the_evaluations_that_a_person_set(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(SaveClock, "read", lambda clock, step: Measured(step_seconds=1.0, save_seconds=0.01))
+
+    run = train(tmp_path / "run", **flags(tiny, eval_steps=4, validation_file=tiny / "few.jsonl"))
+
+    assert [event["step"] for event in run.events if event["type"] == "eval"] == [4, 8, 12, 14]
+    assert [event["step"] for event in run.events if event["type"] == "checkpoint"] == [4, 8, 12, 14]
 
 
 def test_auto_without_a_checkpoint_says_that_it_starts_at_step_0(tiny, tmp_path, capfd):

@@ -206,10 +206,11 @@ class RecipeConfig(_Keys):
 
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
-    eval_steps: Interval | None = Field(
-        None,
-        description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the run's steps",
-        json_schema_extra={"choices": ["N", "share", "epoch"]},
+    eval_steps: Interval | Literal["auto"] = Field(
+        AUTOMATIC,
+        description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the run's steps; "
+        "0: at the end only; auto: at checkpoints, in at most 5 % of the time",
+        json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     eval_tasks: list[str] = Field(
         [], description="task files (.jsonl) and tasks of lm-evaluation-harness (names or .yaml), measured at every evaluation"
@@ -340,20 +341,18 @@ class RecipeConfig(_Keys):
 
     @field_validator("eval_steps", "save_steps", mode="before")
     @classmethod
-    def _interval(cls, value: Any, info: ValidationInfo) -> Any:
-        saves = info.field_name == "save_steps"
+    def _interval(cls, value: Any) -> Any:
         if value is None:
-            return AUTOMATIC if saves else None
-        if value == "epoch" or (saves and value == AUTOMATIC):
+            return AUTOMATIC
+        if value in ("epoch", AUTOMATIC):
             return value
         number = _number(value)
         if number is not None and 0 < number < 1:
             return number
-        least = 0 if saves else 1
-        if number is None or not number.is_integer() or number < least:
-            words = "a number of steps, a share of the run as 0.1, or epoch"
-            more = ", auto, or 0 for none" if saves else ""
-            raise PydanticCustomError("choice", f"Input should be {words}{more}")
+        if number is None or not number.is_integer() or number < 0:
+            raise PydanticCustomError(
+                "choice", "Input should be a number of steps, a share of the run as 0.1, epoch, auto, or 0 for none"
+            )
         return int(number)
 
     @field_validator("activation_checkpointing", mode="before")
@@ -463,8 +462,11 @@ class RecipeConfig(_Keys):
             found.append(
                 f"warmup_ratio: it is {self.warmup_ratio:g}, and num_warmup_steps is {self.num_warmup_steps}. Keep one of them."
             )
-        if self.early_stopping_patience and not self.eval_steps:
-            found.append("early_stopping_patience: the run evaluates at its end only. Give --eval_steps.")
+        if self.early_stopping_patience and self.eval_steps in (0, AUTOMATIC):
+            found.append(
+                "early_stopping_patience: it counts evaluations, and automatic ones are at other steps in each run. Give "
+                "--eval_steps."
+            )
         if self.early_stopping_threshold and not self.early_stopping_patience:
             found.append("early_stopping_threshold: it has no effect without --early_stopping_patience.")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
@@ -508,18 +510,20 @@ class RecipeConfig(_Keys):
         """The most checkpoints that are kept, besides those that are protected; None for all."""
         return KEPT_AUTOMATICALLY if self.limits_checkpoints_itself else self.save_total_limit
 
-    def checkpoints_at_once(self, steps: int | None) -> int | None:
+    def checkpoints_at_once(self, steps: int | None, *, has_held_out: bool = True) -> int | None:
         """Return how many checkpoints are on the disk at the same time; None where that depends on the number of steps.
 
         Args:
             steps: of the run; None where it is not known.
+            has_held_out: there are held-out data, so that one checkpoint is the best.
         """
         saves = self._saves(steps)
         if self.kept_checkpoints is None:
             return saves
         # The best and the newest that is proven good are kept as well; one more is there while it is written.
         goes_back = self.on_spike in ("rollback", "lower_rate")
-        most = self.kept_checkpoints + bool(self.eval_steps) + goes_back + 1
+        has_best = has_held_out and self.eval_steps != 0
+        most = self.kept_checkpoints + has_best + goes_back + 1
         return most if saves is None else min(saves, most)
 
     def _saves(self, steps: int | None) -> int | None:

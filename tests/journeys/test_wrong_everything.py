@@ -31,7 +31,7 @@ MISTAKES = {
     "an empty folder": (RECIPE, GOOD.replace("{tiny}/llama", "empty"), r"neither config.json \(a model\) nor"),
     "a tracker": (RECIPE, GOOD + " --report_to clearml", r"clearml is not installed. Run: pip install clearml"),
     "a global batch": (RECIPE, GOOD + " --global_batch_size 9", r"global_batch_size: 9 is no multiple of 8"),
-    "no patience": (RECIPE, GOOD + " --early_stopping_patience 2", r"the run evaluates at its end only. Give --eval_steps"),
+    "no patience": (RECIPE, GOOD + " --early_stopping_patience 2", r"early_stopping_patience: .* Give --eval_steps"),
     "a pattern": (LORA, GOOD.replace("--block_size 32", "") + " --lora_target_modules *_proj", r"is no regular expression"),
     "a target": (LORA, GOOD.replace("--block_size 32", "") + " --lora_target_modules q_porj", r"Its linear layers: .*q_proj"),
     "another run's folder": (RECIPE, GOOD.replace("run", "full"), r"full/model exists already"),

@@ -83,18 +83,19 @@ class CheckpointManager:
         found = self.checkpoint
         return found is not None and found.resolve() == self._of(store.step_of(found)).resolve()
 
-    def check_space(self, steps: int, result_bytes: int = 0) -> None:
+    def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
 
         Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
 
         Args:
             result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
+            has_held_out: there are held-out data, so that one checkpoint is the best.
         """
         config, strategy = self.config, self.strategy
         one = bytes_of_state(strategy)
         is_saved = steps == 0 and self.goes_on_in_place
-        most = 0 if is_saved else config.checkpoints_at_once(steps)
+        most = 0 if is_saved else config.checkpoints_at_once(steps, has_held_out=has_held_out)
         assert most is not None, "the number of steps is known here"
         prunable = 0
         if config.kept_checkpoints and not is_saved:  # pruning what is there makes room
@@ -106,7 +107,7 @@ class CheckpointManager:
         result = f"the {config.result} of {size(result_bytes)}"
         if config.limits_checkpoints_itself and most > 0:
             room = (free + prunable - result_bytes) // one
-            loss = self._keep_fewer(room, is_new=prunable == 0)
+            loss = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
             if loss is not None:
                 self._warn(f"{place}, and a checkpoint takes {size(one)} beside {result}. {loss}")
                 return
@@ -125,7 +126,7 @@ class CheckpointManager:
             raise ConfigError(f"output_dir: {problem}")
         self._warn(problem)
 
-    def _keep_fewer(self, room: int, *, is_new: bool) -> str | None:
+    def _keep_fewer(self, room: int, *, is_new: bool, has_held_out: bool) -> str | None:
         """Keep as many checkpoints as the disk has room for. Return in words what cannot work then; None if none fits.
 
         Args:
@@ -147,7 +148,7 @@ class CheckpointManager:
         losses = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
         if not self._keeps_proven:
             losses.append("A spike that is noticed after the next save cannot be rolled back.")
-        if not self.saver.keep_best:
+        if has_held_out and not self.saver.keep_best:
             losses.append("The one with the lowest held-out loss is not kept.")
         return " ".join(losses)
 

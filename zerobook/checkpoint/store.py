@@ -348,7 +348,7 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
         if asked == "best" and not reasons:
             raise CheckpointError(
                 f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
-                "--save_steps be a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
+                "--save_steps be auto or a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
             )
         if asked == "auto":
             reasons |= _reasons_aside(checkpoints)

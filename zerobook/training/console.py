@@ -13,7 +13,7 @@ from zerobook.evaluation import held_out
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
-from zerobook.training.intervals import announcement
+from zerobook.training.intervals import announce_evaluations, announce_saves
 from zerobook.training.resume import amount
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
@@ -49,7 +49,9 @@ class Console(Hook):
         self.say(f"running: {_live(live)}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
-            self.say(announcement(trainer.manager.save_steps, trainer.manager.saver.keep))
+            self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
+            if data.held_out:
+                self.say(announce_evaluations(config.eval_steps))
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
         if config.num_warmup_steps > state.total_steps:

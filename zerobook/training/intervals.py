@@ -113,19 +113,57 @@ class AutomaticSaves:
         """Note that there is a checkpoint of ``step``, which was saved or gone back to."""
         self.last_save, self._early = step, None
 
-    def is_due(self, step: int) -> bool:
-        return self.next_step is not None and step >= self.next_step
+    def is_due(self, step: int, *, evaluates: bool = False) -> bool:
+        """Return whether the run saves after ``step``.
+
+        Args:
+            evaluates: ``--eval_steps`` names this step. It is saved as soon as the cost allows: `best` is one of those that
+                were saved.
+        """
+        if self.next_step is not None and step >= self.next_step:
+            return True
+        seconds = (step - self.last_save) * self._measured.step_seconds
+        return evaluates and seconds > 0 and SHARE * seconds >= (1 - SHARE) * self._measured.save_seconds
+
+
+class AutomaticEvaluations:
+    """Decides at which checkpoints a run evaluates: where evaluations take at most 5 % of the time.
+
+    Args:
+        step: steps that are done at the start of the attempt.
+        total_steps: of the run.
+        batches: of the held-out data, each as large as a training step's.
+    """
+
+    def __init__(self, *, step: int, total_steps: int, batches: float):
+        self.last_evaluation = step
+        # A forward pass takes a third of a training step. What scorers take is not known: a tenth of the run comes first.
+        self._estimated_steps = max(batches / 3, SHARE * total_steps / SAVES_A_RUN)
+        self._seconds: float | None = None
+
+    def evaluated(self, step: int, seconds: float) -> None:
+        """Note an evaluation of ``step`` that took ``seconds``, the same value on every rank."""
+        self.last_evaluation, self._seconds = step, seconds
+
+    def went_back(self, step: int) -> None:
+        """Note a rollback to ``step``."""
+        self.last_evaluation = step
+
+    def is_due(self, step: int, step_seconds: float) -> bool:
+        """Return whether the checkpoint of ``step`` is evaluated. Its time follows from ``step_seconds``, 0 if not known."""
+        cost = self._estimated_steps * step_seconds if self._seconds is None else self._seconds
+        return step_seconds > 0 and SHARE * (step - self.last_evaluation) * step_seconds >= (1 - SHARE) * cost
 
 
 class Schedule:
     """The steps at which something is due, for a value of ``eval_steps`` or ``save_steps``.
 
     Args:
-        interval: steps, a share of the run, or ``epoch``; never for None, 0 and ``auto`` (see `AutomaticSaves`).
+        interval: steps, a share of the run, or ``epoch``; never for 0 and ``auto``, see `AutomaticSaves`.
         total_steps: of the run.
     """
 
-    def __init__(self, interval: Interval | str | None, total_steps: int):
+    def __init__(self, interval: Interval | str, total_steps: int):
         self._at_epochs = interval == "epoch"
         self._every = 0
         if isinstance(interval, float):
@@ -141,7 +179,22 @@ class Schedule:
         return self._every > 0 and step % self._every == 0
 
 
-def announcement(save_steps: Interval | str, kept: int | None) -> str:
+def announce_evaluations(eval_steps: Interval | str) -> str:
+    """Return a line that says when the run evaluates its held-out data."""
+    if eval_steps == 0:
+        return "evaluations: at the end only"
+    if eval_steps == AUTOMATIC:
+        return (
+            f"evaluations: at checkpoints, in at most {SHARE:.0%} of the time, and at the end (--eval_steps N sets an interval)"
+        )
+    if eval_steps == "epoch":
+        return "evaluations: at the end of each epoch"
+    if isinstance(eval_steps, float):
+        return f"evaluations: every {eval_steps:g} of the run, and at the end"
+    return f"evaluations: every {eval_steps} steps, and at the end"
+
+
+def announce_saves(save_steps: Interval | str, kept: int | None) -> str:
     """Return a line that says when the run saves, and what cannot work where it does not."""
     if save_steps == 0:
         return (

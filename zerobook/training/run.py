@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import AUTOMATIC, ConfigSources, RecipeConfig, from_python, read
+from zerobook.checkpoint import store
+from zerobook.config import ConfigSources, RecipeConfig, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
 from zerobook.launch import account, preflight
@@ -149,9 +150,11 @@ def _file_of(recipe: Recipe[Any]) -> Path | None:
 def next_commands(config: RecipeConfig) -> str:
     """Return what to type after a run."""
     run = shlex.quote(config.output_dir)
-    saves_evaluated_steps = config.eval_steps and config.save_steps not in (0, AUTOMATIC)
-    best = " --checkpoint best" if saves_evaluated_steps else ""
-    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{best} --output MODEL\n  zerobook runlog report {run}"
+    checkpoints = store.folder_of(config.output_dir)
+    best = store.best(checkpoints)
+    is_last = best is None or best == store.complete(checkpoints)[-1]
+    which = "" if is_last else " --checkpoint best"
+    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{which} --output MODEL\n  zerobook runlog report {run}"
 
 
 def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:

@@ -45,7 +45,7 @@ from zerobook.training import resume
 from zerobook.training.console import Console
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
-from zerobook.training.intervals import WRITE_SPEED, AutomaticSaves, Measured, SaveClock, Schedule
+from zerobook.training.intervals import WRITE_SPEED, AutomaticEvaluations, AutomaticSaves, Measured, SaveClock, Schedule
 from zerobook.training.logbook import Logbook, MemoryRecord
 from zerobook.training.pace import Pace
 from zerobook.training.profiling import Profiler
@@ -129,7 +129,9 @@ class Trainer:
             self.console.say(f"  note: {note}")
         self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
         if self.save_results:
-            self.manager.check_space(self.state.end_step - progress.step, bytes_of_result(strategy, config))
+            self.manager.check_space(
+                self.state.end_step - progress.step, bytes_of_result(strategy, config), has_held_out=bool(data.held_out)
+            )
         strategy.model.train()
         check_split(strategy, self.objective)
         keep_mask = self.objective.needs_attention_mask(strategy.model)
@@ -175,10 +177,11 @@ class Trainer:
         return self.state.progress
 
     def _plan_saves(self) -> None:
-        """Decide when the run evaluates and saves. With automatic saves, measured times change that later."""
+        """Decide when the run evaluates and saves. Where that is automatic, measured times change it later."""
         config, total_steps = self.config, self.state.total_steps
         save_seconds = bytes_of_state(self.strategy) / WRITE_SPEED
         self._save_clock, self._steps_of_attempt = SaveClock(save_seconds), 0
+        self._step_seconds = 0.0
         self._automatic_saves: AutomaticSaves | None = None
         if self.manager.save_steps == AUTOMATIC and self.save_results:
             self._automatic_saves = AutomaticSaves(
@@ -186,6 +189,14 @@ class Trainer:
                 resumed=self.manager.goes_on_in_place,
                 total_steps=total_steps,
                 save_seconds=save_seconds,
+            )
+        self._automatic_evaluations: AutomaticEvaluations | None = None
+        if config.eval_steps == AUTOMATIC and (self.data.held_out or self.scorers):
+            held_out_rows = sum(len(part) for part in self.data.held_out.values())
+            self._automatic_evaluations = AutomaticEvaluations(
+                step=self.progress.step,
+                total_steps=total_steps,
+                batches=held_out_rows / self.state.layout.global_batch,
             )
         self._evaluations = Schedule(config.eval_steps, total_steps)
         self._saves = Schedule(self.manager.save_steps, total_steps)
@@ -268,16 +279,17 @@ class Trainer:
             last = step >= state.end_step
             if not last:
                 self._measure_first_steps()
-            evaluates = last or self._evaluations.is_due(step, passes_before, progress.epoch)
-            saves = self._is_save_due(passes_before)
-            if evaluates or saves or step % config.logging_steps == 0:
+            evaluates = self._evaluations.is_due(step, passes_before, progress.epoch)
+            saves = self._is_save_due(passes_before, evaluates)
+            if last or evaluates or saves or step % config.logging_steps == 0:
                 action = self._log_point()
                 if action is not None:
                     return action
-            if evaluates:
-                self.evaluate()  # before the save: the checkpoint records its held-out loss
             # Again: the log point has measured how long steps and saves take.
-            if saves and self._is_save_due(passes_before):
+            saves = saves and self._is_save_due(passes_before, evaluates)
+            if last or evaluates or (saves and self._is_evaluation_due()):
+                self.evaluate()  # before the save: the checkpoint records its held-out loss
+            if saves:
                 action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
@@ -288,25 +300,38 @@ class Trainer:
                 self._leave_early()
         return None
 
-    def _is_save_due(self, passes_before: float) -> bool:
-        """Return whether the run saves after this step, which began at ``passes_before`` over the data. Same on every rank."""
+    def _is_save_due(self, passes_before: float, evaluates: bool) -> bool:
+        """Return whether the run saves after this step. Same on every rank.
+
+        Args:
+            passes_before: passes over the data before the step.
+            evaluates: ``--eval_steps`` names the step.
+        """
         if self._automatic_saves is not None:
-            return self._automatic_saves.is_due(self.progress.step)
+            return self._automatic_saves.is_due(self.progress.step, evaluates=evaluates)
         return self._saves.is_due(self.progress.step, passes_before, self.progress.epoch)
+
+    def _is_evaluation_due(self) -> bool:
+        """Return whether the checkpoint of this step is evaluated by itself. Same on every rank."""
+        automatic = self._automatic_evaluations
+        return automatic is not None and automatic.is_due(self.progress.step, self._step_seconds)
 
     def _measure_first_steps(self) -> None:
         """Let all ranks know how long a step takes before the first log point, which slow steps reach late. Collective once.
 
         The first step of an attempt is left out: much of its time is spent on compiling and allocating.
         """
-        if self._automatic_saves is None or self._steps_of_attempt >= 2:
-            return
         self._steps_of_attempt += 1
         if self._steps_of_attempt == 1:
             self._save_clock.start(self.progress.step)
-            return
-        measured = self.strategy.on_main(lambda: list(self._save_clock.read(self.progress.step)))
-        self._automatic_saves.measured(Measured(*measured))
+        elif self._steps_of_attempt == 2 and self._automatic_saves is not None:
+            self._take_measured(*self.strategy.on_main(lambda: list(self._save_clock.read(self.progress.step))))
+
+    def _take_measured(self, step_seconds: float, save_seconds: float) -> None:
+        """Take over what rank 0 has measured. Call with the same values on every rank."""
+        self._step_seconds = step_seconds
+        if self._automatic_saves is not None:
+            self._automatic_saves.measured(Measured(step_seconds, save_seconds))
 
     def _out_of_patience(self) -> bool:
         """Return whether early stopping ends the run. Every rank has the same held-out loss, and so the same answer."""
@@ -421,8 +446,7 @@ class Trainer:
             clock[:2] = torch.tensor(self._save_clock.read(self.progress.step))
         values = torch.cat([torch.stack([losses, norms, *sums], dim=1), clock[None]])
         *rows, (step_seconds, save_seconds, *_) = mesh.sum_over_samples(values).tolist()
-        if self._automatic_saves is not None:
-            self._automatic_saves.measured(Measured(step_seconds, save_seconds))
+        self._take_measured(step_seconds, save_seconds)
         for record, (loss, norm, *summed) in zip(records, rows, strict=True):
             record.loss, record.grad_norm, record.sums = loss, norm, {}
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
@@ -451,6 +475,8 @@ class Trainer:
         if action.goes_back:
             self._evaluated = self._saved = None
             self._note_save(self.progress.step)
+            if self._automatic_evaluations is not None:
+                self._automatic_evaluations.went_back(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
         self.hooks("on_rollback", self, action)
@@ -467,6 +493,9 @@ class Trainer:
             record = self.evaluator.evaluate(self.progress.step)
         if record is None:
             return None
+        if self._automatic_evaluations is not None:
+            seconds = self.strategy.on_main(lambda: record.seconds)
+            self._automatic_evaluations.evaluated(self.progress.step, seconds)
         self.hooks("on_evaluate", self, record)
         if "loss" in record.result:
             self.progress.evaluated(record.result["loss"], self.config.early_stopping_threshold)
