@@ -310,3 +310,12 @@ def test_the_defaults_of_adapters_are_those_of_the_fields():
 
     assert fields == {"learning_rate": 2e-4, "warmup_ratio": 0.03}
     assert Seq2SeqConfig(adapter="lora").learning_rate == 2e-4 and Seq2SeqConfig().learning_rate == 5e-5
+
+
+def test_a_folder_that_is_not_there_is_a_problem_with_its_nearest_neighbour(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    found = problems(["--model_name_or_path", "./lama", "--tokenizer_name", "/no/where", "--dataset_name", "../a/b"])
+    assert [problem.partition(":")[0] for problem in found] == ["model_name_or_path", "tokenizer_name", "dataset_name"]
+    assert "Did you mean llama?" in found[0]
+    assert not read(CausalLMConfig, ["--model_name_or_path", "hub/lama", "--dataset_name", "hub/data"]).problems

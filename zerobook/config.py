@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
-from zerobook.utils import other_trainers, user_code
+from zerobook.utils import hub, other_trainers, user_code
 from zerobook.utils.chat_template import NAMES, template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import plain
@@ -441,6 +441,11 @@ class RecipeConfig(_Keys):
             template = key == "chat_template"
             if value and not (template_file(value) if template else Path(value).expanduser()).exists():
                 near = nearest(value, set(NAMES)) if template else nearest_file(Path(value).expanduser())
+                found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
+        for key in ("model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
+            value = getattr(self, key, None)
+            if value and hub.is_path(value) and not Path(value).expanduser().exists():
+                near = nearest_file(Path(value).expanduser())
                 found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
         found += _unusable_folder("output_dir", self.output_dir)
         for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed

@@ -25,7 +25,7 @@ MISTAKES = {
     ),
     "no data": (RECIPE, "--model_name_or_path {tiny}/llama", r"no training data is named. Give --dataset_name"),
     "no such file": (RECIPE, GOOD.replace("good", "gone"), r"train_file: no such file or folder: gone.jsonl"),
-    "no such model": (RECIPE, GOOD.replace("{tiny}/llama", "./gone"), r"\./gone is no folder here"),
+    "no such model": (RECIPE, GOOD.replace("{tiny}/llama", "./gone"), r"model_name_or_path: no such file or folder: ./gone"),
     "a broken line": (RECIPE, GOOD.replace("good", "bad"), r"line 2: not valid JSON"),
     "preferences": (RECIPE, GOOD.replace("good", "preferences"), r"this is preference data"),
     "an empty folder": (RECIPE, GOOD.replace("{tiny}/llama", "empty"), r"neither config.json \(a model\) nor"),

@@ -46,8 +46,8 @@ def check_reachable(name: str, revision: str = "main") -> None:
     """
     from huggingface_hub import constants
 
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # `from_pretrained` says that there is no such folder
-    if is_path or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
+    # `from_pretrained` says of a path that there is no such folder.
+    if is_path(name) or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
         return
     address = urlsplit(constants.ENDPOINT)
     if any(getproxies().get(kind) for kind in (address.scheme, "all")):
@@ -61,6 +61,15 @@ def check_reachable(name: str, revision: str = "main") -> None:
             f"({constants.HF_HUB_CACHE}), and the hub cannot be reached at {constants.ENDPOINT}: {error.strerror or error}. "
             "Give a folder, or copy the model into the cache and set HF_HUB_OFFLINE=1."
         ) from error
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can only be a path: names on the hub have at most one slash.
+
+    >>> is_path("./model"), is_path("outputs/run/model"), is_path("Qwen/Qwen3-8B"), is_path("gpt2")
+    (True, True, False, False)
+    """
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def commit(name: str, revision: str) -> str | None:
