@@ -6,13 +6,14 @@ classes: 6 steps of a tiny Llama in one process, saved after step 3. The checkpo
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.alone import train
-from tests.harness import Run
+from tests.harness import Run, reseal
 from zerobook.cli.main import main
 from zerobook.runlog.check import problems
 
@@ -54,3 +55,26 @@ def test_an_earlier_runs_files_are_read_by_the_commands(before, tmp_path, capsys
     assert main(["checkpoint", "verify", run]) == 0
     assert main(["checkpoint", "inspect", f"{run}/checkpoints/step-000003"]) == 0
     assert "3 steps" in capsys.readouterr().out
+
+
+def test_a_warm_up_that_an_earlier_version_began_goes_on_at_the_rate_of_this_one(tiny, tmp_path, capfd):
+    """Of W warm-up steps, earlier versions trained the k-th at (k - 1)/W of the rate, and recorded that for the next step."""
+    flags = dict(
+        model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
+        per_device_train_batch_size=2, learning_rate=1e-2, num_warmup_steps=6, max_train_steps=8, save_steps=3, logging_steps=1,
+    )  # fmt: skip
+    whole = train(tmp_path / "run", **flags)
+    checkpoint = whole.output / "checkpoints" / "step-000003"
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    progress["following"]["learning rate"] = 1e-2 * 3 / 6
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    reseal(checkpoint)
+
+    run = train(tmp_path / "again", resume_from_checkpoint=checkpoint, **flags)
+
+    rates = [step["learning_rate"] for step in run.steps]
+    assert rates == [step["learning_rate"] for step in whole.steps[3:]]
+    assert rates == pytest.approx([1e-2 * 4 / 6, 1e-2 * 5 / 6, 1e-2, 1e-2, 1e-2 / 2])
+    assert run.losses == whole.losses[3:]
+    assert set(run.event("resume")["differing"]) == {"learning rate"}
+    assert "earlier version" in capfd.readouterr().out

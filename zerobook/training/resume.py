@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,16 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     tqdm.write(f"  as recorded: {', '.join(verified)}")
     for key, (was, now) in differing.items():
         tqdm.write(f"  differs from the checkpoint's record: {key} of the next step is {now}; recorded: {was}")
+    if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
+        tqdm.write("  an earlier version wrote the checkpoint; its warm-up was one step behind this one's")
     state.earlier_losses = _losses_behind(log, progress.step)
+
+
+def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool:
+    """Return whether the recorded rate is that of versions whose warm-up began at 0: after k steps, k of W parts, not k + 1."""
+    step = state.progress.step
+    in_warm_up = step < state.config.warmup_steps(state.total_steps)
+    return in_warm_up and math.isclose(recorded * (step + 1), now * step)
 
 
 def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | None:
