@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recipes.causal_lm import CausalLMConfig
@@ -22,7 +24,6 @@ from zerobook.training.intervals import (
     Measured,
     SaveClock,
     Schedule,
-    automatic_interval,
 )
 
 SECONDS = st.floats(1e-4, 7200)
@@ -33,24 +34,59 @@ def saved_steps(total, step_seconds, save_seconds, *, start=0, resumed=False):
     saves = AutomaticSaves(step=start, resumed=resumed, total_steps=total, save_seconds=save_seconds)
     saves.measured(Measured(step_seconds, save_seconds))
     steps = []
-    for step in range(start + 1, total):
-        if saves.is_due(step):
-            saves.saved(step)
-            steps.append(step)
+    # A run looks after each step; between two saves, nothing changes here.
+    while saves.next_step < total:
+        steps.append(saves.next_step)
+        assert saves.is_due(steps[-1]) and not saves.is_due(steps[-1] - 1)
+        saves.saved(steps[-1])
     return steps
 
 
-@given(step=SECONDS, save=SECONDS, total=st.integers(1, 10**6))
-def test_the_interval_keeps_to_half_an_hour_then_to_the_cost_then_to_ten_a_run(step, save, total):
-    interval = automatic_interval(step, save, total)
+ROWS = st.sampled_from([3, 10, 1000, 100_000])
+DEFAULTS = CausalLMConfig(model_name_or_path="m", dataset_name="d")
 
-    apart = interval * step
-    assert interval == 1 or apart <= LONGEST_S * 1.001
-    if apart < LONGEST_S - step:
-        assert (apart + step) * 0.05 >= save * 0.95 * 0.999, "saves take at most 5 % of the time"
-        assert interval >= total // 10 or apart >= min(SHORTEST_S, LONGEST_S) - step
-    if apart > SHORTEST_S + step and save * 19 < apart - step:
-        assert interval <= max(1, total // 10), "ten a run, where neither a minute nor the cost forbids it"
+
+def steps_over(rows):
+    """The steps of a run with default flags on so many rows, in one process."""
+    trained = rows * (1 - DEFAULTS.validation_split_percentage / 100)
+    return math.ceil(trained * DEFAULTS.num_train_epochs / DEFAULTS.per_device_train_batch_size)
+
+
+@given(rows=ROWS, step=SECONDS, save=SECONDS)
+@example(rows=3, step=1.0, save=1.0)
+@example(rows=10, step=600.0, save=1.0)
+@example(rows=1000, step=2.0, save=30.0)
+@example(rows=100_000, step=1.0, save=600.0)
+def test_automatic_saves_keep_to_half_an_hour_then_to_5_percent_then_to_ten_a_run(rows, step, save):
+    total = steps_over(rows)
+    steps = saved_steps(total, step, save)
+
+    gaps = [(after - before) * step for before, after in pairwise([0, *steps, total])]
+    assert max(gaps) <= max(LONGEST_S, step) * 1.001, "a killed run loses half an hour at most"
+    cost, training = len(steps) * save, total * step
+    is_slow_to_save = save * 0.95 > 0.05 * (LONGEST_S - step)
+    if not is_slow_to_save:
+        assert cost <= 0.0501 * (training + cost)
+    if save * 19 <= training and total > FIRST_STEP:
+        assert steps[0] <= FIRST_STEP, "a spike in the first tenth can be rolled back"
+    if training / 10 > max(SHORTEST_S, 19 * save) + step:
+        assert len(steps) + 1 >= 10, "the end is saved too"
+
+
+@given(rows=ROWS, step=st.floats(0.01, 60), slower=st.floats(1, 20), save=st.floats(0.01, 600))
+def test_steps_that_become_slower_do_not_stretch_the_half_hour(rows, step, slower, save):
+    total = steps_over(rows)
+    saves = AutomaticSaves(step=0, resumed=False, total_steps=total, save_seconds=save)
+    unsaved = longest = 0.0
+    for number in range(1, total):
+        seconds = step if number < total / 2 else step * slower
+        unsaved += seconds
+        saves.measured(Measured(unsaved / (number - saves.last_save), save))
+        if saves.is_due(number):
+            saves.saved(number)
+            longest, unsaved = max(longest, unsaved), 0.0
+
+    assert max(longest, unsaved) <= LONGEST_S + 2 * step * slower
 
 
 @pytest.mark.parametrize(
@@ -60,7 +96,8 @@ def test_the_interval_keeps_to_half_an_hour_then_to_the_cost_then_to_ten_a_run(s
         (100, 0.01, 0.01, [10]),
         (100, 60.0, 1.0, [*range(10, 100, 10)]),
         (100, 600.0, 1.0, [3, *range(6, 100, 3)]),
-        (1000, 2.0, 60.0, [10, 580]),
+        (1000, 2.0, 60.0, [10, 910]),
+        (1000, 2.0, 110.0, [900]),
     ],
 )
 def test_a_run_saves_early_and_then_as_often_as_it_pays(total, step_seconds, save_seconds, expected):
@@ -107,6 +144,17 @@ def test_an_evaluation_step_is_saved_as_soon_as_the_cost_allows():
 
     assert [saves.is_due(step, evaluates=True) for step in (110, 118, 119)] == [False, False, True]
     assert not saves.is_due(119)
+
+
+@given(rows=ROWS, batch=st.integers(1, 64), epochs=st.integers(1, 5))
+def test_each_epoch_has_one_step_that_ends_it(rows, batch, epochs):
+    passes = [min(epochs, step * batch / rows) for step in range(math.ceil(rows * epochs / batch) + 1)]
+    schedule = Schedule("epoch", len(passes) - 1)
+
+    due = [step for step in range(1, len(passes)) if schedule.is_due(step, passes[step - 1], passes[step])]
+
+    assert len(due) == min(epochs, len({math.ceil(epoch * rows / batch) for epoch in range(1, epochs + 1)}))
+    assert due[-1] == len(passes) - 1
 
 
 @given(share=st.integers(2, 50), total=st.integers(50, 5000))

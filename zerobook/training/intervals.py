@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ SHARE = 0.05
 """Share of the run's time that saves may take."""
 WRITE_SPEED = 0.5e9
 """Bytes a second of a save that was not measured yet."""
+_ROUNDING = 1e-6
+"""Keeps a quotient that is a whole number from being rounded to its neighbour."""
 
 
 def automatic_interval(step_seconds: float, save_seconds: float, total_steps: int) -> int:
@@ -35,11 +38,23 @@ def automatic_interval(step_seconds: float, save_seconds: float, total_steps: in
     >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=100_000)  # half an hour
     900
     """
-    for_ten = step_seconds * total_steps / SAVES_A_RUN
-    for_their_cost = save_seconds * (1 - SHARE) / SHARE
-    seconds = min(LONGEST_S, max(for_ten, for_their_cost, SHORTEST_S))
-    # The sum keeps a quotient that is a whole number from being rounded down.
-    return max(1, int(seconds / max(step_seconds, 1e-9) + 1e-6))
+    shortest = max(steps_to_earn(save_seconds, step_seconds), _steps_of(SHORTEST_S, step_seconds))
+    return max(1, min(_longest(step_seconds), max(total_steps // SAVES_A_RUN, shortest)))
+
+
+def steps_to_earn(seconds: float, step_seconds: float) -> int:
+    """Return the steps of which ``seconds`` beside them are 5 % of the time."""
+    return _steps_of(seconds * (1 - SHARE) / SHARE, step_seconds)
+
+
+def _longest(step_seconds: float) -> int:
+    """Return the most steps between two saves."""
+    return int(LONGEST_S / step_seconds + _ROUNDING)
+
+
+def _steps_of(seconds: float, step_seconds: float) -> int:
+    """Return the least number of steps that take ``seconds``."""
+    return math.ceil(seconds / step_seconds - _ROUNDING)
 
 
 class Measured(NamedTuple):
@@ -94,6 +109,8 @@ class AutomaticSaves:
     def __init__(self, *, step: int, resumed: bool, total_steps: int, save_seconds: float):
         self.total_steps = total_steps
         self.last_save = step
+        self._first_step = step
+        self._saves = 0
         self._early = None if resumed else step + FIRST_STEP
         self._measured = Measured(0.0, save_seconds)
 
@@ -103,14 +120,28 @@ class AutomaticSaves:
         if self._measured.step_seconds == 0:
             return self._early
         due = self.last_save + automatic_interval(*self._measured, self.total_steps)
-        return due if self._early is None else min(due, self._early)
+        # An early save takes time that the run earns later: the next one waits for that, but not longer than half an hour.
+        due = max(due, min(self._earned_step(), self.last_save + _longest(self._measured.step_seconds)))
+        if self._early is None or self._earned_step() > self.total_steps:
+            return due
+        return min(due, self._early)
+
+    def _earned_step(self) -> int:
+        """Return the step from which one more save keeps the saves of this attempt within 5 % of its time."""
+        step_seconds, save_seconds = self._measured
+        return self._first_step + steps_to_earn((self._saves + 1) * save_seconds, step_seconds)
 
     def measured(self, values: Measured) -> None:
         """Take over what rank 0 has measured."""
         self._measured = values
 
     def saved(self, step: int) -> None:
-        """Note that there is a checkpoint of ``step``, which was saved or gone back to."""
+        """Note a save of ``step``."""
+        self.went_back(step)
+        self._saves += 1
+
+    def went_back(self, step: int) -> None:
+        """Note a rollback to ``step``: there is a checkpoint of it."""
         self.last_save, self._early = step, None
 
     def is_due(self, step: int, *, evaluates: bool = False) -> bool:
@@ -122,8 +153,10 @@ class AutomaticSaves:
         """
         if self.next_step is not None and step >= self.next_step:
             return True
-        seconds = (step - self.last_save) * self._measured.step_seconds
-        return evaluates and seconds > 0 and SHARE * seconds >= (1 - SHARE) * self._measured.save_seconds
+        if not evaluates or self._measured.step_seconds == 0:
+            return False
+        step_seconds, save_seconds = self._measured
+        return step >= max(self._earned_step(), self.last_save + steps_to_earn(save_seconds, step_seconds))
 
 
 class AutomaticEvaluations:

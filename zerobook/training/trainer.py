@@ -474,9 +474,10 @@ class Trainer:
             self.recovery.act(action)
         if action.goes_back:
             self._evaluated = self._saved = None
-            self._note_save(self.progress.step)
-            if self._automatic_evaluations is not None:
-                self._automatic_evaluations.went_back(self.progress.step)
+            self._save_clock.start(self.progress.step)
+            for automatic in (self._automatic_saves, self._automatic_evaluations):
+                if automatic is not None:
+                    automatic.went_back(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
         self.hooks("on_rollback", self, action)
@@ -519,7 +520,9 @@ class Trainer:
         self.progress.following = self.state.expected_next_step()
         with during("save", step), self.pace.apart(), self._save_clock.saving():
             self.manager.save(self.progress, self.log)
-        self._note_save(step)
+        self._save_clock.start(step)
+        if self._automatic_saves is not None:
+            self._automatic_saves.saved(step)
         self.hooks("on_save", self, self.manager.folder / store.name_of(step))
 
     def _save_before_stop(self, action: RecoveryAction) -> None:
@@ -532,12 +535,6 @@ class Trainer:
         if self._saved != self.progress.step and self.strategy.differing_replicas() is None:
             self.save()
             self.manager.finish(self.log)
-
-    def _note_save(self, step: int) -> None:
-        """Count the interval to the next automatic save from ``step``, which was saved or gone back to."""
-        self._save_clock.start(step)
-        if self._automatic_saves is not None:
-            self._automatic_saves.saved(step)
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
