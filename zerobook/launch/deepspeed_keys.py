@@ -170,7 +170,7 @@ def account(plan: LaunchPlan) -> None:
 
 
 def _correction(key: str, section: str, known: set[str]) -> str:
-    """Return a sentence with the section that the key belongs to, or with the key of this section that is spelt most like it."""
+    """Return a sentence with the section that the key belongs to, or with the key of this section that is spelt like it."""
     owners = [owner for owner, keys in _keys_of_sections().items() if key in keys and owner != section]
     if owners:
         return f" It is a key of {' and of '.join(owners)}."

@@ -12,7 +12,6 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import hub
 from zerobook.utils.reading import read_json
 
-
 _ELSEWHERE = "accelerate_configs/fsdp.yaml"
 
 
