@@ -84,8 +84,8 @@ def test_each_mistake_has_its_sentence(argv, expected):
         ("- 1", "found a list"),
         ("max_steps: 3\nmax_train_steps: 4", "twice"),
         ("seed: 1\nlearning_rate: 1e-3\nseed: 2", "bad.yaml, line 3: not valid YAML: the key seed is given twice"),
-        ("num_train_epochs: .inf", "num_train_epochs: got inf"),
-        ("learning_rate: .nan", "learning_rate: got nan"),
+        ("num_train_epochs: .inf", "num_train_epochs: got '.inf'"),
+        ("learning_rate: .nan", "learning_rate: got '.nan'"),
     ],
 )
 def test_bad_yaml(tmp_path, text, expected):
@@ -102,7 +102,95 @@ def test_yaml_values_that_yaml_reads_in_its_own_way(tmp_path, monkeypatch):
     assert config.mixed_precision == "no" and sources.given("mixed_precision") and not sources.typed("mixed_precision")
     assert config.output_dir == str(tmp_path / "runs")
     file.write_text("mixed_precision: yes\n")
-    assert any("got True" in p for p in problems([*BASE, "--config", str(file)]))
+    assert any("got 'yes'" in p for p in problems([*BASE, "--config", str(file)]))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        # null, in the words of YAML and of Python
+        ("report_to: none", []),
+        ("report_to: [none]", []),
+        ("report_to:", []),
+        ("report_to: false", []),
+        ("eval_tasks: None", []),
+        ("max_train_steps: None", None),
+        ("chat_template: null", None),
+        ("profile: none", None),
+        ("eval_steps: no", 0),
+        ("save_steps: false", 0),
+        # booleans
+        ("packing: yes", True),
+        ("packing: off", False),
+        ("mixed_precision: no", "no"),
+        ("mixed_precision: false", "no"),
+        ("mixed_precision: none", "no"),
+        ("activation_checkpointing: on", "full"),
+        ("activation_checkpointing: no", "none"),
+        ("resume_from_checkpoint: true", "auto"),
+        ("resume_from_checkpoint: False", None),
+        # one value for a list, and a list in one text
+        ("lora_target_modules: q_proj", ["q_proj"]),
+        ("lora_target_modules: q_proj, v_proj", ["q_proj", "v_proj"]),
+        (r"lora_target_modules: .*\.[0-3]{1,2}\.q_proj", [r".*\.[0-3]{1,2}\.q_proj"]),
+        ("new_tokens: ','", [","]),
+        ("new_tokens: ['a,b']", ["a,b"]),
+        ("new_tokens: [none]", ["none"]),
+        ("new_tokens: 1", ["1"]),
+        # numbers
+        ("learning_rate: 1e-4", 1e-4),
+        ("learning_rate: '1e-4'", 1e-4),
+        ("warmup_ratio: .1", 0.1),
+        ("max_train_steps: 1e3", 1000),
+        ("max_train_steps: 1_000", 1000),
+        ("seed: 010", 10),
+        ("eval_steps: 0.1", 0.1),
+        # text that YAML takes for something else
+        ("run_name: 2026-01-02", "2026-01-02"),
+        ("run_name: 1:30", "1:30"),
+        ("dataset_config_name: no", "no"),
+        ("model_revision: 0123456", "0123456"),
+    ],
+)
+def test_a_yaml_value_means_what_a_person_wrote(tmp_path, line, expected):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: m\ndataset_name: d\n{line}\n")
+
+    config, sources, _ = parse(LoraConfig, ["--config", str(file)])
+
+    key = line.partition(":")[0]
+    assert getattr(config, key) == expected and sources[key] == str(file)
+
+
+@pytest.mark.parametrize("line", ["max_train_steps: 1.5e0", "learning_rate:", "seed: none", "report_to: all", "packing: 2",
+                                  "lora_target_modules: {a: b}", "max_train_steps: 1e999", "save_steps: none"])  # fmt: skip
+def test_a_yaml_value_without_a_meaning_is_refused(tmp_path, line):
+    file = tmp_path / "run.yaml"
+    file.write_text(line)
+
+    (problem,) = problems([*BASE, "--config", str(file)], LoraConfig)
+
+    assert problem.startswith(line.partition(":")[0]) and str(file) in problem
+
+
+@pytest.mark.parametrize(("flags", "key", "expected"), [
+    (["--report_to", "none"], "report_to", []),
+    (["--lora_target_modules", "q_proj,v_proj"], "lora_target_modules", ["q_proj", "v_proj"]),
+    (["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules", ["q_proj", "v_proj"]),
+    (["--max_train_steps", "1e3"], "max_train_steps", 1000),
+    (["--resume_from_checkpoint", "False"], "resume_from_checkpoint", None),
+])  # fmt: skip
+def test_a_flag_reads_values_as_yaml_does(flags, key, expected):
+    assert getattr(parse(LoraConfig, [*BASE, *flags])[0], key) == expected
+
+
+def test_values_of_datasets_are_read_as_others(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name_or_path: m\ndatasets: {path: d, split: none, limit: 1e3, weight: 1e-1, config_name: no}\n")
+
+    (spec,) = parse(LoraConfig, ["--config", str(file)])[0].datasets
+
+    assert (spec.split, spec.limit, spec.weight, spec.config_name) == (None, 1000, 0.1, "no")
 
 
 def test_an_output_dir_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -142,11 +230,11 @@ def test_another_recipes_config_is_checked_as_if_it_were_given():
 
 
 def test_a_yaml_boolean_is_no_number(tmp_path):
-    """YAML reads yes, on and true as booleans, and pydantic takes them for 1."""
+    """pydantic takes true for 1."""
     file = tmp_path / "run.yaml"
     file.write_text(
-        "learning_rate: true\nmax_train_steps: yes\nmodel_name_or_path: m\npacking: true\nmixed_precision: no\n"
-        "datasets:\n- {path: d, weight: on}\n"
+        "learning_rate: true\nmax_train_steps: true\nmodel_name_or_path: m\npacking: true\nmixed_precision: no\n"
+        "datasets:\n- {path: d, weight: true}\n"
     )
     found = problems(["--config", str(file)])
     assert found == [f"{key}: got True (from {file}), expected a number."
@@ -186,11 +274,11 @@ def test_paths_in_a_yaml_start_beside_it_too(tmp_path, monkeypatch):
     (elsewhere / "held.jsonl").write_text("x")
     (project / "run.yaml").write_text(
         "model_name_or_path: m/n\ntrain_file: data/train.jsonl\nvalidation_file: held.jsonl\nhooks: [mine.py:Mine]\n"
-        "eval_tasks: [task.jsonl]\n"
+        "eval_tasks: task.jsonl, task.jsonl\n"
     )
     monkeypatch.chdir(elsewhere)
     config, *_ = parse(CausalLMConfig, ["--config", "../project/run.yaml"])
-    assert config.train_file == "../project/data/train.jsonl" and config.eval_tasks == ["../project/task.jsonl"]
+    assert config.train_file == "../project/data/train.jsonl" and config.eval_tasks == ["../project/task.jsonl"] * 2
     assert config.validation_file == "held.jsonl", "the working folder comes first"
     assert config.hooks == ["../project/mine.py:Mine"] and config.model_name_or_path == "m/n"
     (project / "run.yaml").write_text(

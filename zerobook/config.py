@@ -32,7 +32,8 @@ from zerobook.utils import hub, other_trainers, user_code
 from zerobook.utils.chat_template import NAMES, template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import plain
-from zerobook.utils.yaml_text import load_yaml
+from zerobook.utils.written_values import as_list, as_whole_number, is_none
+from zerobook.utils.yaml_text import load_yaml_as_text
 
 # Names that published command lines use for the same thing.
 ALIASES = {
@@ -58,15 +59,22 @@ Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completi
 
 
 class _Keys(BaseModel):
-    """Keys of a config. A YAML boolean is no number: pydantic would take ``true`` as 1."""
+    """Keys of a config, with values as people write them: see `zerobook.utils.written_values`."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        # pydantic would take ``true`` as 1.
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise PydanticCustomError("number", "Input should be a number")
-        return value
+        if type(None) in kinds and is_none(value):
+            return None
+        lists = [kind for kind in kinds if get_origin(kind) is list]
+        if lists:
+            has_choices = get_origin(get_args(lists[0])[0]) is Literal
+            return [] if has_choices and value == ["none"] else as_list(value)
+        return as_whole_number(value) if int in kinds else value
 
 
 def _number(value: Any) -> float | None:
@@ -321,15 +329,24 @@ class RecipeConfig(_Keys):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
-        return "no" if value is False else value  # YAML 1.1 reads a bare no as false
+        # Others write none and false for it. Here none would mean unset, and another file might turn half precision on.
+        return "no" if value is False or value in ("none", "false", "off") else value
 
     @field_validator("profile", mode="before")
     @classmethod
     def _steps(cls, value: Any) -> Any:
+        if is_none(value):
+            return None
         found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
-        if value is not None and (found is None or int(found[1]) > int(found[2] or found[1])):
+        if found is None or int(found[1]) > int(found[2] or found[1]):
             raise PydanticCustomError("choice", "Input should be a step or a range of steps, as 12 or 10-12")
-        return None if value is None else str(value)
+        return str(value)
+
+    @field_validator("resume_from_checkpoint", mode="before")
+    @classmethod
+    def _newest_or_none(cls, value: Any) -> Any:
+        """Read true and false as transformers' scripts do: the newest checkpoint, and none."""
+        return {"true": AUTOMATIC, "false": None}.get(str(value).lower(), value)
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
@@ -344,6 +361,8 @@ class RecipeConfig(_Keys):
     def _interval(cls, value: Any) -> Any:
         if value is None:
             return AUTOMATIC
+        if value in ("no", False):
+            return 0
         if value in ("epoch", AUTOMATIC):
             return value
         number = _number(value)
@@ -652,9 +671,12 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
             elif name in values:
                 problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
             else:
+                if name in LISTS_OF_PATHS:
+                    value = as_list(value)
                 values[name], sources[name] = _beside(known.config, name, value), known.config
     for key, value in flags.items():
-        values[key], sources[key] = value, f"flag --{key}"
+        is_single = isinstance(value, list) and len(value) == 1
+        values[key], sources[key] = value[0] if is_single else value, f"flag --{key}"
 
     config, invalid = _valid(config_class, values, sources)
     problems += invalid
@@ -793,7 +815,7 @@ def _read(path: str) -> str:
 
 def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
     try:
-        loaded = load_yaml(text)
+        loaded = load_yaml_as_text(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -818,6 +840,7 @@ def nearest_file(missing: Path) -> str:
 PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",
          "config_name", "adapter_path", "dataset_name")  # fmt: skip
 """Keys that may name a file or a folder."""
+LISTS_OF_PATHS = ("eval_tasks", "hooks")
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
 LONGEST_SHOWN = 200
 """Characters of a wrong value that a message repeats."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import yaml
 
@@ -57,6 +58,26 @@ class _DistinctKeysLoader(BoundedLoader):
                 raise yaml.composer.ComposerError(None, None, f"the key {key.value} is given twice", key.start_mark)
             seen.add(str(key.value))
         return node
+
+
+class _TextLoader(_DistinctKeysLoader):
+    """Reads numbers, dates and words such as ``no`` as the text that a person wrote. Null, true and false are read.
+
+    YAML 1.1 takes ``1e-4`` for text and ``no``, ``1:30`` and ``2026-01-02`` for values. Here the type of the key decides what
+    the text means, as it does for flags.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+
+_TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+_TextLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"])
+
+
+def load_yaml_as_text(text: str) -> Any:
+    """Return the content of a recipe's YAML, with every number as its text. Raises as `load_yaml` does."""
+    return yaml.load(text, Loader=_TextLoader)
 
 
 def load_yaml(text: str) -> Any:

@@ -1,0 +1,45 @@
+"""Values as people write them, in YAML and in flags: ``none``, a list in one text, a whole number such as ``1e3``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_WORD = re.compile(r"[\w./:~-]+")
+"""A name, a path or ``FILE.py:Class``: text that has no comma of its own. A regular expression or a token may have one."""
+
+
+def is_none(value: Any) -> bool:
+    """Return whether a value is null, or a word for it that YAML reads as text.
+
+    >>> is_none("None"), is_none("null"), is_none("no")
+    (True, True, False)
+    """
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
+def as_list(value: Any) -> Any:
+    """Return the list that is meant by a single value: names between commas, or the one value. Lists are returned as they are.
+
+    >>> as_list("q_proj, v_proj"), as_list(r"layers\\.[0-3]{1,2}"), as_list("none")
+    (['q_proj', 'v_proj'], ['layers\\\\.[0-3]{1,2}'], [])
+    """
+    if isinstance(value, list | tuple):
+        return value
+    if is_none(value) or value is False:
+        return []
+    if not isinstance(value, str):
+        return [value]
+    parts = [part.strip() for part in value.split(",")]
+    return parts if all(map(_WORD.fullmatch, parts)) else [value]
+
+
+def as_whole_number(value: Any) -> Any:
+    """Return ``1e3`` as 1000. What is no whole number in that form is returned as it is."""
+    if not isinstance(value, str) or not re.fullmatch(r"[+-]?[\d.]+[eE]\+?\d{1,2}", value):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
