@@ -65,6 +65,7 @@ def test_lines_are_named(tmp_path, tiny, capsys):
     found = facts["train"]
     assert found["format"] == "messages" and found["samples"] == 6
     assert [place.partition(":")[0] for place in found["bad"]["first"]] == ["line 5", "line 6"]
+    assert [places["first"] for places in found["bad"]["by_reason"].values()] == [["line 5"], ["line 6"]]
     assert found["duplicates"] == {"count": 1, "first": ["line 4 (as line 1)"]}
     assert [place.partition(" (")[0] for place in found["dropped"]["first"]] == ["line 7"]
     assert [place.partition(" (")[0] for place in found["cut"]["first"]] == ["line 8"]

@@ -447,6 +447,24 @@ def test_columns_that_are_not_read_are_told_and_those_that_matter_refused(tmp_pa
     assert len(named.train) == 5 and named.formats == {"a": ("messages", ["id", "images"])}
 
 
+def test_samples_marked_as_held_out_are_not_trained_on(tmp_path, shelf):
+    marked = tmp_path / "marked.jsonl"
+    splits = ["train", "Test", "train", "validation", "dev"]
+    marked.write_text(
+        "".join(json.dumps({"prompt": f"a {n}", "completion": "b", "split": name}) + "\n" for n, name in enumerate(splits))
+    )
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "c", "completion": "d", "split": "test"}) + "\n")
+
+    with pytest.raises(DataError, match=r"line 2: the column split is 'Test'"):
+        shelf(train_file=str(marked), validation_file=str(held_out))
+    skipped = shelf(train_file=str(marked), validation_file=str(held_out), on_bad_sample="skip")
+    all_rows = shelf(train_file=str(marked), format="prompt_completion", validation_split_percentage=0)
+
+    assert len(skipped.train) == 2 and [len(part) for part in skipped.held_out.values()] == [1]
+    assert len(all_rows.train) == 5
+
+
 def test_a_first_sample_of_no_format_is_skipped_too(tmp_path, shelf):
     file = chats(tmp_path / "a.jsonl", 3)
     Path(file).write_text('{"note": "made by hand"}\n' + Path(file).read_text())

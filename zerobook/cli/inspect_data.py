@@ -21,7 +21,7 @@ from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import show_rows
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
-from zerobook.data.examine import Examined, Places, examine, held_out_twice, in_both
+from zerobook.data.examine import BadSamples, Examined, Places, examine, held_out_twice, in_both
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
 from zerobook.data.source import Source
 from zerobook.data.sources import open_held_out, open_source
@@ -32,6 +32,8 @@ from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
 
 BINS = 12
+PLACES_OF_REASON = 5
+"""Places that are listed for each reason why samples cannot be used."""
 
 
 def inspect(arguments: list[str]) -> int:
@@ -152,7 +154,7 @@ def _say(found: Examined, length: int) -> None:
     else:
         say(f"no sample is cut at --max_seq_length {length}; {facts['needed_length']} would do")
     _list("exact duplicates", found.duplicates)
-    _list("samples that cannot be used", found.bad)
+    _list_bad_samples(found.bad)
 
 
 def _histogram(lengths: np.ndarray, out: Any) -> None:
@@ -160,6 +162,18 @@ def _histogram(lengths: np.ndarray, out: Any) -> None:
     for count, low, high in zip(counts, edges, edges[1:], strict=False):
         bar = "█" * max(int(count > 0), round(60 * count / counts.max()))
         out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
+
+
+def _list_bad_samples(bad: BadSamples) -> None:
+    """Print the reasons why samples cannot be used, each with its first places."""
+    if not bad.count:
+        return
+    say(f"{bad.count:,} samples that cannot be used:")
+    for reason, places in bad.by_reason.items():
+        shown = places.first[:PLACES_OF_REASON]
+        more = f" and {places.count - len(shown):,} more" if places.count > len(shown) else ""
+        say(f"    {places.count:,} x {reason}")
+        say(f"        {'; '.join(shown)}{more}")
 
 
 def _list(what: str, places: Places) -> None:

@@ -39,6 +39,20 @@ class Places:
 
 
 @dataclass
+class BadSamples(Places):
+    """Places of samples that cannot be used, also by reason. The reasons after the first ``LISTED`` are counted as one."""
+
+    by_reason: dict[str, Places] = field(default_factory=dict)
+
+    def add_reason(self, place: str, reason: str) -> None:
+        self.add(f"{place}: {reason}")
+        reason = plain(reason, lines=False)
+        if reason not in self.by_reason and len(self.by_reason) >= LISTED:
+            reason = "other reasons"
+        self.by_reason.setdefault(reason, Places()).add(place)
+
+
+@dataclass
 class Examined:
     """Contents of a source. ``lengths`` are tokens of each good sample before cutting, int32 [samples]."""
 
@@ -52,7 +66,7 @@ class Examined:
     """samples that lose tokens, and keep supervised ones"""
     dropped: Places
     """samples that keep no supervised token within the maximum length, or have none at all"""
-    bad: Places
+    bad: BadSamples
     duplicates: Places
     """samples that are equal to an earlier one"""
     digests: np.ndarray
@@ -95,7 +109,7 @@ def examine(
         DataError: no sample fits a format.
     """
     short = CausalEncoder(encoder.tokenizer, length=length, chat_template=encoder.chat_template)
-    found = Examined(source.name, "", [], np.zeros(0, np.int32), 0, Places(), Places(), Places(), Places(),
+    found = Examined(source.name, "", [], np.zeros(0, np.int32), 0, Places(), Places(), BadSamples(), Places(),
                      np.zeros(0, np.uint64), [])  # fmt: skip
     lengths, digests, seen = list[int](), list[int](), dict[int, str]()
     is_kept = list[bool]()
@@ -104,13 +118,15 @@ def examine(
     for chunk in chunks(source.read(), bar):
         if reading is None:
             found.format = format or detect(chunk, columns or {}, {}, skip=True)
-            reading = Reading(found.format, columns or {}, encoder, NextToken(), detected=format is None)
+            reading = Reading(
+                found.format, columns or {}, encoder, NextToken(), detected=format is None, is_held_out=source.is_held_out
+            )
             parsed_rows = [parsed(raw) for _, raw in chunk]
             readable = [row for row in parsed_rows if isinstance(row, dict)]
             found.unread = formats.ignored(found.format, readable, own={}, **reading.columns)
         for where, sample, result in _encoded(chunk, reading):
             if isinstance(result, BadSample):
-                found.bad.add(f"{where}: {result}")
+                found.bad.add_reason(where, str(result))
                 continue
             one = [result, *result.others]
             longest = max(len(row.input_ids) for row in one)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zerobook.data.chats import checked_chat, read_chat, read_tools, read_turns, unread_keys
+from zerobook.data.folders import same_split
 from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Stretch, Text, Tokens
 from zerobook.data.tokens import TOKEN_COLUMNS, check_masks, read_tokens
 from zerobook.data.values import is_empty, kind_of, listed, read_text
@@ -36,6 +37,7 @@ __all__ = [
     "Stretch",
     "Text",
     "Tokens",
+    "check_split",
     "check_unread",
     "detect",
     "ignored",
@@ -192,6 +194,25 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     texts += [sample.source] if isinstance(sample, Pair) else []
     if any("<image>" in text for text in texts):
         raise BadSample(f"the text has <image>, which stands for an image that is not read. {way_out}")
+
+
+SPLIT_COLUMNS = ("split", "data_split", "partition", "subset", "set")
+"""Columns that name the split of a sample."""
+
+
+def check_split(row: Mapping[str, Any]) -> None:
+    """Check that a row that is to be trained on is not marked as one that is held out.
+
+    Raises:
+        BadSample: its column of splits names a validation or test split, in a spelling of `datasets`.
+    """
+    for column in SPLIT_COLUMNS:
+        value = row.get(column)
+        if isinstance(value, str) and same_split(value.strip().lower()) in ("validation", "test"):
+            raise BadSample(
+                f"the column {column} is {value!r:.40}, and every sample would be trained on. Move such samples to a file of "
+                "their own, leave them out with --on_bad_sample skip, or name the format with --format to train on all"
+            )
 
 
 def _named(name: str, text_column: str | None, summary_column: str | None, own: Mapping[str, Format]) -> Format:

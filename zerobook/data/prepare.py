@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 """Version of the files. Data of another version is prepared again."""
-READER = 4
+READER = 5
 """Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
 still resumes."""
 LISTED = 50
@@ -397,7 +397,7 @@ class Library:
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
         """Return the source's folder. Make it if it is missing."""
-        settings = self._settings(spec, source.digest(), rows) | {"reader": READER}
+        settings = self._settings(spec, source.digest(), rows) | {"reader": READER, "is_held_out": source.is_held_out}
         folder = self.root / _fingerprint(settings)
         self._ensure(folder, spec, source, settings, rows, workers)
         return folder
@@ -510,7 +510,9 @@ class Library:
             skip = self.config.on_bad_sample == "skip"
             empty = streaming and not first
             found = spec.format or ("text" if empty else detect(first, columns, own_of(self.encoder), skip=skip))
-            reading = Reading(found, columns, self.encoder, self.objective, detected=spec.format is None)
+            reading = Reading(
+                found, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
+            )
         except DataError as error:
             raise DataError(f"{source.name}: {error}") from None
         unread = ignored(first, reading)

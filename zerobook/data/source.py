@@ -33,6 +33,7 @@ class Source:
     lone_text: bool = False  # one running text, of which the end is held out
     sketch: Callable[[], str] | None = None
     cut: Callable[[], list[Source]] | None = None
+    is_held_out: bool = False  # no sample of it is trained on
 
     def shards(self) -> list[Source]:
         """Return the parts that a stream reads one after another; the whole source where it cannot be cut."""

@@ -65,7 +65,7 @@ def open_source(
 def open_held_out(path: str) -> Source:
     """Return the data that ``--validation_file`` names: its held-out split where it has one, else all of it."""
     splits = open_source(path)
-    return splits.held_out or splits.train
+    return replace(splits.held_out or splits.train, is_held_out=True)
 
 
 def _only_train(path: str, split: str | None) -> None:
@@ -122,10 +122,12 @@ def _hub_stream(name: str, config_name: str | None, revision: str | None, split:
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
     """Return the splits of a loaded dataset. ``revision``: of a streamed dataset, which has no fingerprint."""
     train, held_out = _choose(name, list(loaded), split)
-    source = None if held_out is None else _of_split(f"{name} held out", loaded[held_out], revision)
+    held_out_source = None
+    if held_out is not None:
+        held_out_source = replace(_of_split(f"{name} held out", loaded[held_out], revision), is_held_out=True)
     return Splits(
         train=_of_split(f"{name} {train}", loaded[train], revision),
-        held_out=source,
+        held_out=held_out_source,
         train_name=f"split {train}",
         held_out_name=f"split {held_out}" if held_out else "",
         unused=tuple(f"split {other}" for other in loaded if other not in (train, held_out)),
@@ -237,7 +239,8 @@ def _held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -
     """Return the fields of `Splits` for the split that is held out."""
     if split is None:
         return {}
-    return {"held_out": _all_of(path, "held out", splits[split]), "held_out_name": _count(split, splits[split])}
+    source = replace(_all_of(path, "held out", splits[split]), is_held_out=True)
+    return {"held_out": source, "held_out_name": _count(split, splits[split])}
 
 
 def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataError:

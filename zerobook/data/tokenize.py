@@ -39,7 +39,8 @@ Chunk = list[tuple[str, Any]]
 class Reading:
     """Settings that convert the samples of a source to token ids. Sent to worker processes.
 
-    ``detected``: the user did not name the format, so columns that it does not read may be a mistake.
+    ``detected``: the user did not name the format, so columns that it does not read may be a mistake. ``is_held_out``: no
+    sample is trained on.
     """
 
     format: str
@@ -47,6 +48,7 @@ class Reading:
     encoder: Encoder
     objective: Objective
     detected: bool = False
+    is_held_out: bool = False
 
     def weigh(self, document: Encoded) -> int:
         """Return the objective's weight of a document. Raises `ConfigError` where it is no integer of at least 0."""
@@ -209,6 +211,8 @@ def read_sample(reading: Reading, raw: object) -> Any:
     sample = formats.parse(reading.format, row, own=own, **reading.columns)
     if reading.detected and reading.format not in own:
         formats.check_unread(cast("Mapping[str, Any]", row), sample)
+        if not reading.is_held_out:
+            formats.check_split(cast("Mapping[str, Any]", row))
     return sample
 
 
