@@ -33,7 +33,7 @@ from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import Encoder
-from zerobook.data.tokenize import Reading, chunks, detect, encode_all, ignored
+from zerobook.data.tokenize import CUT, DROPPED, Reading, chunks, detect, encode_all, ignored
 from zerobook.data.verification import META, find_damage, read_meta, stamp
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
@@ -53,6 +53,8 @@ READER = 5
 still resumes."""
 LISTED = 50
 """Number of bad samples that are listed; the others are only counted."""
+MANY_CUT = 0.5
+"""Share of the samples that lose a part to the maximum length, from which a run warns."""
 REASONS = 5
 """Number of reasons that are listed with their counts."""
 
@@ -117,7 +119,7 @@ def prepare(
     shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
     data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
     if strategy.is_main:
-        for message in describe_missing_held_out(config, data):
+        for message in (*describe_missing_held_out(config, data), *describe_cut_samples(config, data)):
             tqdm.write(message)
     if config.streaming:
         data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
@@ -134,6 +136,25 @@ def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[
     percentage = config.validation_split_percentage
     paths = [spec.path for spec in config.dataset_specs() if spec.name not in data.held_out]
     return [describe_empty_share(path, percentage, others=bool(data.held_out)) for path in paths]
+
+
+def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
+    """Return a warning for each dataset most of whose samples lose a part, or all, to the maximum length."""
+    messages = []
+    views = [] if config.streaming else data.train.views
+    for spec, view in zip(config.dataset_specs(), views, strict=False):
+        meta = view.store.meta
+        dropped = meta["report"].get(DROPPED, 0)
+        shortened = meta["report"].get(CUT, 0) + dropped
+        samples = meta["documents"] + dropped
+        if shortened < MANY_CUT * samples:
+            continue
+        messages.append(
+            f"WARNING: {spec.path}: {shortened:,} of {samples:,} samples do not fit into a row, and what does not fit is not "
+            f"trained on. --{type(config).length_key} is {config.row_length}: raise it as far as model and memory allow, or "
+            "split the samples."
+        )
+    return messages
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ TEXT_PIECE = 1 << 20
 SAMPLE_LIMIT = 16 << 20
 """Bytes of a JSON line that is not running text."""
 
+CUT = "cut to the maximum length"
+"""Count of the samples that lose tokens, and keep supervised ones."""
+DROPPED = "dropped, nothing supervised within the maximum length"
+
 Chunk = list[tuple[str, Any]]
 
 
@@ -253,13 +257,13 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
             counts["turns of which the chat template leaves out a part"] += document.shortened
             weight = reading.weigh(document)
             if reading.format == "text" or weight:
-                counts["cut to the maximum length"] += document.cut
+                counts[CUT] += document.cut
                 documents.append(document)
                 weights.append(weight)
                 begins.append(begin)
                 begin = False
             elif document.cut:
-                counts["dropped, nothing supervised within the maximum length"] += 1
+                counts[DROPPED] += 1
             else:
                 counts["dropped, nothing supervised"] += 1
     ids = Ragged.join([d.input_ids for d in documents])

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from zerobook.config import RecipeConfig
 from zerobook.evaluation import held_out
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
@@ -21,6 +22,8 @@ from zerobook.utils.units import counted
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Format of the progress bar: at 80 columns, the bar itself has 20 or more."""
+MUCH_PADDING = 0.5
+"""Share of a batch's tokens that are padding, from which a run names flags against it."""
 SAMPLES = 3
 """Samples of an evaluation that are printed; the page has all."""
 SAMPLE_LINES = 3
@@ -70,7 +73,11 @@ class Console(Hook):
             at_once = counted(rows, "row")
             self.say(f"  note: an evaluation takes {at_once} at once; {asked}, as per_device_eval_batch_size asks, {why}")
         if state.progress.step < state.end_step:
-            self.say(f"{0 if config.padding_free else state.loader.padding():.1%} of a batch's tokens are padding")
+            padding = 0.0 if config.padding_free else state.loader.padding()
+            self.say(f"{padding:.1%} of a batch's tokens are padding")
+            if padding >= MUCH_PADDING:
+                is_seq2seq = getattr(trainer.strategy.unwrapped.config, "is_encoder_decoder", False)
+                self.say(f"  note: {_less_padding(config, is_seq2seq)}")
         else:
             self.say(f"step {state.progress.step} was the last one; nothing is left to train")
 
@@ -126,6 +133,16 @@ def describe_sample(sample: dict[str, Any], width: int) -> str:
         labels = [name, *[""] * (len(parts) - 1)]
         lines += [f"  {label:<{label_width}}{part}" for label, part in zip(labels, parts, strict=True)]
     return "\n".join(lines)
+
+
+def _less_padding(config: RecipeConfig, is_seq2seq: bool) -> str:
+    """Return a note on the flags that reduce the padding of a batch."""
+    flags = []
+    if not is_seq2seq:
+        flags.append("--packing puts several samples into a row")
+    if not config.group_by_length:
+        flags.append("--group_by_length puts rows of similar length into a batch")
+    return f"most of the time is spent on padding. {', and '.join(flags) or 'A smaller batch would have less'}"
 
 
 def _live(live: dict[str, Any]) -> str:
