@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -36,6 +37,7 @@ from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training import run
 from zerobook.training.console import Console
+from zerobook.utils import bars
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 
@@ -288,3 +290,17 @@ def test_answers_of_an_evaluation_are_printed_in_the_columns_of_the_terminal(cap
 def test_the_batch_counts_processes_in_words_that_fit(number, text):
     layout = BatchLayout(world_size=number, rank=0, micro=2, accumulation=1)
     assert text in layout.arithmetic
+
+
+def test_a_log_file_gets_lines_in_place_of_a_bar(monkeypatch):
+    short, long = io.StringIO(), io.StringIO()
+
+    for _ in bars.tqdm(range(3), desc="short work", file=short):
+        pass
+    monkeypatch.setattr(bars, "LINE_EVERY_S", 0)
+    for _ in bars.tqdm(range(3), desc="long work", file=long):
+        pass
+
+    assert short.getvalue().strip() == ""
+    lines = long.getvalue().splitlines()
+    assert lines[0].startswith("long work") and "3/3" in long.getvalue() and "\r" not in long.getvalue().rstrip()

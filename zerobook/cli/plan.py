@@ -247,7 +247,7 @@ def _rows(recipe: Recipe[Any], sources: ConfigSources, where: Cluster, chosen: s
     from zerobook.plan.rows import planned
     from zerobook.utils.bars import tqdm
 
-    bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False, disable=not sys.stderr.isatty())
+    bar = tqdm(_files(chosen), desc="planning", unit=" files", leave=False)
     return planned(recipe, sources, where, bar)
 
 
@@ -328,7 +328,7 @@ def _measure(first: str, flags: list[str], where: Cluster, asked: argparse.Names
         )
     recipe_file, flags, recipe, sources = _read(first, flags, data=True)
     planned, found = job(recipe), []
-    for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False, disable=not sys.stderr.isatty()):
+    for file in tqdm(_files(asked.strategies), desc="measuring", unit=" files", leave=False):
         found.append(measure(file, planned, recipe_file, flags, where, sources))
     if asked.json:
         table.write_json(asked.json, [asdict(made) for made in found])
@@ -365,7 +365,7 @@ def _autotune(first: str, flags: list[str], where: Cluster, asked: argparse.Name
             f"--global_batch: {asked.global_batch!r} is no number of samples. Give what a step is to have, such as 64."
         )
     recipe_file, flags, recipe, sources = _read(first, flags, data=True)
-    with tqdm(desc="measuring", unit=" runs", leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(desc="measuring", unit=" runs", leave=False) as bar:
 
         def progress(words: str) -> None:
             bar.set_postfix_str(words)

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,7 +83,7 @@ def recipe(argv: list[str]) -> int:
 def _bar(files: Iterable[Path], what: str) -> Iterable[Path]:
     from zerobook.utils.bars import tqdm
 
-    return tqdm(list(files), desc=f"planning {what}", unit=" files", leave=False, disable=not sys.stderr.isatty())
+    return tqdm(list(files), desc=f"planning {what}", unit=" files", leave=False)
 
 
 def _check(file: Path) -> None:
