@@ -388,6 +388,7 @@ def test_preference_data_and_prompts_without_answers_are_named():
 def test_columns_that_are_ignored():
     rows = [{"messages": [], "system": "", "id": 1}, {"messages": [], "source": "x"}]
     assert ignored("messages", rows) == ["id", "source"]
+    assert ignored("messages", [{"": 0, "messages": []}]) == [], "the index that pandas writes"
     assert ignored("pairs", [{"body": 1, "head": 2, "n": 3}], text_column="body", summary_column="head") == ["n"]
 
 

@@ -98,6 +98,13 @@ def test_a_share_of_less_than_a_row_warns_and_names_what_does_not_work(tiny, tmp
     assert "early_stopping_patience" in capsys.readouterr().err
 
 
+def test_inspect_warns_of_no_share_where_no_sample_can_be_used(tiny, tmp_path, capsys):
+    file = write_chat(tmp_path / "bad.jsonl", "")
+
+    assert inspect_with(tiny, file) == 2
+    assert "is held out" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [{"validation_split_percentage": 0}, {"validation_split_percentage": 25}])
 def test_a_share_that_is_wanted_or_not_warns_of_nothing(run, capsys, flags):
     run(**flags)

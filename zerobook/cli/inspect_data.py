@@ -89,7 +89,7 @@ def inspect(arguments: list[str]) -> int:
     if problem:
         raise DataError(problem)
     share = known.validation_split_percentage
-    if held_out is None and share and not _rows_of_share(known, splits.train, train, held_out_count):
+    if held_out is None and len(train.lengths) and share and not _rows_of_share(known, splits.train, train, held_out_count):
         say(describe_empty_share(known.file, share), file=sys.stderr)
     has_bad_samples = train.bad.count or (held_out is not None and held_out.bad.count)
     return 2 if has_bad_samples else 0

@@ -153,6 +153,8 @@ def ignored(
         turn_columns = needed if entry.has_turns else ()
         for column in turn_columns:
             names |= dict.fromkeys(f"{column}[].{key}" for key in unread_keys(row[column]))
+    # pandas writes the numbers of the rows into a column without a name.
+    names.pop("", None)
     return list(names)
 
 
