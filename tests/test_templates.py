@@ -559,7 +559,7 @@ def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, trimmin
     ("mistral", "EOS", "BOS[INST] Hello? [/INST] Hi there.EOS[INST] Who are you? [/INST] A book.EOS"),
     ("gemma", "<end_of_turn>", "BOS<start_of_turn>user\nHello?<end_of_turn>\n<start_of_turn>model\nHi there.<end_of_turn>\n"),
     ("falcon", "EOS", "User: Hello?\nFalcon: Hi there.EOS\nUser: Who are you?\nFalcon: A book.EOS\n"),
-    ("zephyr", "EOS", "<|user|>\nHello?EOS\n<|assistant|>\nHi there.EOS\n<|user|>\nWho are you?EOS\n"),
+    ("zephyr", "EOS", "BOS<|user|>\nHello?EOS\n<|assistant|>\nHi there.EOS\n<|user|>\nWho are you?EOS\n"),
 ])  # fmt: skip
 def test_templates_by_name(tokenizer, name, ends, begins):
     """Each turn of the assistant is supervised with its end, also where the end is no token of this tokenizer."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from recipes.causal_lm import CausalLM
 from recipes.lora_finetune import LoraFinetune
 from recipes.seq2seq_chatbot import Seq2SeqChatbot
 from tests.alone import train
+from zerobook.checkpoint import store
+from zerobook.cli.main import main
+from zerobook.errors import ConfigError
+from zerobook.utils.chat_template import template_file
 
 
 def chats(path, words):
@@ -89,3 +95,52 @@ def test_a_held_out_share_of_no_row_is_said_with_what_does_not_work_then(run, ca
     said = output(capfd, run, CausalLM, train_file=text, block_size=64)
 
     assert "not one row" in said and "--validation_file" in said and "evaluations:" not in said
+
+
+@pytest.fixture
+def base(tiny, tmp_path):
+    """A model whose tokenizer has no chat template."""
+    folder = shutil.copytree(tiny / "llama", tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def test_chats_for_a_base_model_are_rendered_by_a_template_that_is_said_and_kept(base, tmp_path, capfd):
+    flags = {"train_file": chats(tmp_path / "chats.jsonl", [8] * 24), "max_seq_length": 64}
+    train(tmp_path / "run", LoraFinetune, model_name_or_path=base, max_train_steps=1, **flags)
+
+    (note,) = [line for line in capfd.readouterr().out.splitlines() if "no chat template" in line]
+    assert "zephyr" in note and "--chat_template" in note
+    expected = template_file("zephyr").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template == expected
+    (checkpoint,) = store.complete(store.folder_of(tmp_path / "run"))
+    assert store.read_json(checkpoint / "config.json")["chat_template"] == expected
+
+    more = train(
+        tmp_path / "run", LoraFinetune, model_name_or_path=base, max_train_steps=2, resume_from_checkpoint="auto", **flags
+    )
+    assert more.event("run_end")["progress"]["step"] == 2, "the same rows"
+
+
+def test_a_stream_of_chats_needs_a_template_that_a_person_names(base, tmp_path):
+    file = chats(tmp_path / "chats.jsonl", [8] * 24)
+
+    with pytest.raises(ConfigError, match="no chat template"):
+        train(tmp_path / "run", LoraFinetune, model_name_or_path=base, train_file=file, streaming=True, max_train_steps=1)
+
+
+def test_a_model_that_is_trained_on_text_gets_no_chat_template(base, tmp_path, capfd):
+    text = tmp_path / "text.txt"
+    text.write_text("green tea and a cup of hot water\n" * 30)
+
+    train(tmp_path / "run", CausalLM, model_name_or_path=base, train_file=text, block_size=32, max_train_steps=1)
+
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template is None
+    assert "chat template" not in capfd.readouterr().out
+
+
+def test_data_inspect_names_the_template_that_a_run_would_take(base, tmp_path, capfd):
+    assert main(["data", "inspect", str(chats(tmp_path / "chats.jsonl", [8] * 24)), "--model", str(base)]) == 0
+
+    captured = capfd.readouterr()
+    assert "zephyr" in captured.err and "<|user|>" in captured.out

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
@@ -519,6 +519,12 @@ class RecipeConfig(_Keys):
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise ConfigError(f"chat_template: {self.chat_template} cannot be read: {reason}. Give a Jinja file.") from None
+
+    def with_chat_template(self, name: str) -> Self:
+        """Return the config with another ``chat_template``."""
+        changed = self.model_copy(update={"chat_template": name})
+        vars(changed).pop("chat_template_text", None)  # cached for the value before
+        return changed
 
     def names_data(self) -> bool:
         """Return whether the config names training data."""

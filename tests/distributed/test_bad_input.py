@@ -24,12 +24,9 @@ def folder(tiny, tmp_path_factory):
     (target / "mute.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     (target / "short.txt").write_text("a few words")
     (target / "questions.csv").write_text("headline,body\na,b\n")
-    for name, token in (("no_template", None), ("no_pad", "<|endoftext|>")):
-        tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
-        tokenizer.pad_token = None
-        if token is None:
-            tokenizer.chat_template = None
-        tokenizer.save_pretrained(target / name)
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(target / "no_pad")
     (target / "half_a_model").mkdir()
     (target / "half_a_model" / "config.json").write_text(json.dumps({"model_type": "llama"})[:-3])
     return target
@@ -44,7 +41,6 @@ CASES = {
     "no such dataset": ({"dataset_name": "nobody/nothing"}, "DataError", "there is no such file or folder here"),
     "no such model": ({"model_name_or_path": "nobody/nothing"}, "ConfigError", "nobody/nothing is no folder here"),
     "a broken model": ({"model_name_or_path": "half_a_model"}, "ConfigError", "half_a_model is a folder here, but"),
-    "no chat template": ({"tokenizer_name": "no_template"}, "ConfigError", "the tokenizer has no chat template"),
     "no such flag": ({"learning_rat": 1}, "ConfigError", "Did you mean --learning_rate?"),
 }
 

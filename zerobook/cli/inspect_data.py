@@ -25,7 +25,7 @@ from zerobook.data.examine import BadSamples, Examined, Places, examine, held_ou
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
 from zerobook.data.source import Source
 from zerobook.data.sources import open_held_out, open_source
-from zerobook.data.templates import CausalEncoder
+from zerobook.data.templates import CausalEncoder, describe_default_template
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import template_file
 from zerobook.utils.reading import read_text
@@ -60,6 +60,8 @@ def inspect(arguments: list[str]) -> int:
     train = examine(splits.train, encoder, rows=known.samples, **settings)
     other = open_held_out(known.validation_file) if known.validation_file else splits.held_out
     held_out = examine(other, encoder, **settings) if other is not None else None
+    if train.has_chats and encoder.has_default_template:
+        say(describe_default_template(encoder.tokenizer), file=sys.stderr)
     if held_out is not None:
         held_out_count, both = int(held_out.is_kept.sum()), in_both(train, held_out)
     elif splits.train.lone_text:
@@ -131,7 +133,9 @@ def _encoder(model: str, template: str | None) -> CausalEncoder:
             raise ConfigError(f"--chat_template {template}: it cannot be read: {error}.") from None
     name = embedded.located(find_result(model).model)
     tokenizer, _ = open_tokenizer(name, template=template, revision="main", trust_remote_code=False)
-    return CausalEncoder(tokenizer, length=None)
+    encoder = CausalEncoder(tokenizer, length=None)
+    encoder.take_default_template()
+    return encoder
 
 
 def _say(found: Examined, length: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -75,6 +76,7 @@ class Examined:
     """the first rows, with their places"""
     is_kept: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     """bool [samples], which of them a run keeps"""
+    has_chats: bool = False
 
     def summary(self) -> dict[str, Any]:
         """Return JSON-ready facts. ``needed_length`` is the maximum length that keeps every sample whole."""
@@ -108,7 +110,8 @@ def examine(
     Raises:
         DataError: no sample fits a format.
     """
-    short = CausalEncoder(encoder.tokenizer, length=length, chat_template=encoder.chat_template)
+    short = copy.copy(encoder)
+    short.length = length
     found = Examined(source.name, "", [], np.zeros(0, np.int32), 0, Places(), Places(), BadSamples(), Places(),
                      np.zeros(0, np.uint64), [])  # fmt: skip
     lengths, digests, seen = list[int](), list[int](), dict[int, str]()
@@ -128,6 +131,7 @@ def examine(
             if isinstance(result, BadSample):
                 found.bad.add_reason(where, str(result))
                 continue
+            found.has_chats |= isinstance(sample, formats.Chat)
             one = [result, *result.others]
             longest = max(len(row.input_ids) for row in one)
             digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))

@@ -32,8 +32,8 @@ from zerobook.data.source import Item, Source, Splits
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
-from zerobook.data.templates import Encoder
-from zerobook.data.tokenize import CUT, DROPPED, Reading, chunks, detect, encode_all, ignored
+from zerobook.data.templates import CausalEncoder, Encoder, describe_default_template
+from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Reading, chunks, detect, encode_all, ignored
 from zerobook.data.verification import META, find_damage, read_meta, stamp
 from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
@@ -75,6 +75,11 @@ class PreparedData:
     """The first samples that were left out of each dataset: place and reason."""
 
     @property
+    def uses_default_template(self) -> bool:
+        """Whether chats were rendered by the default chat template, since the tokenizer has none."""
+        return any(BY_DEFAULT_TEMPLATE in facts for facts in self.report.values())
+
+    @property
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each part."""
         held_out = {f"held-out data of {name}": part.fingerprint for name, part in self.held_out.items()}
@@ -114,11 +119,16 @@ def prepare(
         ConfigError: packing with an objective or an encoder that cannot be packed.
         DataError: on every rank, where the error occurred on one.
     """
+    # The text of a stream's chats is not known before the run: a saved model could lack its template.
+    if isinstance(encoder, CausalEncoder) and not config.streaming:
+        encoder.take_default_template()
     library = Library(config, tokenizer, encoder, objective)
     workers = workers or config.preprocessing_num_workers or 1
     shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
     data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
     if strategy.is_main:
+        if data.uses_default_template:
+            tqdm.write(describe_default_template(tokenizer))
         for message in (*describe_missing_held_out(config, data), *describe_cut_samples(config, data)):
             tqdm.write(message)
     if config.streaming:

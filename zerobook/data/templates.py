@@ -26,7 +26,8 @@ from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
 from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError, DataError
-from zerobook.utils.chat_template import READ_TOOLS
+from zerobook.utils.chat_template import DEFAULT, READ_TOOLS, template_file
+from zerobook.utils.reading import read_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -106,6 +107,9 @@ class CausalEncoder:
         ConfigError: a chat template that is not valid Jinja.
     """
 
+    # Set on an instance only where it is taken: the attributes of an instance are in the fingerprint of prepared data.
+    _default_template: ChatTemplate | None = None
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, length: int | None, chat_template: str | None = None):
         self.tokenizer = tokenizer
         self.length = length
@@ -117,11 +121,22 @@ class CausalEncoder:
         self._control = ControlTokens(tokenizer)
         self._bos = self._control.leading
 
+    def take_default_template(self) -> None:
+        """Render chats by the template `DEFAULT` where the tokenizer has none, and none was given."""
+        if self.template is None:
+            self._default_template = _template(self.tokenizer, read_text(template_file(DEFAULT)))
+            self.template = self.tool_template = self._default_template
+
+    @property
+    def has_default_template(self) -> bool:
+        """Whether `take_default_template` gave it its template."""
+        return self._default_template is not None
+
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order; a `BadSample` says why there are no tokens.
 
         Raises:
-            ConfigError: a sample is a chat, and the tokenizer has no chat template.
+            ConfigError: a sample is a chat, and there is no chat template.
         """
         return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: self._pairs, Tokens: self._tokens})
 
@@ -196,6 +211,14 @@ class CausalEncoder:
         if self.length is None or len(ids) <= self.length:
             return Encoded(ids, labels, cut)
         return Encoded(ids[: self.length], labels[: self.length], True)
+
+
+def describe_default_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a note on the chat template that a run takes where the tokenizer has none."""
+    return (
+        f"note: the tokenizer has no chat template, so chats are rendered by {DEFAULT}, and turns end with "
+        f"{tokenizer.eos_token!r} (--chat_template names another)"
+    )
 
 
 class Seq2SeqEncoder:

@@ -34,6 +34,7 @@ SAMPLE_LIMIT = 16 << 20
 
 CUT = "cut to the maximum length"
 """Count of the samples that lose tokens, and keep supervised ones."""
+BY_DEFAULT_TEMPLATE = "rendered by the default chat template"
 DROPPED = "dropped, nothing supervised within the maximum length"
 
 Chunk = list[tuple[str, Any]]
@@ -240,6 +241,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
     documents: list[Encoded] = []
     weights: list[int] = []
     begins: list[bool] = []
+    has_default_template = getattr(reading.encoder, "has_default_template", False)
     encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
     for where, parts in zip(places, pieces, strict=True):
         found = [next(encoded) for _ in parts]
@@ -251,6 +253,7 @@ def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
         first = good[0] if len(good) == 1 else _join(good)
         counts["texts with the name of a special token, read as characters"] += first.plain
         begin = getattr(parts[0], "begins", True)
+        counts[BY_DEFAULT_TEMPLATE] += has_default_template and isinstance(parts[0], formats.Chat)
         counts["rows added for turns that the chat template rewrites later on"] += len(first.others)
         for document in (first, *first.others):
             counts["turns given an end-of-text token"] += document.added_eos

@@ -24,6 +24,7 @@ from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
+from zerobook.utils.chat_template import DEFAULT
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import console, say
 
@@ -100,6 +101,12 @@ def train(
         enter("prepare data")
         data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
         preflight.check_data(strategy, data.fingerprints)
+        if data.uses_default_template:
+            # The template belongs to the trained model: checkpoints, its folder and its exports have it.
+            config = config.with_chat_template(DEFAULT)
+            sources["chat_template"] = "default of a tokenizer without one"
+            recipe = type(recipe)(config)
+            tokenizer.chat_template = config.chat_template_text
         enter("load")
         model = recipe.model(tokenizer, strategy)
         note = fit_embeddings(model, tokenizer)

@@ -9,6 +9,9 @@ READ_TOOLS = ("chatml-tools", "llama-3-tools")
 """Those that read tools, calls of them and their results."""
 NAMES = ("chatml", "chatml-tools", "falcon", "gemma", "llama-3", "llama-3-tools", "mistral", "zephyr")
 
+DEFAULT = "zephyr"
+"""The one for chats where the tokenizer has none. It ends turns with the end-of-text token, which every model knows."""
+
 
 def template_file(name: str) -> Path:
     """Return the file of a chat template: one of `NAMES`, or a path."""
