@@ -16,7 +16,7 @@ from typing import Any, get_args
 from zerobook.checkpoint.contents import FILES
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import ALIASES, DatasetSpec, RecipeConfig
-from zerobook.runlog.events import COMMON, KINDS, STEP_LINE
+from zerobook.runlog.events import COMMON_FIELDS, EVENT_TYPES, STEP_FIELDS
 from zerobook.runlog.records import StepRecord
 from zerobook.training.recipe_file import recipe_class
 
@@ -195,14 +195,14 @@ def runlog() -> str:
     )
     line = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})
     known = field_docs(StepRecord)
-    rows = [[f"`{name}`", sentence(text)] for name, text in STEP_LINE.items() if name != "crc"]
+    rows = [[f"`{name}`", sentence(text)] for name, text in STEP_FIELDS.items() if name != "crc"]
     rows += [[f"`{name}`", sentence(known[name])] for name in line.to_json()]
-    rows.append(["`crc`", sentence(STEP_LINE["crc"])])
+    rows.append(["`crc`", sentence(STEP_FIELDS["crc"])])
     parts.append(f"## steps.jsonl\n\nOne line per optimizer step.\n\n{table(['field', 'meaning'], rows)}")
-    common = [[f"`{name}`", sentence(text)] for name, text in COMMON.items()]
+    common = [[f"`{name}`", sentence(text)] for name, text in COMMON_FIELDS.items()]
     parts.append(f"## events.jsonl\n\nEvery event has these fields.\n\n{table(['field', 'meaning'], common)}")
     parts.append("Fields that have no value in a case are left out, or null.\n")
-    for name, event in KINDS.items():
+    for name, event in EVENT_TYPES.items():
         rows = [[f"`{field}`", sentence(text)] for field, text in event.fields.items()]
         parts.append(f"### {name}\n\n{event.when}\n\n{table(['field', 'meaning'], rows)}")
     return "\n".join(parts)

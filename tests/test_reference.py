@@ -15,7 +15,7 @@ from tests.harness import ROOT
 from tests.test_checkpoints import save_all, spread
 from zerobook.checkpoint.contents import FILES
 from zerobook.config import RecipeConfig
-from zerobook.runlog.events import COMMON, KINDS
+from zerobook.runlog.events import COMMON_FIELDS, EVENT_TYPES
 
 
 @pytest.mark.parametrize("name, text", reference.pages().items(), ids=list(reference.pages()))
@@ -72,11 +72,12 @@ def written() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def test_every_event_that_is_written_is_described():
-    found = list(written())
-    for where, kind, fields in found:
-        assert kind in KINDS, f"{where}: describe {kind} in zerobook/runlog/events.py"
-        assert fields <= {*KINDS[kind].fields, *COMMON}, f"{where}: describe the fields of {kind} in zerobook/runlog/events.py"
-    assert {kind for _, kind, _ in found} == set(KINDS)
+    written_events = list(written())
+    for where, name, fields in written_events:
+        assert name in EVENT_TYPES, f"{where}: declare {name} in zerobook/runlog/events"
+        known_fields = {*EVENT_TYPES[name].fields, *COMMON_FIELDS}
+        assert fields <= known_fields, f"{where}: describe the fields of {name} in zerobook/runlog/events"
+    assert {name for _, name, _ in written_events} == set(EVENT_TYPES)
 
 
 # --- checkpoints

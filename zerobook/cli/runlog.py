@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Any
 from zerobook.cli.arguments import Parser
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
-from zerobook.runlog.event_text import QUIET, duration, sentence
+from zerobook.runlog.events import ENDING_EVENTS, is_quiet, sentence
+from zerobook.runlog.formatting import duration
 from zerobook.runlog.history import History, folder_of, is_being_written, last_of
 from zerobook.runlog.summary import summary
-from zerobook.runlog.writer import EVENTS, LAST_WORDS
+from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import counted
 
@@ -321,7 +322,8 @@ def replay(known: argparse.Namespace) -> int | None:
 # --- as JSON
 def _status_json(known: argparse.Namespace) -> dict[str, Any]:
     folder = folder_of(known.run)
-    return {"status": summary(folder), **last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *LAST_WORDS))}
+    newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *ENDING_EVENTS))
+    return {"status": summary(folder), **newest}
 
 
 def _why_json(known: argparse.Namespace) -> list[list[dict[str, Any]]]:
@@ -348,7 +350,7 @@ _AS_JSON: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 def story(history: History) -> list[dict[str, Any]]:
     """Return the events of the logbook, without series and samples."""
-    return [event for event in history.events if event["type"] not in QUIET]
+    return [event for event in history.events if not is_quiet(event)]
 
 
 _ACTIONS = {

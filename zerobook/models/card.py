@@ -12,8 +12,8 @@ import yaml
 
 from zerobook.checkpoint import store
 from zerobook.errors import RunLogError
-from zerobook.runlog.event_text import duration
 from zerobook.runlog.facts import code_version, data_names, model_name, training_method
+from zerobook.runlog.formatting import duration
 from zerobook.runlog.history import History
 from zerobook.utils.units import counted
 

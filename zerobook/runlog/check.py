@@ -16,45 +16,52 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
     Problems are: damaged lines; numbers that are missing or occur twice; attempts, branches and clocks that go back; steps done
     twice in one branch; parents that come later than what they caused.
     """
-    found: list[str] = []
+    problems_of_events: list[str] = []
     counts = {"events": 0, "steps": 0}
-    damaged: list[Damage] = []
-    before: dict[str, Any] | None = None
-    for event in stream(folder / EVENTS, damaged):
+    damaged_events: list[Damage] = []
+    previous: dict[str, Any] | None = None
+    for event in stream(folder / EVENTS, damaged_events):
         counts["events"] += 1
-        found += _after(before, event, known_damage=bool(damaged))
-        before = event
-    found = [f"{EVENTS}, line {line}: {reason}." for line, reason in damaged] + found
-    damaged = []
-    seen: Counter[tuple[int, int]] = Counter()
-    for step in stream(folder / STEPS, damaged):
+        problems_of_events += _problems_after(previous, event, known_damage=bool(damaged_events))
+        previous = event
+
+    damaged_steps: list[Damage] = []
+    times_written: Counter[tuple[int, int]] = Counter()
+    for step in stream(folder / STEPS, damaged_steps):
         counts["steps"] += 1
-        seen[step["branch"], step["step"]] += 1
-    found += [f"{STEPS}, line {line}: {reason}." for line, reason in damaged]
-    twice = [key for key, count in seen.items() if count > 1]
-    if twice:
-        found.append(
-            f"{STEPS}: {len(twice)} steps stand twice in one branch, the first is step {twice[0][1]} of branch {twice[0][0]}."
+        times_written[step["branch"], step["step"]] += 1
+    problems_of_steps = []
+    repeated = [key for key, times in times_written.items() if times > 1]
+    if repeated:
+        first_branch, first_step = repeated[0]
+        problems_of_steps.append(
+            f"{STEPS}: {len(repeated)} steps stand twice in one branch, the first is step {first_step} of branch "
+            f"{first_branch}."
         )
-    return found, counts
+    damage = [f"{EVENTS}, line {line}: {reason}." for line, reason in damaged_events]
+    damage_of_steps = [f"{STEPS}, line {line}: {reason}." for line, reason in damaged_steps]
+    return [*damage, *problems_of_events, *damage_of_steps, *problems_of_steps], counts
 
 
-def _after(before: dict[str, Any] | None, event: dict[str, Any], known_damage: bool) -> list[str]:
-    seq, where = event["seq"], f"{EVENTS}, seq {event['seq']}"
-    found = []
-    if before is None:
-        if seq != 0 and not known_damage:
-            found.append(f"{where}: the log begins with it; events before it are missing.")
-        return found
-    if seq <= before["seq"]:
-        found.append(f"{where}: it comes after seq {before['seq']}; two processes have written.")
-    elif seq > before["seq"] + 1 and not known_damage:
-        found.append(f"{where}: {seq - before['seq'] - 1} events before it are missing.")
+def _problems_after(previous: dict[str, Any] | None, event: dict[str, Any], known_damage: bool) -> list[str]:
+    """Return the problems of an event that follows ``previous``, which is None for the first one of the log."""
+    seq = event["seq"]
+    where = f"{EVENTS}, seq {seq}"
+    if previous is None:
+        is_cut = seq != 0 and not known_damage
+        return [f"{where}: the log begins with it; events before it are missing."] if is_cut else []
+    problems = []
+    if seq <= previous["seq"]:
+        problems.append(f"{where}: it comes after seq {previous['seq']}; two processes have written.")
+    elif seq > previous["seq"] + 1 and not known_damage:
+        problems.append(f"{where}: {seq - previous['seq'] - 1} events before it are missing.")
     for key in ("attempt", "branch"):
-        if event[key] < before[key]:
-            found.append(f"{where}: {key} {event[key]} comes after {before[key]}.")
-    if event["attempt"] == before["attempt"] and event["monotonic"] < before["monotonic"] - 1:
-        found.append(f"{where}: time goes back by {before['monotonic'] - event['monotonic']:.0f} s within an attempt.")
+        if event[key] < previous[key]:
+            problems.append(f"{where}: {key} {event[key]} comes after {previous[key]}.")
+    # Clocks are comparable within an attempt; a second covers the time between two threads.
+    seconds_back = previous["monotonic"] - event["monotonic"]
+    if event["attempt"] == previous["attempt"] and seconds_back > 1:
+        problems.append(f"{where}: time goes back by {seconds_back:.0f} s within an attempt.")
     if event.get("parent") is not None and event["parent"] >= seq:
-        found.append(f"{where}: what caused it, seq {event['parent']}, comes after it.")
-    return found
+        problems.append(f"{where}: what caused it, seq {event['parent']}, comes after it.")
+    return problems

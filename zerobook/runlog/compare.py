@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LAUNCH = ("name", "world_size", "device", "backend", "precision", "config_file")
-"""Fields of a launch plan that are compared; the others follow from them, or are in the config."""
+LAUNCH = {
+    "name": "strategy",
+    "world_size": "processes",
+    "device": "device",
+    "backend": "backend",
+    "precision": "precision",
+    "config_file": "config_file",
+}
+"""Field of a launch plan that is compared -> its name for people. The other fields follow from these, or are in the config."""
 
 
 def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:
     """Return the launch of a ``run_start`` event as flat facts: strategy, processes, device, precision, DeepSpeed's keys."""
-    plan, live = run_start.get("plan") or {}, run_start.get("live") or {}
-    found = {"strategy" if name == "name" else name: plan[name] for name in LAUNCH if name in plan}
-    if "world_size" in found:
-        found["processes"] = found.pop("world_size")
-    if "strategy" not in found and "strategy" in live:
-        found["strategy"] = live["strategy"]
-    return found | _flat("deepspeed", plan.get("deepspeed_config") or {})
+    plan = run_start.get("plan") or {}
+    live = run_start.get("live") or {}
+    facts = {LAUNCH[key]: plan[key] for key in LAUNCH if key in plan}
+    if "strategy" not in facts and "strategy" in live:
+        facts["strategy"] = live["strategy"]
+    return facts | _flat("deepspeed", plan.get("deepspeed_config") or {})
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(f"{prefix}.{key}", value) if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
-    return found
+        path = f"{prefix}.{key}"
+        if isinstance(value, Mapping):
+            flat |= _flat(path, value)
+        else:
+            flat[path] = value
+    return flat
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:

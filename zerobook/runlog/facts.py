@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerobook.runlog.history import Event, History
+from zerobook.runlog.events import Event
+from zerobook.runlog.history import History
 
 
 def data_names(config: Mapping[str, Any]) -> list[str]:

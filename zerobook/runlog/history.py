@@ -8,15 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from zerobook.errors import RunLogError
+from zerobook.runlog.events import ENDING_EVENTS, Event
 from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
-from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS
+from zerobook.runlog.writer import EVENTS, STEPS
 from zerobook.utils import locks
 from zerobook.utils.reading import open_regular
-
-Event = dict[str, Any]
 
 
 def folder_of(run: str | Path) -> Path:
@@ -29,28 +27,41 @@ def folder_of(run: str | Path) -> Path:
     raise RunLogError(f"{run}: there is no runlog. Give the output_dir of a run.")
 
 
-def last_of(file: Path, kinds: Iterable[str]) -> dict[str, Event]:
+def last_of(file: Path, event_types: Iterable[str]) -> dict[str, Event]:
     """Return the newest event of each type, without reading the events between them."""
-    found: dict[str, Event] = {}
+    newest: dict[str, Event] = {}
     if not file.stat().st_size:
-        return found
-    with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for kind in kinds:
-            # a quote inside a string is escaped, so this matches keys only
-            mark, end = b'"type":"%b"' % kind.encode(), len(content)
-            while (place := content.rfind(mark, 0, end)) >= 0:
-                start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
-                end = start
-                if stop < 0:
-                    continue
-                try:
-                    record = decode(content[start:stop])
-                except BadLine:
-                    continue
-                if record["type"] == kind:
-                    found[kind] = record
-                    break
-    return found
+        return newest
+    with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as log:
+        for event_type in event_types:
+            event = _newest_of_type(log, event_type)
+            if event is not None:
+                newest[event_type] = event
+    return newest
+
+
+def _newest_of_type(log: mmap.mmap, event_type: str) -> Event | None:
+    """Return the newest sound event of a type. Searches backwards: the log may have millions of lines."""
+    # A quote inside a JSON string is escaped, so the pattern matches keys only.
+    pattern = b'"type":"%b"' % event_type.encode()
+    search_end = len(log)
+    while True:
+        position = log.rfind(pattern, 0, search_end)
+        if position < 0:
+            return None
+        line_start = log.rfind(b"\n", 0, position) + 1
+        line_end = log.find(b"\n", position)
+        search_end = line_start
+        # A line without a newline is still being written, or was torn.
+        if line_end < 0:
+            continue
+        try:
+            event = decode(log[line_start:line_end])
+        except BadLine:
+            continue
+        # The pattern may stand in an object inside of another event.
+        if event["type"] == event_type:
+            return event
 
 
 def is_being_written(folder: Path) -> bool:
@@ -94,47 +105,51 @@ class History:
         return [event for event in self.events if event["type"] in kinds]
 
     def by_seq(self, seq: int) -> Event | None:
-        place = bisect_left(self.events, seq, key=lambda event: event["seq"])
-        found = self.events[place] if place < len(self.events) else None
-        return found if found and found["seq"] == seq else None
+        index = bisect_left(self.events, seq, key=lambda event: event["seq"])
+        if index == len(self.events) or self.events[index]["seq"] != seq:
+            return None
+        return self.events[index]
 
     def causes(self, event: Event) -> list[Event]:
         """Return the chain of parents, oldest first, ``event`` last."""
         chain = [event]
-        while (parent := chain[0].get("parent")) is not None and (found := self.by_seq(parent)) is not None:
-            chain.insert(0, found)
+        while chain[0].get("parent") is not None:
+            cause = self.by_seq(chain[0]["parent"])
+            if cause is None:
+                break
+            chain.insert(0, cause)
         return chain
 
     def effects(self, event: Event) -> list[Event]:
         """Return all events that ``event`` caused, directly or not, in order."""
         caused = {event["seq"]}
-        found = []
+        effects = []
         for later in self.events:
             if later.get("parent") in caused:
                 caused.add(later["seq"])
-                found.append(later)
-        return found
+                effects.append(later)
+        return effects
 
     def starts(self) -> dict[int, tuple[int, Event]]:
         """Return branch -> (the step it starts from, the event that started it)."""
-        found: dict[int, tuple[int, Event]] = {}
+        starts: dict[int, tuple[int, Event]] = {}
         for event in self.events:
-            began = event["type"] == "run_start" or (event["type"] == "rollback" and event.get("phase") == "outcome")
-            if began and event["branch"] not in found:
-                found[event["branch"]] = (event["step"], event)
-        return found
+            is_rollback = event["type"] == "rollback" and event.get("phase") == "outcome"
+            if (event["type"] == "run_start" or is_rollback) and event["branch"] not in starts:
+                starts[event["branch"]] = (event["step"], event)
+        return starts
 
     def lives_to(self, seen_from: int | None = None) -> dict[int, float]:
         """Return branch -> its last step that no later branch gave up; ``seen_from``: when that branch was the last."""
-        limit = float("inf")
-        found = {}
+        last_step = float("inf")
+        lives_to = {}
         for branch, (start, _) in sorted(self.starts().items(), reverse=True):
             if seen_from is not None and branch > seen_from:
-                found[branch] = -1.0
+                lives_to[branch] = -1.0
                 continue
-            found[branch] = limit
-            limit = min(limit, start)
-        return found
+            lives_to[branch] = last_step
+            last_step = min(last_step, start)
+        return lives_to
 
     def living_evaluations(self) -> list[Event]:
         """Return the evaluations that are part of the run as it is now, oldest first."""
@@ -146,15 +161,20 @@ class History:
         for event in self.of("metrics"):
             ends[event["branch"]] = event["steps"][1]
         lives = self.lives_to()
-        found = []
+        branches = []
         for number, (start, event) in sorted(self.starts().items()):
             end = ends.get(number, start)
-            cause = event if event["type"] == "rollback" or event.get("step") or number else None
-            found.append(
-                Branch(number=number, attempt=event["attempt"], start=start, end=end, lives_to=int(min(end, lives[number])),
-                       cause=cause)
-            )  # fmt: skip
-        return found
+            is_first = event["type"] == "run_start" and not event.get("step") and number == 0
+            branch = Branch(
+                number=number,
+                attempt=event["attempt"],
+                start=start,
+                end=end,
+                lives_to=int(min(end, lives[number])),
+                cause=None if is_first else event,
+            )
+            branches.append(branch)
+        return branches
 
     def steps(self, *, living: bool = False, seen_from: int | None = None) -> Iterator[Event]:
         """Yield the records of steps, in the order in which the steps were done.
@@ -175,14 +195,14 @@ class History:
     # --- as it is now
     def attempts(self) -> list[list[Event]]:
         """Return the events of each attempt."""
-        found: dict[int, list[Event]] = {}
+        by_attempt: dict[int, list[Event]] = {}
         for event in self.events:
-            found.setdefault(event["attempt"], []).append(event)
-        return list(found.values())
+            by_attempt.setdefault(event["attempt"], []).append(event)
+        return list(by_attempt.values())
 
     def ending(self, attempt: list[Event]) -> str:
         """Return how an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
-        last = [event for event in attempt if event["type"] in LAST_WORDS and event.get("of_attempt") is None]
+        last = [event for event in attempt if event["type"] in ENDING_EVENTS and event.get("of_attempt") is None]
         if last:
             kind = str(last[-1]["type"])
             return "finished" if kind == "run_end" else kind

@@ -88,26 +88,29 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
     if not file.exists():
         return
     with open_regular(file) as handle:
-        place = handle.seek(0, os.SEEK_END)
-        rest = b""
-        whole = False  # the newest line counts only with its newline
-        while place > 0:
-            size = min(_BLOCK, place)
-            place -= size
-            handle.seek(place)
-            parts = (handle.read(size) + rest).split(b"\n")
-            if not whole and len(parts) > 1:
-                parts, whole = parts[:-1], True
-            rest = parts[0]
-            if not whole:
+        position = handle.seek(0, os.SEEK_END)
+        # The beginning of a block belongs to a line that begins in the block before.
+        line_end = b""
+        has_newline = False
+        while position > 0:
+            size = min(_BLOCK, position)
+            position -= size
+            handle.seek(position)
+            lines = (handle.read(size) + line_end).split(b"\n")
+            # A last line without a newline is still being written, or was torn.
+            if not has_newline and len(lines) > 1:
+                lines = lines[:-1]
+                has_newline = True
+            line_end = lines[0]
+            if not has_newline:
                 continue
-            for line in reversed(parts[1:]):
-                yield _sound(line)
-        if whole:
-            yield _sound(rest)
+            for line in reversed(lines[1:]):
+                yield _record_or_none(line)
+        if has_newline:
+            yield _record_or_none(line_end)
 
 
-def _sound(line: bytes) -> dict[str, Any] | None:
+def _record_or_none(line: bytes) -> dict[str, Any] | None:
     try:
         return decode(line)
     except BadLine:
@@ -139,17 +142,18 @@ def repair(file: Path) -> dict[str, Any] | None:
     size = file.stat().st_size if file.exists() else 0
     if not size:
         return None
+    tail = b""
     with open_regular(file) as handle:
-        place, torn = size, b""
-        while place > 0 and b"\n" not in torn:
-            block = min(_BLOCK, place)
-            place -= block
-            handle.seek(place)
-            torn = handle.read(block) + torn
-    torn = torn[torn.rfind(b"\n") + 1 :]
+        position = size
+        while position > 0 and b"\n" not in tail:
+            block = min(_BLOCK, position)
+            position -= block
+            handle.seek(position)
+            tail = handle.read(block) + tail
+    torn = tail[tail.rfind(b"\n") + 1 :]
     if not torn:
         return None
-    with file.with_name(file.name + ".torn").open("ab") as aside:
-        aside.write(torn + b"\n")
+    with file.with_name(file.name + ".torn").open("ab") as torn_file:
+        torn_file.write(torn + b"\n")
     os.truncate(file, size - len(torn))
     return {"file": file.name, "torn_bytes": len(torn), "kept_as": f"{file.name}.torn"}

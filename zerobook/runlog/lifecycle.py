@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import psutil
 
 from zerobook.runlog import compare
+from zerobook.runlog.events import ENDING_EVENTS
 from zerobook.runlog.jsonl import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
-from zerobook.runlog.writer import EVENTS, LAST_WORDS, STEPS, RunLog
+from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import clone
 
@@ -53,7 +54,7 @@ def _before(log: RunLog) -> dict[str, Any]:
             continue
         found["last"] = found["last"] or record
         kind = record["type"]
-        if record["attempt"] == found["last"]["attempt"] and kind in LAST_WORDS and not record.get("of_attempt"):
+        if record["attempt"] == found["last"]["attempt"] and kind in ENDING_EVENTS and not record.get("of_attempt"):
             found["ended"] = True
         if kind in found and found[kind] is None:
             found[kind] = record

@@ -23,10 +23,8 @@ STEPS = "steps.jsonl"
 NOTES = "notes.jsonl"
 GRACE_S = 15.0
 """Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
-LAST_WORDS = ("run_end", "crash", "preempted", "stop")
-"""Events that end an attempt. An attempt without one of them was killed."""
 
-__all__ = ["EVENTS", "LAST_WORDS", "NOTES", "STEPS", "RunLog", "leave_note", "read"]
+__all__ = ["EVENTS", "NOTES", "STEPS", "RunLog", "leave_note", "read"]
 
 
 class RunLog:

@@ -11,7 +11,7 @@ from typing import Any
 from zerobook.config import ConfigSources
 from zerobook.launch.accelerate_cli import command_to_resume
 from zerobook.monitor.preemption import EXIT_CODE
-from zerobook.runlog.event_text import far_above_best
+from zerobook.runlog.formatting import far_above_best
 from zerobook.runlog.lifecycle import begin, code_state, write_page
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.runlog.writer import RunLog

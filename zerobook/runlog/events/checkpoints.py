@@ -1,0 +1,49 @@
+"""Events of checkpoints."""
+
+from __future__ import annotations
+
+from zerobook.runlog.events.event_type import Event, EventType, Mark
+from zerobook.runlog.formatting import duration
+
+
+def _checkpoint(event: Event) -> str:
+    step = event["step"]
+    state = event["state"]
+    sentences = {
+        "complete": f"Checkpoint of step {step} saved in {duration(event.get('seconds') or 0)}.",
+        "proven_good": f"Checkpoint of step {step} is proven good: training continued without a spike.",
+        "pinned": f"Checkpoint of step {step} is pinned: it is not pruned.",
+        "unpinned": f"Checkpoint of step {step} is not pinned any more: no spike followed.",
+        "not_saved": f"No checkpoint of step {step}: {event.get('reason')}.",
+    }
+    return sentences.get(state, f"Checkpoint of step {step}: {state}.")
+
+
+def _step_of_complete(event: Event) -> int | None:
+    return event["step"] if event["state"] == "complete" else None
+
+
+def _save_failed(event: Event) -> str:
+    return f"Checkpoint of step {event['step']} FAILED: {event['reason']}."
+
+
+CHECKPOINT_EVENTS: dict[str, EventType] = {
+    "checkpoint": EventType(
+        when="The state of a checkpoint changed.",
+        fields={
+            "state": "complete, proven_good, pinned, unpinned or not_saved",
+            "step": "its step",
+            "folder": "its folder",
+            "seconds": "seconds of the save",
+            "reason": "why it was not saved",
+        },
+        sentence=_checkpoint,
+        mark=Mark(colour="#1a7f37", symbol="line-ns-open", step=_step_of_complete),
+    ),
+    "save_failed": EventType(
+        when="A save failed.",
+        fields={"step": "step of the save", "reason": "error in words", "last_complete": "newest complete checkpoint"},
+        sentence=_save_failed,
+        mood="bad",
+    ),
+}

@@ -1,0 +1,43 @@
+"""Times, losses and warnings as the page, the terminal and the sentences of events write them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as ``3 d 4 h``, ``2 h 5 min``, ``41 s`` or ``0.3 s``.
+
+    >>> duration(7512), duration(0.31)
+    ('2 h 5 min', '0.3 s')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    amounts: list[str] = []
+    rest = round(seconds)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        # The two largest units say enough.
+        if rest >= size and len(amounts) < 2:
+            amounts.append(f"{rest // size} {unit}")
+        rest %= size
+    return " ".join(amounts)
+
+
+def figure(value: float | None, form: str) -> str:
+    """Format a number that may be None, which stands for NaN and infinities in JSON.
+
+    >>> figure(1.25, ".4f"), figure(None, ".4f")
+    ('1.2500', 'not finite')
+    """
+    return "not finite" if value is None else format(value, form)
+
+
+def far_above_best(losses: dict[str, list[float | None]]) -> str:
+    """Return the warning about losses that ended far above their best.
+
+    Args:
+        losses: name -> [last value, best].
+
+    >>> far_above_best({"loss": [6.2, 3.38]})
+    'The run ended far above its best: loss 6.2, was 3.38. Look at the curve before you use this model.'
+    """
+    pairs = ", ".join(f"{name} {figure(last, '.4g')}, was {best:.4g}" for name, (last, best) in losses.items())
+    return f"The run ended far above its best: {pairs}. Look at the curve before you use this model."
