@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import os
 import resource
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipes.lora_finetune import LoraConfig
+from tests.harness import ROOT
 from zerobook.checkpoint import store
+from zerobook.checkpoint.origin import weights_digest
+from zerobook.config import parse
 from zerobook.data import deadline
 from zerobook.data.files import file_source
 from zerobook.data.sources import open_source
 from zerobook.errors import ConfigError, DataError
+from zerobook.evaluation.tasks import read_task
 from zerobook.launch import accelerate_file
+from zerobook.models import load
+from zerobook.monitor import curves
+from zerobook.plan.hardware import cluster
 from zerobook.runlog import jsonl, report
 from zerobook.runlog.writer import RunLog
+from zerobook.training import trackers
+from zerobook.utils import reading
+from zerobook.utils.host_memory import weight_bytes
 from zerobook.utils.reading import file_digest, read_json, read_text
 from zerobook.utils.yaml_text import load_yaml
 
@@ -59,6 +72,72 @@ def test_no_reader_waits_for_a_pipe(tmp_path):
         accelerate_file.load(str(pipe))
     with pytest.raises(DataError):
         list(file_source(pipe).read())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("write", [os.mkfifo, lambda file: file.write_text(" " * 5000), lambda file: file.write_text(DEEP)],
+                         ids=["pipe", "large", "nested deeply"])  # fmt: skip
+def test_small_files_of_others_are_refused_by_name_or_passed_over(tmp_path, monkeypatch, capsys, write):
+    monkeypatch.setattr(reading, "MOST_BYTES", 4000)
+    file = tmp_path / "evil.json"
+    write(file)
+    refused = {
+        "a link's measurement": (ConfigError, lambda: cluster(gpu="a100-80gb", intra_node=str(file))),
+        "a loss curve": (DataError, lambda: list(curves.read(file))),
+        "a task": (DataError, lambda: read_task(file)),
+    }
+
+    for kind, read in refused.values():
+        with pytest.raises(kind, match=r"evil\.json"):
+            read()
+    assert trackers._read_identities(file) == {} and "evil.json" in capsys.readouterr().out
+    shutil.copyfile(file, tmp_path / load.MADE_OF) if file.is_file() else os.mkfifo(tmp_path / load.MADE_OF)
+    assert load._made_of(tmp_path) == {}
+
+
+def test_a_config_is_bounded_also_where_it_is_a_pipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MOST_BYTES", 4000)
+    pipe = tmp_path / "run.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("# \n" * 2000), daemon=True)
+    writer.start()
+
+    with pytest.raises(ConfigError, match=r"run\.yaml.*larger"):
+        parse(LoraConfig, ["--config", str(pipe)])
+
+
+@pytest.mark.parametrize("content", [(1 << 62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]", b""],
+                         ids=["a huge header", "a header of another kind", "empty"])  # fmt: skip
+def test_a_header_of_weights_is_bounded(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        weight_bytes(tmp_path, "auto")
+
+
+@pytest.mark.timeout(60)
+def test_weights_that_are_a_pipe_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        weight_bytes(tmp_path, "auto")
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        weights_digest(tmp_path)
+
+
+def test_no_file_of_others_is_read_around_the_bounded_readers():
+    """Files of the kernel are read as they are."""
+    kernel = {"machine.py", "hardware.py", "gpus.py", "build.py"}
+    bounded = {"reading.py", "yaml_text.py", "harness.py"}
+    found = []
+    for file in (ROOT / "zerobook").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        names = {ast.unparse(call.func) for call in calls}
+        is_free = {name for name in names if name in ("json.load", "yaml.safe_load", "yaml.load")}
+        is_free |= {name for name in names if name.endswith(".read_text") and not name.startswith("reading.")}
+        if is_free and file.name not in kernel | bounded:
+            found.append((file.name, is_free))
+    assert not found
 
 
 @pytest.mark.parametrize("text", [LAUGHS, DEEP, "a: &a [*a]", "a: &a {b: *a}"], ids=["laughs", "deep", "cycle", "mapping"])

@@ -813,7 +813,7 @@ def _read(path: str) -> str:
         ConfigError: it cannot be read. Nothing else is reported then: what the file would have set is not known.
     """
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return read_text(Path(path).expanduser(), may_be_pipe=True)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--config {path}: cannot be read: {reason}.") from None

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, ConfigError
 from zerobook.utils import hub
+from zerobook.utils.reading import open_regular, read_safetensors_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -45,15 +46,23 @@ def weights_digest(folder: Path) -> str | None:
     files = [folder / name for name in wanted if name.endswith((".safetensors", ".bin"))]
     found = xxhash.xxh3_128()
     for file in files:
-        size = file.stat().st_size
-        found.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as handle:
-            if file.suffix == ".safetensors":  # 8 bytes with the header's length come first
-                found.update(handle.read(min(size, int.from_bytes(handle.read(8), "little"))))
-            for number in range(_SAMPLES):
-                handle.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
-                found.update(handle.read(_SAMPLE))
+        try:
+            _add_samples(found, file)
+        except OSError as error:
+            raise ConfigError(f"{file}: it is no file of weights that can be read: {error.strerror}.") from None
     return found.hexdigest() if files else None
+
+
+def _add_samples(digest: Any, file: Path) -> None:
+    """Add a file's name, size, header and blocks to a digest."""
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}\n".encode())
+    if file.suffix == ".safetensors":
+        digest.update(read_safetensors_header(file))
+    with open_regular(file) as handle:
+        for number in range(_SAMPLES):
+            handle.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
+            digest.update(handle.read(_SAMPLE))
 
 
 def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:

@@ -25,7 +25,7 @@ from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
 from zerobook.strategy import Piece, Strategy
-from zerobook.utils.reading import file_digest
+from zerobook.utils.reading import file_digest, read_json, read_text
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
@@ -199,9 +199,9 @@ class Saver:
                 done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
                 if failed.name in names:
                     time.sleep(_POLL_S[0])  # the reason follows the file
-                    return f"rank {rank}: {failed.read_text() or 'it could not write why; the disk may be full'}"
+                    return f"rank {rank}: {read_text(failed) or 'it could not write why; the disk may be full'}"
                 if done.name in names:
-                    shares[rank] = json.loads(done.read_text())
+                    shares[rank] = read_json(done)
                     done.unlink()
                 elif time.monotonic() > deadline and not any(name.startswith(_prefix(rank)) for name in names):
                     return f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}"

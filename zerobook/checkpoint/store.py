@@ -27,7 +27,7 @@ from typing import Any
 from zerobook.errors import CheckpointError
 from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
-from zerobook.utils.terminal import say
+from zerobook.utils.terminal import plain, say
 
 FORMAT_VERSION = 5
 """Format of a checkpoint with slices, or with the state of another optimizer than AdamW. Others have format 4, which earlier
@@ -93,8 +93,8 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as locked:
         if locked is False:
             who = ""
-            with suppress(OSError):
-                who = holder.read_text()
+            with suppress(OSError, UnicodeDecodeError):
+                who = plain(reading.read_text(holder), lines=False)
             raise CheckpointError(
                 f"{checkpoints}: {who or 'another process'} uses this folder. Two processes there would delete each other's "
                 "checkpoints. Wait for that process or stop it, or give a new run another --output_dir."

@@ -170,7 +170,7 @@ def _text(chosen: Choice, header: dict[str, str], file: Path, *, named: bool) ->
 
 def _epoch(chosen: Choice, where: Cluster, train_file: str | None) -> str | None:
     """Return steps and time of an epoch, estimated from the size of the data file; None if that says nothing."""
-    from zerobook.data.files import JSON_LINES, TABLE, TEXT
+    from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
 
     file, config, row = Path(train_file or "").expanduser(), chosen.traced.job.config, chosen.row
     kind = file.suffix.lower()  # a compressed file ends in .gz
@@ -180,8 +180,7 @@ def _epoch(chosen: Choice, where: Cluster, train_file: str | None) -> str | None
     if config.packing:
         rows, by = file.stat().st_size / _BYTES_A_TOKEN / config.row_length, f"{_BYTES_A_TOKEN} bytes of the file a token"
     else:
-        with file.open("rb") as lines:
-            rows = sum(1 for line in lines if line.strip())
+        rows = sum(1 for _ in file_source(file).read())
         by = f"{rows:,} sample{'s' * (rows != 1)}"
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * where.ranks
     steps = math.ceil(rows * (1 - config.validation_split_percentage / 100) / batch)

@@ -18,6 +18,8 @@ from uuid import uuid4
 
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.files import modes_by_umask
+from zerobook.utils.reading import read_text
+from zerobook.utils.yaml_text import load_bounded
 
 PREFIX = "embedded:"
 _SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -50,12 +52,10 @@ def _package(module: str, install: str) -> Path:
 
 
 def _chatterbot() -> list[dict[str, Any]]:
-    import yaml
-
     folder = _package("chatterbot_corpus", "chatterbot-corpus") / "data" / "english"
     found = []
     for file in sorted(folder.glob("*.yml")):
-        for dialogue in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
+        for dialogue in load_bounded(read_text(file))["conversations"]:
             turns = [str(turn).strip() for turn in dialogue]
             turns = turns[: len(turns) // 2 * 2]  # a question without an answer teaches nothing
             if not turns or not all(turns):
@@ -69,7 +69,7 @@ def _stdlib() -> list[dict[str, Any]]:
     folder = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
     files = [f for f in sorted(folder.rglob("*.py")) if not skip & set(f.relative_to(folder).parts)]
-    return [{"text": f.read_text(encoding="utf-8", errors="replace")} for f in files]
+    return [{"text": read_text(f, errors="replace")} for f in files]
 
 
 def cache_dir() -> Path:

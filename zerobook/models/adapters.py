@@ -280,7 +280,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
     (folder / "README.md").unlink(missing_ok=True)
     if pissa:
         file = folder / "adapter_config.json"
-        facts = json.loads(file.read_text())
+        facts = read_json(file)
         file.write_text(json.dumps(facts | {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}, indent=2) + "\n")
 
 

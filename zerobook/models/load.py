@@ -33,6 +33,7 @@ from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 from zerobook.utils.model_config import text_config
+from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -460,11 +461,12 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 def _made_of(folder: Path) -> dict[str, Any] | None:
     """Return the record of an initial model; None where there is none, ``{}`` where it cannot be read."""
     try:
-        return json.loads((folder / MADE_OF).read_text())
+        made_of = read_json(folder / MADE_OF)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
+    except (OSError, ValueError):
         return {}
+    return made_of if isinstance(made_of, dict) else {}
 
 
 def _config_digest(source: str, revision: str) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from zerobook.config import RecipeConfig
 from zerobook.strategy import Strategy
 from zerobook.utils.files import disk_errors_named, modes_by_umask, put_in_place, staging_of
+from zerobook.utils.reading import read_json
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _write(
         model.save_pretrained(str(folder), state_dict=weights)
         # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
         file = folder / "config.json"
-        facts = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+        facts = read_json(file) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
         if "text_config" in facts:
             facts["text_config"]["use_cache"] = True
         file.write_text(json.dumps(facts, indent=2) + "\n")

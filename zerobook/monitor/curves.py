@@ -13,6 +13,7 @@ from zerobook.errors import DataError
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import EVENTS
+from zerobook.utils.reading import read_text
 
 STEP = ("step", "global_step", "_step", "iteration", "iter")
 LOSS = ("loss", "train_loss", "train/loss", "training_loss", "lm loss", "lm_loss")
@@ -57,7 +58,7 @@ def _pairs(path: Path, names: tuple[str, ...]) -> Iterator[tuple[int, float]]:
 
 def _rows(path: Path, wanted: tuple[str, ...]) -> Iterable[dict[str, Any]]:
     try:
-        text = path.read_text(errors="replace")
+        text = read_text(path, errors="replace")
     except OSError as error:
         raise DataError(f"{path}: it cannot be read: {error}") from error
     if text.lstrip()[:1] in ("{", "["):
@@ -77,7 +78,7 @@ def _rows(path: Path, wanted: tuple[str, ...]) -> Iterable[dict[str, Any]]:
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     try:
         whole = json.loads(text)  # the standard library's, since trainers write NaN
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         whole = None
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
         return [row for row in whole["log_history"] if isinstance(row, dict)]
@@ -87,7 +88,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             broken += bool(line.strip())
             continue
         if isinstance(row, dict):

@@ -19,6 +19,8 @@ from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
 from zerobook.plan.rows import Row, Traced, row
 from zerobook.plan.sharding import ShardingSpec
+from zerobook.utils.reading import read_text
+from zerobook.utils.yaml_text import load_yaml
 
 TRIED = 6
 """Number of candidates that are measured. The plan ranks hundreds of them well enough to leave out the others."""
@@ -178,6 +180,6 @@ def write(tuned: Tuned, recipe: Path, where: Cluster, folder: Path) -> tuple[Pat
 
 def _readable_from_anywhere(file: Path) -> str:
     """Return a strategy file's text; the DeepSpeed JSON in it with its whole path, where it is not in the working folder."""
-    text = file.read_text()
-    json = (yaml.safe_load(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
-    return text.replace(json, located(json, file)) if json else text
+    text = read_text(file)
+    deepspeed_file = (load_yaml(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
+    return text.replace(deepspeed_file, located(deepspeed_file, file)) if deepspeed_file else text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 from zerobook.errors import ConfigError
 from zerobook.utils.devices import DEVICES, Device
+from zerobook.utils.reading import read_json
 from zerobook.utils.units import parse_bytes, parse_rate
 
 Parsed = TypeVar("Parsed")
@@ -127,7 +127,7 @@ def _rate(text: str, key: str) -> float:
     if not text.endswith(".json"):
         return parse_rate(text, key)
     try:
-        rows = [row for row in json.loads(Path(text).read_text())["rows"] if row["operation"] == "all_reduce"]
+        rows = [row for row in read_json(text)["rows"] if row["operation"] == "all_reduce"]
         found = float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None

@@ -3,7 +3,6 @@ plan."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from zerobook.plan.trace import trace
 from zerobook.plan.traffic import flows, sent
 from zerobook.training.recipe import BatchShape
 from zerobook.utils import subprocess_launch
+from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -92,7 +92,7 @@ def measure(
         found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
         if not all(path.exists() for path in found):
             return Measured(file.stem, plan.world_size, died=_why(code, text, limit))
-        ranks = [json.loads(path.read_text()) for path in found]
+        ranks = [read_json(path) for path in found]
     return _compared(file, job, plan, ranks, where)
 
 

@@ -14,6 +14,9 @@ from zerobook.evaluation import held_out
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
+from zerobook.utils.bars import tqdm
+from zerobook.utils.reading import read_json
+from zerobook.utils.terminal import plain
 
 IDENTITIES = "trackers.json"
 """File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them."""
@@ -33,7 +36,7 @@ class Trackers(Hook):
         """
         self.accelerator = strategy.accelerator
         file = Path(config.output_dir) / "runlog" / IDENTITIES
-        kept: dict[str, str] = json.loads(file.read_text()) if resumed and file.exists() else {}
+        kept = _read_identities(file) if resumed else {}
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
         name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
         identity = os.environ.get("WANDB_RUN_ID") or kept.get("wandb") or uuid.uuid4().hex[:8]
@@ -83,6 +86,20 @@ class Trackers(Hook):
     def on_end(self, trainer: TrainerView) -> None:
         for tracker in self.accelerator.trackers:  # end_training would end the process group too
             tracker.finish()
+
+
+def _read_identities(file: Path) -> dict[str, str]:
+    """Return the trackers' own ids of the run; nothing where there are none that can be read."""
+    try:
+        identities = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        identities = error
+    if isinstance(identities, dict) and all(isinstance(identity, str) for identity in identities.values()):
+        return identities
+    tqdm.write(plain(f"WARNING: {file}: it has no ids of trackers ({identities}), so the trackers begin another run"))
+    return {}
 
 
 def _step(trainer: TrainerView, step: int) -> int:

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zerobook.errors import ConfigError
+from zerobook.utils.reading import read_safetensors_header
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``."""
 LARGE = 256 * 1024
@@ -61,14 +64,16 @@ def weight_bytes(folder: Path, dtype: str) -> int:
     """
     total, width = 0, LOADED.get(dtype)
     for file in folder.glob("model*.safetensors"):
-        with file.open("rb") as handle:
-            header: dict[str, Any] = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            start, end = entry["data_offsets"]
-            stored = WIDTHS.get(entry["dtype"], 1)
-            floats = stored > 1 and "F" in entry["dtype"]  # 8-bit floats are quantised, and stay so
-            total += (end - start) // stored * (width if width and floats else stored)
+        try:
+            header: dict[str, Any] = json.loads(read_safetensors_header(file))
+            header.pop("__metadata__", None)
+            for entry in header.values():
+                start, end = entry["data_offsets"]
+                stored = WIDTHS.get(entry["dtype"], 1)
+                floats = stored > 1 and "F" in entry["dtype"]  # 8-bit floats are quantised, and stay so
+                total += (end - start) // stored * (width if width and floats else stored)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{file}: it is no file of weights that can be read: {error}.") from None
     return total
 
 

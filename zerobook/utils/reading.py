@@ -13,6 +13,8 @@ from typing import Any
 
 MOST_BYTES = 256 << 20
 """Size of the largest file that is read whole: configs, manifests, templates."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Size of the largest header of a safetensors file; the format's own limit."""
 _BLOCK = 1 << 22
 
 
@@ -30,17 +32,18 @@ def open_regular(file: str | Path) -> BufferedReader:
     raise OSError(errno.EINVAL, "it is not a regular file", str(file))
 
 
-def read_text(file: str | Path, errors: str = "strict") -> str:
+def read_text(file: str | Path, errors: str = "strict", *, may_be_pipe: bool = False) -> str:
     """Return a file's UTF-8 text, with line ends as newlines and without a byte order mark.
 
     Args:
         errors: what becomes of bytes that are not UTF-8, as of `bytes.decode`.
+        may_be_pipe: also read a pipe, which a person named on the command line. This waits for whoever writes into it.
 
     Raises:
         OSError: also where it is no regular file, or is larger than `MOST_BYTES`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    with open_regular(file) as handle:
+    with open(file, "rb") if may_be_pipe else open_regular(file) as handle:
         content = handle.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(file))
@@ -58,6 +61,20 @@ def read_json(file: str | Path) -> Any:
         return json.loads(read_text(file))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_safetensors_header(file: Path) -> bytes:
+    """Return the header of a safetensors file: JSON with the names, shapes and dtypes of its tensors.
+
+    Raises:
+        OSError: also where the file is no regular file, or says that its header is larger than headers are.
+    """
+    with open_regular(file) as handle:
+        # The first 8 bytes are the header's length.
+        size = int.from_bytes(handle.read(8), "little")
+        if size > _MOST_HEADER_BYTES:
+            raise OSError(errno.EFBIG, f"its header says that it has {size} bytes", str(file))
+        return handle.read(size)
 
 
 def file_digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> str:
