@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ SPY = ROOT / "tests" / "distributed" / "spy.py"
 LIMIT_S = 240
 """A launch that hangs is killed; none comes near this."""
 ALONE = ["--main_process_port", "0"]
+REFUSED = -signal.SIGUSR1
+"""Exit status of an ``accelerate launch`` whose command line the recipe refuses: the recipe ends it."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TWO_MACHINES = ["zero3_hpz"]
 """Strategy files that are launched as on two machines, by a launcher each: on one they do nothing of their own."""

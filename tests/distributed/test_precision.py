@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.test_parity import largest_difference
-from tests.harness import ROOT, launch
+from tests.harness import REFUSED, ROOT, launch
 
 BF16_TOLERANCE = 0.03
 """Relative, on every step's loss: bf16 keeps 8 bits, 0.4 % a rounding, and ten steps of Adam drift apart."""
@@ -49,7 +49,7 @@ def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_p
     )  # fmt: skip
     file = f"ds_configs/published/{name}.json"
     launcher = ["--use_deepspeed", "--deepspeed_config_file", str(ROOT / file)]
-    refused = launch(launcher, 2, "causal_lm", tmp_path / "refused", expect=1, **flags)
+    refused = launch(launcher, 2, "causal_lm", tmp_path / "refused", expect=REFUSED, **flags)
     assert f"{name}.json: fp16.enabled is true" in refused.text and "--mixed_precision no" in refused.text
     assert "ConfigError" in refused.text and not (tmp_path / "refused" / "runlog").exists()
 

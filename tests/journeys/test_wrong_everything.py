@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from tests.harness import ROOT, SETTINGS
+from tests.harness import REFUSED, ROOT, SETTINGS
 
 RECIPE, LORA = ROOT / "recipes" / "causal_lm.py", ROOT / "recipes" / "lora_finetune.py"
 GOOD = "--model_name_or_path {tiny}/llama --train_file good.jsonl --block_size 32 --output_dir run"
@@ -58,3 +59,31 @@ def test_a_mistake_is_named_with_its_way_out(tmp_path, tiny, name):
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 2 and re.search(says, said), said
     assert "Traceback" not in said
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("processes, logs", [(2, []), (1, []), (2, ["--tee", "3", "--log_dir"])])
+def test_a_refusal_ends_the_launch_with_its_own_lines(tmp_path, tiny, processes, logs):
+    """accelerate's launcher would add 40 lines. With --tee it prints what its processes write, so it is not ended early."""
+    (tmp_path / "good.jsonl").write_text('{"text": "one two three"}\n')
+    strategy = ROOT / "accelerate_configs" / ("ddp.yaml" if processes > 1 else "single.yaml")
+    launcher = ["--config_file", str(strategy), "--num_processes", str(processes), "--main_process_port", "0", *logs]
+    launcher += [str(tmp_path / "logs")] if logs else []
+    flags = f"--model_name_or_path {tiny}/llama --train_file god.jsonl --lerning_rate 1 --dtype bf16"
+    line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, str(RECIPE), *flags.split()]
+    launch = subprocess.Popen(
+        line, cwd=tmp_path, env=os.environ | SETTINGS | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    told, _ = launch.communicate(timeout=120)
+
+    for hint in ("--learning_rate?", "bfloat16?", "good.jsonl?"):
+        assert hint in told
+    family = [process for process in psutil.process_iter() if os.getsid(process.pid) == launch.pid]
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    if logs:
+        assert launch.returncode == 1
+    else:
+        lines = [line for line in told.splitlines() if line]
+        assert launch.returncode == REFUSED and len(lines) == 4, told

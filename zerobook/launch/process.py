@@ -14,20 +14,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zerobook.errors import ZerobookError
+from zerobook.errors import ConfigError, ZerobookError
+from zerobook.launch.accelerate_cli import launcher_flags
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
+
+if TYPE_CHECKING:
+    import psutil
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
+def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
     """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with its exit code.
 
     Any error is also written where torchrun looks for it, so that its own last lines show it.
+
+    Args:
+        ends_launcher: end ``accelerate launch`` too, as `_end_launcher` does. The processes have not met yet.
     """
     sys.excepthook = say_traceback
     try:
@@ -47,9 +55,14 @@ def exit_on_error() -> Iterator[None]:
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
-        if _launcher_adds_lines():
-            say("What follows is accelerate's own report of it; zerobook launch, with the same flags, leaves it out.\n",
-                file=sys.stderr)  # fmt: skip
+        launcher = _accelerate_launcher()
+        if launcher is not None:
+            if ends_launcher and rank == 0:
+                _end_launcher(launcher)
+            say(
+                "What follows is accelerate's own report of it; zerobook launch, with the same flags, leaves it out.\n",
+                file=sys.stderr,
+            )
         _tell_launcher(f"{type(error).__name__}: {error}")
         if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
             time.sleep(2)  # the others come to this error too; a rank that is ended before it is a failure to the launcher
@@ -59,16 +72,40 @@ def exit_on_error() -> Iterator[None]:
         raise
 
 
-def _launcher_adds_lines() -> bool:
-    """Return whether this process was started by accelerate's own command, which ends with its traceback."""
+def _accelerate_launcher() -> psutil.Process | None:
+    """Return the process of accelerate's own command, which started this one and ends with its traceback; or None."""
     import psutil
 
     try:
-        command = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):
-        return False
-    names = {Path(token).name for token in command[:4]}
-    return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch"})
+        parent = psutil.Process().parent()
+        command = [] if parent is None else parent.cmdline()
+    except psutil.Error:
+        return None
+    is_zerobook = any(Path(token).name.startswith("zerobook") for token in command[:3])
+    return parent if launcher_flags(command) is not None and not is_zerobook else None
+
+
+def _end_launcher(launcher: psutil.Process) -> None:
+    """End the launcher, its other processes and this one, so that 40 lines about processes do not follow a refusal.
+
+    torchrun answers each way to end it with a traceback, but for signals that it does not handle: SIGUSR1 is one.
+    Returns where the launcher does not end so, as the first process of a container.
+    """
+    import psutil
+
+    with suppress(psutil.Error, OSError):
+        # A launcher with --tee prints what its processes write, so it has to live until it has done that.
+        if not os.path.samestat(os.stat(f"/proc/{launcher.pid}/fd/2"), os.fstat(2)):
+            return
+        for process in launcher.children():
+            if process.pid != os.getpid():
+                process.terminate()
+        launcher.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            if os.getppid() != launcher.pid:
+                os._exit(ConfigError.exit_code)
+            time.sleep(0.02)
 
 
 def _tell_launcher(text: str) -> None:

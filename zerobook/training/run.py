@@ -43,7 +43,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     A user's error is printed without a traceback, and the process exits with 2.
     """
     hush()
-    with exit_on_error():
+    with exit_on_error(ends_launcher=True):
         parsed = read(recipe_class.config_class)
         config = parsed.config
         if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
@@ -54,6 +54,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
         if parsed.dry_run:
             print_dry_run(config, sources, plan)
             return
+    with exit_on_error():
         announce(plan)
         train(recipe_class(config), sources=sources, plan=plan)
     leave()
