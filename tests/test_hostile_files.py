@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,10 @@ from zerobook.models import load
 from zerobook.monitor import curves
 from zerobook.plan.hardware import cluster
 from zerobook.runlog import jsonl, report
-from zerobook.runlog.writer import RunLog
+from zerobook.runlog.writer import RunLog, leave_note
 from zerobook.training import trackers
 from zerobook.utils import reading
+from zerobook.utils.files import staging_of
 from zerobook.utils.host_memory import weight_bytes
 from zerobook.utils.reading import file_digest, read_json, read_text
 from zerobook.utils.yaml_text import load_yaml
@@ -221,3 +223,60 @@ def test_reports_show_names_of_columns_as_text(tmp_path):
         text = file.read_text()
         assert "<img" not in text and "\x1b" not in text
         assert "&lt;img" in text
+
+
+# --- links in a run's folder
+def report_of_a_run(folder):
+    RunLog(folder).close()
+    report.write(folder)
+
+
+def pin_a_checkpoint(folder):
+    store.pin(store.folder_of(folder) / "step-000001")
+
+
+def hold_the_checkpoints(folder):
+    with store.owned(store.folder_of(folder), wait=0):
+        pass
+
+
+@pytest.mark.parametrize("name, write", [
+    ("runlog/report.html", report_of_a_run),
+    ("runlog/report.html.partial", report_of_a_run),
+    ("runlog/events.jsonl", lambda folder: RunLog(folder).close()),
+    ("runlog/steps.jsonl", lambda folder: RunLog(folder).close()),
+    ("runlog/notes.jsonl", lambda folder: leave_note(folder / "runlog", "text", "somebody")),
+    ("checkpoints/.lock", hold_the_checkpoints),
+    ("checkpoints/.lock.holder", hold_the_checkpoints),
+    ("checkpoints/step-000001.pinned", pin_a_checkpoint),
+])  # fmt: skip
+@pytest.mark.timeout(60)
+def test_nothing_is_written_through_a_link_in_a_runs_folder(tmp_path, name, write):
+    outside = tmp_path / "outside.txt"
+    outside.write_text("a line\nand one without its end")
+    there = outside.stat().st_mtime_ns
+    for number, target in enumerate((outside, tmp_path / "not-there", None)):
+        run = tmp_path / f"run-{number}"
+        link = run / name
+        link.parent.mkdir(parents=True)
+        if target is None:
+            os.mkfifo(link)
+        else:
+            link.symlink_to(target)
+
+        with suppress(OSError):
+            write(run)
+
+    assert outside.stat().st_mtime_ns == there
+    assert not (tmp_path / "not-there").exists()
+
+
+def test_what_a_link_leads_to_is_no_staging_folder(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / ".model.partial").symlink_to(outside)
+
+    assert not staging_of(tmp_path / "model").exists()
+
+    assert not (tmp_path / ".model.partial").is_symlink()
+    assert outside.is_dir()

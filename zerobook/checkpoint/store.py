@@ -28,6 +28,7 @@ from zerobook.errors import CheckpointError
 from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
 from zerobook.utils.terminal import plain, say
+from zerobook.utils.writing import refuse_link, write_whole
 
 FORMAT_VERSION = 5
 """Format of a checkpoint with slices, or with the state of another optimizer than AdamW. Others have format 4, which earlier
@@ -106,7 +107,7 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
             return
         try:
             with suppress(OSError):  # only a message needs it, and the disk may be full
-                holder.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+                write_whole(holder, f"process {os.getpid()} on {socket.gethostname()}")
             sweep(checkpoints)
             yield
         finally:
@@ -522,7 +523,10 @@ def take_back(checkpoint: Path, step: int) -> Path:
 def pin(checkpoint: Path, wanted: bool = True) -> None:
     """Keep a checkpoint from being pruned, or with ``wanted`` False, allow it again."""
     marker = _marker(checkpoint)
-    marker.touch() if wanted else marker.unlink(missing_ok=True)
+    if wanted:
+        open(marker, "ab", opener=refuse_link).close()
+    else:
+        marker.unlink(missing_ok=True)
 
 
 def is_pinned(checkpoint: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
-from zerobook.utils.files import modes_by_umask
+from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 from zerobook.utils.model_config import text_config
 from zerobook.utils.reading import read_json
@@ -446,13 +445,11 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
         set_seed(config.seed)
         with strategy.initialising_whole():
             model = auto_class.from_config(model_config, dtype=torch.float32)
-        staging = folder.with_name("initial_model.partial")
-        shutil.rmtree(staging, ignore_errors=True)
+        staging = staging_of(folder)
         model.save_pretrained(staging)
         modes_by_umask(staging)
         (staging / MADE_OF).write_text(json.dumps(made_of))
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+        put_in_place(staging, folder)
 
     strategy.on_main(make)
     return str(folder)

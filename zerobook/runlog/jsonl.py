@@ -16,6 +16,7 @@ import orjson
 
 from zerobook.errors import RunLogError
 from zerobook.utils.reading import open_regular
+from zerobook.utils.writing import refuse_link
 
 FORMAT = 2
 _TAIL = len(b',"crc":"00000000"}')
@@ -153,7 +154,7 @@ def repair(file: Path) -> dict[str, Any] | None:
     torn = tail[tail.rfind(b"\n") + 1 :]
     if not torn:
         return None
-    with file.with_name(file.name + ".torn").open("ab") as torn_file:
+    with open(file.with_name(file.name + ".torn"), "ab", opener=refuse_link) as torn_file:
         torn_file.write(torn + b"\n")
     os.truncate(file, size - len(torn))
     return {"file": file.name, "torn_bytes": len(torn), "kept_as": f"{file.name}.torn"}

@@ -21,6 +21,7 @@ from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import clone
+from zerobook.utils.writing import write_whole
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
@@ -201,7 +202,7 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         where = traceback.format_exc()
         if log is None:
             file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
-            file.write_text(where)
+            write_whole(file, where)
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
@@ -217,7 +218,7 @@ def hang(log: RunLog | None, output_dir: str | Path, rank: int, reason: str, tex
         text: the whole report, with stacks.
     """
     if log is None:
-        (Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt").write_text(text)
+        write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", text)
     else:
         log.event("crash", reason=reason, error="Hang", traceback=text[-4000:])
 

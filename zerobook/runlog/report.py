@@ -14,6 +14,7 @@ from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
 from zerobook.utils.terminal import plain
+from zerobook.utils.writing import write_whole
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
@@ -27,20 +28,9 @@ def write(run: str | Path) -> tuple[Path, Path]:
     history = History.read(folder)
     page = folder / PAGE
     markdown = folder / MARKDOWN
-    _write_whole(page, render(history))
-    _write_whole(markdown, as_markdown(history))
+    write_whole(page, render(history))
+    write_whole(markdown, as_markdown(history))
     return page, markdown
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file completely or not at all: half a page on a full disk would take space that the run's model still needs."""
-    staging = file.with_name(f"{file.name}.partial")
-    try:
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(file)
-    except OSError:
-        staging.unlink(missing_ok=True)
-        raise
 
 
 def render(history: History, refresh: int | None = None) -> str:

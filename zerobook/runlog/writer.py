@@ -17,6 +17,7 @@ from typing import Any
 from zerobook.errors import RunLogError
 from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, read, repair
 from zerobook.utils import locks
+from zerobook.utils.writing import refuse_link
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
@@ -135,7 +136,7 @@ class RunLog:
 
 def leave_note(folder: Path, text: str, by: str) -> None:
     """Leave a note for the process that holds the log."""
-    with (folder / NOTES).open("ab") as file:
+    with open(folder / NOTES, "ab", opener=refuse_link) as file:
         file.write(encode({"text": text, "by": by, "left": datetime.now(UTC).isoformat(timespec="seconds")}))
 
 
@@ -144,7 +145,7 @@ class _File:
 
     def __init__(self, path: Path):
         self.path = path
-        self.handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self.handle = refuse_link(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         if locks.lock(self.handle, wait=GRACE_S) is False:
             os.close(self.handle)
             raise RunLogError(

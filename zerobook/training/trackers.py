@@ -17,6 +17,7 @@ from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import read_json
 from zerobook.utils.terminal import plain
+from zerobook.utils.writing import write_whole
 
 IDENTITIES = "trackers.json"
 """File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them."""
@@ -53,7 +54,7 @@ class Trackers(Hook):
             for tracker in self.accelerator.trackers:
                 if tracker.name == "mlflow":
                     found["mlflow"] = tracker.active_run.info.run_id
-            file.write_text(json.dumps(found))
+            write_whole(file, json.dumps(found))
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         last = records[-1]

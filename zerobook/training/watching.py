@@ -19,6 +19,7 @@ from zerobook.health.judge import describe
 from zerobook.health.watch import PeerError, Watch
 from zerobook.strategy import Strategy
 from zerobook.utils.messages import SignedStore
+from zerobook.utils.writing import write_whole
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
 def _keep_collectives(folder: Path, rank: int) -> None:
     """Write the newest collectives of this rank, which torch's flight recorder keeps, into ``collectives.rankN.json``."""
     kept: bytes = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # the stub lacks it
-    (folder / f"collectives.rank{rank}.json").write_bytes(kept)
+    write_whole(folder / f"collectives.rank{rank}.json", kept)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def modes_by_umask(folder: Path) -> None:
 def staging_of(folder: Path) -> Path:
     """Return the path beside ``folder`` where it is written until it is complete. Deletes the remains of a killed process."""
     staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
+    _remove(staging)
     return staging
 
 

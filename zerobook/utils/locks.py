@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerobook.utils.writing import refuse_link
+
 _HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 _POLL_S = 0.1
@@ -48,7 +50,7 @@ def locked(
         held: called once, before the wait, where another process holds the lock.
         temporary: delete the file after the block. A process that opened it just before counts it as held.
     """
-    with file.open("a") as handle:
+    with open(file, "a", opener=refuse_link) as handle:
         found = lock(handle.fileno())
         if found is False:
             held()
