@@ -237,6 +237,19 @@ def test_speed_memory_and_held_out_losses_are_drawn(tmp_path):
     assert "waited for data for 25% of the training time" in text and "41.0%" in text
 
 
+def test_a_run_of_one_step_and_an_event_of_another_version_are_shown(tmp_path):
+    log = RunLog(tmp_path)
+    begin(log, config={}, versions={}, step=0, live={"world_size": 1, "strategy": "ddp"}, batch="1", total_steps=1)
+    log.steps([{"step": 1, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 5, "cursor": [0, 1], "ids": [0]}])
+    log.event("eclipse", darkness=7)
+    log.close()
+
+    page, markdown = report.write(tmp_path)
+
+    assert page.read_text().count('"mode":"markers"') == 3, "loss, gradient norm and rate are points"
+    assert "eclipse: darkness 7" in markdown.read_text()
+
+
 def test_thinning_loses_no_spike():
     values = [random.Random(i).gauss(2, 0.1) for i in range(100_000)]
     values[54_321], values[777] = 99.0, -5.0
