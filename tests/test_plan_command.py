@@ -198,7 +198,7 @@ def test_a_gpu_that_is_not_named_has_bf16_and_a_known_ones_speed(tiny, capsys):
 
 def test_checkpoints_are_counted_as_the_run_keeps_them():
     def kept(**flags):
-        config = made("causal_lm", MODELS / "gpt2_xl.json", on_spike="log", **flags).config
+        config = made("causal_lm", MODELS / "gpt2_xl.json", **{"on_spike": "log", "eval_steps": 0} | flags).config
         found = checkpoints(300, config)
         assert found["checkpoint"] == 1200 * (found["checkpoints"] or 1)
         return found["checkpoints"]
@@ -209,6 +209,7 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
     assert kept(max_train_steps=10, save_steps=0) == 1 and kept(max_train_steps=50, save_steps=0.5) == 3
     assert kept(save_steps="epoch", num_train_epochs=4) == 4
     assert kept(max_train_steps=1000, save_steps=10, save_total_limit=2) == 3, "one more while it is written"
+    assert kept(max_train_steps=1000, save_steps=10, save_total_limit=2, eval_steps="auto") == 4, "and the best"
     assert kept(save_steps=10) is None, "epochs have no length here"
     assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 3 and kept(save_steps=0) == 1
 
