@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,11 +20,15 @@ from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
 from zerobook.checkpoint import store
 from zerobook.checkpoint.origin import weights_digest
+from zerobook.cli.chat import Conversation
 from zerobook.config import parse
-from zerobook.data import deadline
+from zerobook.data import template_limits
 from zerobook.data.files import file_source
+from zerobook.data.samples import Chat
 from zerobook.data.sources import open_source
+from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError, DataError
+from zerobook.evaluation import tasks
 from zerobook.evaluation.tasks import read_task
 from zerobook.launch import accelerate_file
 from zerobook.models import load
@@ -193,19 +198,71 @@ def test_a_small_compressed_table_does_not_fill_the_memory(tmp_path, rows):
 
 
 # --- templates
-def test_a_template_without_an_end_is_stopped():
-    from zerobook.data.templates import _compiled
+ENDLESS = "{% for _ in range(90000) %}" * 3 + "{% endfor %}" * 3
+DOUBLED = "{% set kept = namespace(text='a' * 1000000) %}" + "{% set kept.text = kept.text ~ kept.text %}" * 12
+HOSTILE_TEMPLATES = {
+    "no end": ENDLESS,
+    "text of gigabytes": DOUBLED,
+    "a constant of gigabytes": "{{ 'a' * 4000000000 }}",
+    "a long text": "{{ 'a' * (messages | length) * 70000000 }}",
+    "nested deeply": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+}
 
-    endless = "{% for _ in range(90000) %}" * 3 + "{% endfor %}" * 3
 
-    with pytest.raises(DataError, match="chat_template"), deadline.deadline(0.3):
-        _compiled(endless).render(messages=[])
+@pytest.fixture
+def tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny / "llama")
 
 
-def test_what_ends_in_time_is_not_stopped():
-    with deadline.deadline(0.2):
+@pytest.fixture
+def short_limit(monkeypatch):
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("template", HOSTILE_TEMPLATES.values(), ids=list(HOSTILE_TEMPLATES))
+def test_a_template_that_takes_too_much_is_stopped(tokenizer, short_limit, template):
+    chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+
+    with pytest.raises(DataError, match="chat_template"):
+        CausalEncoder(tokenizer, length=64, chat_template=template).encode([chat])
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20, "KiB"
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+@pytest.mark.parametrize("template", HOSTILE_TEMPLATES.values(), ids=list(HOSTILE_TEMPLATES))
+def test_a_template_is_stopped_in_chats_and_evaluations_too(tiny, tokenizer, short_limit, template):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    loaded = SimpleNamespace(model=model, tokenizer=tokenizer, kind="causal", context=64)
+    conversation = Conversation(loaded, None, "", None, 0.0)
+    tokenizer.chat_template = template
+    ask = tasks.Encoder(tokenizer, "causal", apply_chat_template=True)
+
+    with pytest.raises(DataError, match="chat_template"):
+        Conversation(loaded, None, "", None, 0.0)
+    with pytest.raises(DataError, match="chat_template"):
+        conversation.answer("a")
+    with pytest.raises(DataError, match="chat_template"):
+        ask("a", "b")
+
+
+def test_a_template_that_python_cannot_compile_is_a_problem_of_the_config(tokenizer):
+    nested = "{% for _ in [1] %}" * 30 + "{% endfor %}" * 30
+
+    with pytest.raises(ConfigError, match="chat_template"):
+        CausalEncoder(tokenizer, length=64, chat_template=nested)
+
+
+def test_what_ends_in_time_is_not_stopped(short_limit):
+    with template_limits.template_time():
         pass
-    until = time.process_time() + 0.4
+    until = time.process_time() + 1.0
     while time.process_time() < until:
         pass
 

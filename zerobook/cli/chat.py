@@ -12,8 +12,9 @@ import torch
 from transformers import TextStreamer
 
 from zerobook.cli.arguments import Parser, positive
+from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
-from zerobook.errors import ConfigError
+from zerobook.errors import ConfigError, DataError
 from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import plain, say
@@ -199,8 +200,9 @@ class Conversation:
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            text = self.tokenizer.apply_chat_template(system + turns, tokenize=False, add_generation_prompt=True)
-            return cast("str", text)
+            return render_prompt(self.tokenizer, system + turns)
+        except DataError:
+            raise
         except Exception as error:  # jinja's, and whatever the template raises
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 

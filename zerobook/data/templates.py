@@ -20,9 +20,9 @@ import numpy as np
 
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
-from zerobook.data.deadline import deadline
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
+from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
 from zerobook.errors import ConfigError, DataError
@@ -183,12 +183,13 @@ class CausalEncoder:
                 "Give one with --chat_template FILE, or use an instruct model's tokenizer."
             )
         results: list[Any] = []
-        for sample in samples:
-            try:
-                template = self.template if sample.tools is None else self.tool_template
-                results.append(template.render(sample))
-            except BadSample as error:
-                results.append(error)
+        with template_memory():
+            for sample in samples:
+                try:
+                    template = self.template if sample.tools is None else self.tool_template
+                    results.append(template.render(sample))
+                except BadSample as error:
+                    results.append(error)
         good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
         tokenized = iter(self._turns.encode([row for i in good for row in results[i]]))
         for i in good:
@@ -211,6 +212,21 @@ class CausalEncoder:
         if self.length is None or len(ids) <= self.length:
             return Encoded(ids, labels, cut)
         return Encoded(ids[: self.length], labels[: self.length], True)
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, opens_turn: bool = True) -> str:
+    """Return a chat as the tokenizer's template writes it, for a model to answer.
+
+    Args:
+        opens_turn: end with the beginning of the assistant's turn.
+
+    Raises:
+        DataError: the template takes too much time or memory, or writes too much.
+        Exception: of any class, by the template.
+    """
+    with template_memory(), template_time():
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_turn)
+    return checked_length(str(text))
 
 
 def describe_default_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -309,6 +325,8 @@ class Asked(NamedTuple):
         return Turn(self.start, len(self.text), self.ends)
 
 
+_PAST_LIMITS = (DataError, MemoryError)
+"""Errors of a rendering that are of the template, and not of the chat that it renders."""
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
 _TOOL_TEMPLATE = "tool_use"
 """Name of the template that transformers takes for chats with tools, where a tokenizer has several templates."""
@@ -433,11 +451,12 @@ class ChatTemplate:
         # transformers caches the compiled template; it cannot be pickled, so it is no attribute of this object
         compiled = _compiled(self.source)
         try:
-            with deadline():
-                return compiled.render(
+            with template_time():
+                text = compiled.render(
                     messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
                 )
-        except DataError:
+            return checked_length(text)
+        except _PAST_LIMITS:
             raise
         except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
@@ -462,7 +481,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            with deadline():
+            with template_time():
                 rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
                     [messages],
                     tools=cast("Any", tools),
@@ -471,7 +490,8 @@ class ChatTemplate:
                     **self.variables,
                 )
             (text,), (spans,) = rendered
-        except DataError:
+            checked_length(text)
+        except _PAST_LIMITS:
             raise
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
@@ -700,18 +720,24 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemp
         return None
     from jinja2 import TemplateSyntaxError
 
+    where = "--chat_template" if given else "the tokenizer's chat template"
     try:
         source = tokenizer.get_chat_template(given)
-        _compiled(source)
+        # Jinja computes constant expressions when it compiles, and Python limits how deeply blocks are nested.
+        with template_memory(), template_time():
+            _compiled(source)
     except TemplateSyntaxError as error:
-        where = "--chat_template" if given else "the tokenizer's chat template"
         raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{where}: Python cannot compile it: {error.msg}.") from None
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
     if given is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
         way_out = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
+    else:
+        way_out = _OTHER_TEMPLATE
+    with template_memory():
         return ChatTemplate(source, tokenizer, way_out)
-    return ChatTemplate(source, tokenizer)
 
 
 def _tool_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate | None:

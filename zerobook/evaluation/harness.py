@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from torch import nn
 
+from zerobook.data.templates import render_prompt
 from zerobook.errors import ConfigError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
 from zerobook.evaluation.tasks import Scored, likelihoods
@@ -251,7 +252,7 @@ def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.M
             return tokenizer(string, verbose=False, **options)["input_ids"]
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return str(tokenizer.apply_chat_template(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt))
+            return render_prompt(tokenizer, chat_history, opens_turn=add_generation_prompt)
 
         def _loglikelihood_tokens(
             self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False

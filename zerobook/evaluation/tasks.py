@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zerobook.constants import IGNORE
+from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
@@ -199,7 +200,7 @@ class Encoder:
         prompt = f"{question}\nAnswer:"
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
-            prompt = cast("str", self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            prompt = render_prompt(self.tokenizer, turns)
         if self.kind == "seq2seq":
             return self._seq2seq(self.prefix + prompt, choice)
         separator = "" if self.chat else " "
