@@ -44,8 +44,8 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
   between the steps. A strategy has a row where it can hold the optimizer. Where the order of a sum moves a moment over the
   border between two of the 256 values of 8-bit state, that moment changes by hundredths.
 - `router` trains a tiny Qwen3-MoE with the loss that balances its experts, which is one of a whole micro-batch: both runs have
-  the same micro-batches. `gemma3`, `composite` (Gemma 3 beside a vision tower), `marian`, `pegasus` and `mbart` train all
-  weights of a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
+  the same micro-batches. `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and
+  `mbart` train all weights of a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
 - The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zerobook.constants import IGNORE
-from zerobook.data.collate import PackedCollator, to_device
+from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
 from zerobook.models.isolation import isolating, settled
 from zerobook.objective import causal_lm_loss
@@ -232,6 +232,17 @@ def test_models_whose_positions_come_from_the_mask_are_refused(name, attention):
         isolating(measured, PackedCollator(0))
     assert model.training, "it is left as it was"
     assert given_up == [True, True], "what a failed forward left gathered is given up too"
+
+
+def test_a_model_that_fails_with_text_alone_is_refused(tiny):
+    model = load(tiny, "llama", "sdpa")
+
+    def without_an_image(*_, **__):
+        raise ValueError("You have to specify pixel_values")
+
+    model.forward = without_an_image
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*pixel_values"):
+        settled(strategy(model), CausalCollator(0))
 
 
 def test_an_error_that_is_not_of_the_mask_is_not_taken_for_one(tiny):

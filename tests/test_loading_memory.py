@@ -101,6 +101,18 @@ def test_each_weight_is_freed_before_the_next_is_sharded(alone):
     assert model.a.weight.to_local().data_ptr() == model.c.weight.to_local().data_ptr()
 
 
+def test_a_frozen_module_with_hidden_buffers_is_loaded(alone):
+    """As BatchNorm in a vision tower, whose counter is hidden while accelerate shards the weights."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    model[1]._non_persistent_buffers_set.update(("running_mean", "running_var", "num_batches_tracked"))
+    fully_shard(model, mesh=alone)
+    full = {name: torch.randn(weight.shape) for name, weight in model.state_dict().items()}
+    expected = dict(full)
+    shard_weights(SimpleNamespace(is_main_process=True), model, full)
+    assert all(torch.equal(weight.to_local(), expected[name]) for name, weight in model.state_dict().items())
+
+
 def files(folder: Path, dtype: torch.dtype) -> Path:
     for part in (1, 2):
         save_file({f"w{part}": torch.zeros(10, 10, dtype=dtype), f"n{part}": torch.zeros(3, dtype=torch.int64)},

@@ -216,6 +216,21 @@ def test_samples_longer_than_a_models_positions_are_refused(tiny, small, tmp_pat
     assert [absolute_positions(fresh(small, name)) for name in SMALL] == [None, None, None, 128, 128]
 
 
+def test_a_model_whose_file_lacks_weights_is_refused(tiny, tmp_path):
+    """They would begin at other random values under another strategy. Fixed weights, and those of a vision tower, may lack."""
+    from safetensors.torch import load_file, save_file
+
+    for name, lost in (("llama", "model.layers.0.mlp.up_proj.weight"), ("gemma3_composite", "multi_modal_projector")):
+        shutil.copytree(tiny / name, tmp_path / name)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        kept = {key: tensor for key, tensor in weights.items() if lost not in key}
+        assert len(kept) < len(weights)
+        save_file(kept, tmp_path / name / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks 1 of .*layers\.0\.mlp\.up_proj\.weight"):
+        load_model(config(model_name_or_path=str(tmp_path / "llama")), alone())
+    load_model(config(model_name_or_path=str(tmp_path / "gemma3_composite")), alone())
+
+
 def test_ids_beyond_a_models_embeddings_are_refused_where_they_occur(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
     model = AutoModelForCausalLM.from_pretrained(tiny / "llama")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from zerobook.models.adapters import adapted
 from zerobook.models.reach import freeze_unreached
 from zerobook.objective import NextToken
+from zerobook.utils.model_config import auto_class
 
 ADAPTERS = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "seed": 0}
 
@@ -45,11 +48,39 @@ def decoder_of_bart():
     return AutoModelForCausalLM.from_config(BartConfig(vocab_size=128, d_model=32, **sizes))
 
 
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+          "patch_size": 14}  # fmt: skip
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+WITH_IMAGES = {
+    "llava": {"text_config": {"model_type": "llama", **TEXT}, "vision_config": {"model_type": "clip_vision_model", **VISION},
+              "image_token_index": 127},
+    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "vision_config": {"model_type": "pixtral", **VISION},
+                 "image_token_index": 127},
+    "idefics3": {"text_config": {"model_type": "llama", **TEXT}, "vision_config": VISION, "image_token_id": 127},
+    "qwen2_5_vl": {"text_config": {**TEXT, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+                   "vision_config": QWEN_VISION | {"fullatt_block_indexes": [0]}, "image_token_id": 127},
+    "mllama": {"text_config": {**TEXT, "cross_attention_layers": [1]}, "image_token_index": 128,
+               "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_global_layers": 1,
+                                 "attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 64,
+                                 "intermediate_layers_indices": [0]}},
+}  # fmt: skip
+"""Models of classes that take images too."""
+
+
+def with_images(kind):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, **WITH_IMAGES[kind])
+    return auto_class(type(config), encoder_decoder=False).from_config(config)
+
+
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", "gemma3_composite", "marian", "pegasus", "mbart", "led", "decoder of bart"]
+    "name", ["llama", "gemma3", "gemma3_composite", "marian", "pegasus", "mbart", "led", "decoder of bart", *WITH_IMAGES]
 )
 def test_the_weights_without_a_gradient_are_the_frozen_ones(tiny, name):
-    made = {"led": led, "decoder of bart": decoder_of_bart}
+    made = {"led": led, "decoder of bart": decoder_of_bart, **{kind: partial(with_images, kind) for kind in WITH_IMAGES}}
     seq2seq = name in ("marian", "pegasus", "mbart")
     model = made[name]() if name in made else load(tiny / name, f"AutoModelFor{'Seq2SeqLM' if seq2seq else 'CausalLM'}")
     expected = without_gradient(model)
@@ -68,6 +99,33 @@ def test_adapters_stand_beside_the_text_model_only(tiny, targets):
 
     trained = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
     assert trained and all(".language_model." in name for name in trained)
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_models_with_images_load_whole_and_again(tmp_path, kind):
+    """And a decoder whose images have no class of their own loads as it is released."""
+    model = with_images(kind)
+    model.save_pretrained(tmp_path)
+
+    again, report = auto_class(type(model.config), encoder_decoder=False).from_pretrained(tmp_path, output_loading_info=True)
+
+    assert type(again) is type(model) and not report["missing_keys"]
+
+
+def test_routers_that_are_linear_layers_get_no_adapters():
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(**TEXT, intermediate_size_mlp=64, head_dim=8, num_local_experts=2, interleave_moe_layer_step=2)
+    made = adapted(
+        AutoModelForCausalLM.from_config(config), {**ADAPTERS, "lora_target_modules": ["all-linear"]}, revision="main"
+    )
+
+    ids = torch.arange(3, 35).view(1, 32)
+    made(input_ids=ids, labels=ids).loss.backward()
+
+    trained = {name: parameter for name, parameter in made.named_parameters() if parameter.requires_grad}
+    assert trained and not any("router" in name for name in trained)
+    assert all(parameter.grad is not None for parameter in trained.values())
 
 
 def test_the_router_loss_follows_the_text_models_config():

@@ -41,6 +41,18 @@ def plan_for(environ, hardware=CPU, explicit=None, kind=RecipeConfig, **given) -
     return plan, resolved
 
 
+@pytest.mark.parametrize(
+    "kind, word", [("bert", "encoder"), ("distilbert", "encoder"), ("blip", "no class"), ("vit", "no class"), ("llama", None),
+                   ("bart", None), ("llava", None), ("mllama", None), ("unknown", None)]
+)  # fmt: skip
+def test_a_model_that_does_not_write_text_is_refused_before_the_start(tmp_path, kind, word):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    problems = plan_for(WORKER, model_name_or_path=str(tmp_path))[0].problems
+
+    assert len(problems) == (word is not None) and (word is None or (kind in problems[0] and word in problems[0]))
+
+
 def deepspeed(tmp_path, **config) -> dict[str, str]:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 2}} | config))

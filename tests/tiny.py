@@ -52,6 +52,7 @@ def _make(target: Path) -> None:
         MarianConfig,
         MBartConfig,
         MixtralConfig,
+        MllamaConfig,
         PegasusConfig,
         Qwen3MoeConfig,
         RecurrentGemmaConfig,
@@ -94,6 +95,15 @@ def _make(target: Path) -> None:
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     images = {"mm_tokens_per_image": 4, "image_token_index": 511, "boi_token_index": 510, "eoi_token_index": 509}
+    # every second layer attends to an image, and text passes it by
+    layers = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, **special}
+    frames = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2}
+    frames |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+    mllama = MllamaConfig(
+        text_config={"num_hidden_layers": 3, "cross_attention_layers": [1], "max_position_embeddings": 128, **layers},
+        vision_config=frames,
+        image_token_index=vocabulary,
+    )
     causal = {
         "gemma3": gemma3,
         "gemma3_composite": Gemma3Config(text_config=gemma3, vision_config=vision, tie_word_embeddings=True, **images),
@@ -102,6 +112,7 @@ def _make(target: Path) -> None:
             num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
             router_aux_loss_coef=0.5, **special,
         ),
+        "mllama": mllama,
         "recurrent": RecurrentGemmaConfig(
             hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
             head_dim=16, lru_width=64, attention_window_size=32, **special,
@@ -121,12 +132,12 @@ def _make(target: Path) -> None:
             hidden_dropout=0.0, attention_dropout=0.0, **special,
         ),
     }  # fmt: skip
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from zerobook.utils.model_config import auto_class
 
-    for kind, configs in ((AutoModelForCausalLM, causal), (AutoModelForSeq2SeqLM, seq2seq)):
+    for configs in (causal, seq2seq):
         for name, config in configs.items():
             torch.manual_seed(0)
-            model = kind.from_config(config)
+            model = auto_class(type(config), encoder_decoder=configs is seq2seq).from_config(config)
             if name in ("llama", "mixtral", "gemma3_composite"):
                 _train(model, tokenizer, _chats(), epochs=2)
             if name == "wide":  # forty times slower: fewer chats

@@ -48,6 +48,7 @@ RECIPES = {
     "router": {"recipe": "causal_lm", "model": "qwen3_moe"},
     "gemma3": {"recipe": "causal_lm", "model": "gemma3", "learning_rate": 1e-2},
     "recurrent": {"recipe": "lora_finetune", "model": "recurrent"},
+    "images": {"recipe": "causal_lm", "model": "mllama", "learning_rate": 1e-2},
     "composite": {"recipe": "causal_lm", "model": "gemma3_composite"},
     "composite_lora": {"recipe": "lora_finetune", "model": "gemma3_composite"},
     "marian": SEQ2SEQ | {"model": "marian"},
@@ -58,7 +59,7 @@ RECIPES = {
 """Name of a case -> the recipe and its flags. ``vocabulary`` has an embedding of 28 million numbers, as real models do. The
 process that ``joined`` is compared with pads its rows. The model of ``router`` has a loss that balances its experts."""
 
-ARCHITECTURES = {"router", "gemma3", "recurrent", "composite", "composite_lora", "marian", "pegasus", "mbart"}
+ARCHITECTURES = {"router", "gemma3", "recurrent", "images", "composite", "composite_lora", "marian", "pegasus", "mbart"}
 """Cases of one more kind of model each, for one strategy of each kind."""
 KINDS = {"ddp", "zero2", "zero3", "fsdp"}
 
@@ -86,7 +87,7 @@ SAMPLE = {
     ("zero3_sequence", "causal_lm"), ("fsdp_context", "lora_finetune"),
     ("fsdp_tensor", "causal_lm"), ("fsdp_experts", "moe"), ("fsdp", "joined"),
     ("zero3", "router"), ("fsdp", "gemma3"), ("ddp", "composite"), ("zero3", "composite"), ("fsdp", "marian"),
-    ("zero3", "pegasus"), ("zero2", "mbart"), ("zero3", "recurrent"),
+    ("zero3", "pegasus"), ("zero2", "mbart"), ("zero3", "recurrent"), ("ddp", "images"),
 }  # fmt: skip
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
@@ -205,7 +206,7 @@ def test_same_training_as_one_process(launches, strategy, case):
         assert LIVE[name].items() <= live.items(), f"{name} runs as {live}"
     assert run.event("run_start")["live"]["strategy"] == run.event("run_start")["plan"]["name"], "what was announced"
     if not (case == "ia3" and strategy.startswith("fsdp")):  # FSDP2 shards rows, and some of IA3's tensors have one row
-        trains_all = recipe == "causal_lm" and case != "composite"
+        trains_all = recipe == "causal_lm" and case not in ("composite", "images")
         assert_sharded(strategy, run, processes, trains_all=trains_all)
     if flags["between"]:
         rounded = case == "int8" and strategy == "zero2_offload"

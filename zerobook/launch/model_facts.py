@@ -10,6 +10,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import hub
+from zerobook.utils.model_config import auto_class
 from zerobook.utils.reading import read_json
 
 _ELSEWHERE = "accelerate_configs/fsdp.yaml"
@@ -26,6 +27,39 @@ def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None  # no such model, or no such file: `load_config` says so
     return found if isinstance(found, dict) else None
+
+
+def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
+    """Return why the recipes do not train such a model, as far as its config says: it does not read text and continue it.
+
+    Args:
+        facts: the model's config.json.
+    """
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+    )
+
+    kind = str(facts.get("model_type"))
+    if kind not in CONFIG_MAPPING or "auto_map" in facts:
+        return []
+    config_class = CONFIG_MAPPING[kind]
+    both_ways = config_class in AutoModelForMaskedLM._model_mapping and config_class not in AutoModelForSeq2SeqLM._model_mapping
+    # Some classes of encoders become decoders by a value of their config.
+    is_decoder = facts.get("is_decoder", getattr(config_class, "is_decoder", None)) is not False
+    if both_ways and not (is_decoder and config_class in AutoModelForCausalLM._model_mapping):
+        return [
+            f"model: {kind} is an encoder, which fills in masked words, and has no language-modelling head that the recipes "
+            "train. Take a decoder, or an encoder-decoder."
+        ]
+    auto_classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM)
+    models = [auto._model_mapping.get(config_class, None) for auto in auto_classes]
+    if not any(getattr(model, "main_input_name", None) == "input_ids" for model in models):
+        return [f"model: transformers has no class of {kind} that writes text. Take a decoder, or an encoder-decoder."]
+    return []
 
 
 def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
@@ -80,10 +114,13 @@ def model_class(facts: Mapping[str, Any]) -> Any:
     kind = facts.get("model_type")
     if kind is None or "auto_map" in facts:
         return None
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import CONFIG_MAPPING
 
-    auto = AutoModelForSeq2SeqLM if facts.get("is_encoder_decoder") else AutoModelForCausalLM
-    model = auto._model_mapping.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
+    if kind not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[kind]
+    auto = auto_class(config_class, encoder_decoder=bool(facts.get("is_encoder_decoder")))
+    model = auto._model_mapping.get(config_class, None)
     # Composite models are mapped to a tuple of classes in some versions.
     return model if isinstance(model, type) else None
 

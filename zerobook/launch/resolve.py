@@ -17,7 +17,7 @@ from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, writt
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split, variables
-from zerobook.launch.model_facts import model_facts, unfit_for_zero3, unfit_layers
+from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -193,7 +193,7 @@ def resolve(
     facts = model_facts(draft.config)
     token_split.check(plan, draft, facts)
     model_parallel.check(plan, draft, facts)
-    plan.problems += unfit_for_zero3(plan, facts or {})
+    plan.problems += unfit_for_text(facts or {}) + unfit_for_zero3(plan, facts or {})
     plan.problems += unfit_layers(environ, facts or {}) if plan.kind in ("fsdp", "deepspeed") else []
     fast.choose(plan, draft)
     _check_model_choices(plan, draft.config, hardware, on_cpu)

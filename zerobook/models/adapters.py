@@ -14,7 +14,7 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.models.reach import pattern_of_unreached
+from zerobook.models.reach import unreached_modules
 from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
 from zerobook.utils.reading import read_json
 
@@ -173,7 +173,7 @@ def add_adapter(
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
-            output head. Modules that no text reaches get none.
+            output head. Modules that no text reaches, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         whole: names of modules that are trained whole.
         vocabulary: also train the input and output embeddings whole.
@@ -186,9 +186,9 @@ def add_adapter(
 
     set_seed(seed)
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    unreached = pattern_of_unreached(model)
+    excluded = _pattern_without_adapters(model)
     if method == "ia3":
-        return _put_in(model, IA3Config(task_type=task, exclude_modules=unreached), revision)
+        return _put_in(model, IA3Config(task_type=task, exclude_modules=excluded), revision)
     embeddings = embedding_names(model)
     modules = _whole_modules(model, [*whole, *(embeddings if vocabulary else ())])
     tied = are_tied(model) and embeddings[0] in modules
@@ -200,7 +200,7 @@ def add_adapter(
     config = LoraConfig(
         r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
         target_modules=targets[0] if targets == ["all-linear"] else pattern_of(targets) or targets, use_dora=method == "dora",
-        modules_to_save=modules or None, ensure_weight_tying=tied, exclude_modules=unreached,
+        modules_to_save=modules or None, ensure_weight_tying=tied, exclude_modules=excluded,
     )  # fmt: skip
     made = _put_in(model, config, revision)
     if method == "pissa":
@@ -305,6 +305,19 @@ def _whole_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         if packed:
             raise ConfigError(f"modules_to_save: {packed[0]} is quantised, and integers are not trained. Drop {name}.")
     return wanted
+
+
+def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the paths of the modules that get no adapters; None where all may get them."""
+    paths = unreached_modules(model) + [path for path, module in model.named_modules() if _is_router(module)]
+    alternatives = "|".join(map(re.escape, paths))
+    return rf"({alternatives})(\..*)?" if paths else None
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a linear layer returns more than its product, to which peft could not add that of an adapter."""
+    name = type(module).__name__
+    return isinstance(module, nn.Linear) and name.endswith(("Router", "GroupedLinear"))
 
 
 def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:

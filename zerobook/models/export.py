@@ -23,7 +23,7 @@ from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
 from zerobook.utils.files import disk_errors_named, modes_by_umask, staged
 from zerobook.utils.library_messages import hush_loading
-from zerobook.utils.model_config import text_config
+from zerobook.utils.model_config import auto_class, text_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -117,8 +117,8 @@ def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_rem
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)
         drop_foreign_attention(facts)
-        kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
-        model = getattr(transformers, kind).from_pretrained(source, config=facts, dtype=torch.float32, **options)
+        kind = auto_class(type(facts), encoder_decoder=facts.is_encoder_decoder)
+        model = kind.from_pretrained(source, config=facts, dtype=torch.float32, **options)
     except (OSError, ValueError, SafetensorError) as error:
         code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
         raise CheckpointError(
@@ -205,8 +205,6 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
 
 def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_remote_code: bool) -> Model:
     """Load the written folder as its users will, and return the model."""
-    import transformers
-
     if (folder / "adapter_config.json").exists():
         from peft import PeftConfig, PeftModel
 
@@ -215,8 +213,8 @@ def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_rem
         whole = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
         grow_for_adapter(whole, folder)  # as AutoPeftModel does
         return PeftModel.from_pretrained(whole, folder).eval()
-    kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
-    return getattr(transformers, kind).from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+    kind = auto_class(type(model.config), encoder_decoder=model.config.is_encoder_decoder)
+    return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 @torch.no_grad()

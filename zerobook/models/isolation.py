@@ -58,20 +58,26 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
 
     In a model with causal attention no token sees the padding on its right, and the labels of padding are ignored, so loss
     and gradients are the same. A mask costs time: SDPA uses no flash kernel with it, and the host waits for the device to
-    check whether it masks anything. A model that sees the padding (BERT) keeps its mask.
+    check whether it masks anything. A model that sees the padding keeps its mask.
+
+    Raises:
+        ConfigError: the model computes nothing from text alone.
     """
     flash = "flash" in _attention(strategy)
     bare = replace(collate, mask=False, lengths=flash)
-    for way in (*_without_looking(strategy, bare), bare):
+    failure: Exception | None = None
+    for way in (*_without_looking(strategy, bare), bare, collate):
         try:
             strangers, noise = influence(strategy, _padded(way, strategy))
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # architectures raise different errors for arguments that they do not take
+        except Exception as error:  # architectures raise different errors for arguments that they do not take
+            failure = error
             continue
-        if strangers <= _NOISE * noise:
+        if way is collate or strangers <= _NOISE * noise:
             return way
-    return collate
+    name = type(strategy.unwrapped).__name__
+    raise ConfigError(f"model_name_or_path: {name} fails with a batch of text ({type(failure).__name__}: {failure}).")
 
 
 def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing") -> PackedCollator:

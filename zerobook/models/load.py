@@ -18,7 +18,7 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch.model_facts import unfit_for_zero3
+from zerobook.launch.model_facts import unfit_for_text, unfit_for_zero3
 from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.launch.token_split import unfit_for_split
@@ -31,7 +31,7 @@ from zerobook.strategy import Strategy
 from zerobook.utils import hub
 from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
-from zerobook.utils.model_config import text_config
+from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
@@ -228,7 +228,8 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
             "balance, or no such loss in transformers. Leave the flag out."
         )
     plan, facts = strategy.plan, found.to_dict()
-    unfit = unfit_for_split(plan, facts, complete=True) + unfit_for_parts(plan, found) + unfit_for_zero3(plan, facts)
+    unfit = unfit_for_text(facts) + unfit_for_split(plan, facts, complete=True) + unfit_for_parts(plan, found)
+    unfit += unfit_for_zero3(plan, facts)
     if unfit:
         raise ConfigError(unfit)
     return found
@@ -250,26 +251,26 @@ def load_model(
     loads it. Random initialisation inside ZeRO-3 differs from that outside, so this is what
     makes a run from scratch the same under every strategy.
     """
-    import transformers
+    from transformers import AutoConfig
 
-    auto_class = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
     dtype = DTYPES[config.dtype]
     hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     name, commit = config.model_name_or_path, None
     if name is None:
         assert config.initialised_from is not None
-        name = _initialise(auto_class, config, config.initialised_from, strategy)
+        name = _initialise(config, config.initialised_from, strategy, encoder_decoder=encoder_decoder)
     else:
         name = locate(name, strategy, config.model_revision, weights=True)
         # rank 0's, for every node: a branch in another node's cache can be an older commit
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
-    model_config = _from_pretrained(transformers.AutoConfig, name, "model_name_or_path", options)
+    model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
     check_base(model_config, config, strategy.plan)
     adapts, revision = config.trains_adapters, options.get("revision", "main")
     facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
-    model_class = auto_class._model_mapping.get(type(model_config), None)
+    kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
+    model_class = kind._model_mapping.get(type(model_config), None)
     attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
     options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
     if quantization is not None:
@@ -281,10 +282,12 @@ def load_model(
         if warning := too_many_copies(hub.folder(name, revision), config.dtype, copies):
             print(warning)
     with freed_blocks_returned():
-        model: Any = strategy.load(partial(_from_pretrained, auto_class, name, "model_name_or_path"), options)
+        model: Any = strategy.load(partial(_load_weights, kind, name), options)
     if quantization is not None and config.base_format is not None:
         check_layers(model, config.base_format)
     model.base_commit, model.base_facts = commit, facts
+    if strategy.is_main and type(model.config) is not type(model_config):
+        print(f"  note: of this {model_config.model_type}, the text model alone is loaded, trained and saved")
     keep_4bit_layout(model)
     use_cache(model, False)
     if model.config._attn_implementation == "flex_attention":
@@ -302,6 +305,7 @@ def load_model(
         note = freeze_unreached(model)
     if strategy.is_main and note:
         print(f"  note: {note}")
+    _check_whole(model, name)
     return model
 
 
@@ -413,7 +417,7 @@ def absolute_positions(model: PreTrainedModel) -> int | None:
     return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
 
 
-def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strategy: Strategy) -> str:
+def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
     """Make the initial model, unless it is there, and return its folder. Collective.
 
     This process locks the run's folder first, so that it does not replace another run's initial model while that run loads it.
@@ -444,7 +448,8 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         set_seed(config.seed)
         with strategy.initialising_whole():
-            model = auto_class.from_config(model_config, dtype=torch.float32)
+            kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
+            model = kind.from_config(model_config, dtype=torch.float32)
         staging = staging_of(folder)
         model.save_pretrained(staging)
         modes_by_umask(staging)
@@ -453,6 +458,24 @@ def _initialise(auto_class: Any, config: RecipeConfig, config_name: str, strateg
 
     strategy.on_main(make)
     return str(folder)
+
+
+def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
+    """Load a model. Its ``missing_weights`` are the names of those that its file lacks, which transformers draws at random."""
+    model, report = _from_pretrained(kind, name, "model_name_or_path", options | {"output_loading_info": True})
+    model.missing_weights = report["missing_keys"]
+    return model
+
+
+def _check_whole(model: Any, name: str) -> None:
+    """Raise `ConfigError` where weights that text reaches were drawn at random: each strategy would draw others."""
+    reached = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
+    missing = [path for path in reached if path in model.missing_weights]
+    if missing:
+        raise ConfigError(
+            f"model_name_or_path: {name} lacks {len(missing)} of the {len(reached)} weights of a {type(model).__name__}, such "
+            f"as {missing[0]}, which would begin at random. Name a model that has them."
+        )
 
 
 def _made_of(folder: Path) -> dict[str, Any] | None:

@@ -57,12 +57,6 @@ def unreached_modules(model: PreTrainedModel) -> list[str]:
     return [path for path in unreached if any(True for _ in model.get_submodule(path).parameters())]
 
 
-def pattern_of_unreached(model: PreTrainedModel) -> str | None:
-    """Return a regular expression for the paths of all modules that no text reaches; None where text reaches every module."""
-    paths = "|".join(map(re.escape, unreached_modules(model)))
-    return rf"({paths})(\..*)?" if paths else None
-
-
 def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
@@ -71,8 +65,12 @@ def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
         return True
     if model.config.is_encoder_decoder:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
-    if leaf in _CROSS_ATTENTION and not getattr(model.config, "add_cross_attention", False):
-        return True
+    if not getattr(model.config, "add_cross_attention", False):
+        if leaf in _CROSS_ATTENTION:
+            return True
+        # Mllama leaves out the layers that attend to an image alone.
+        if hasattr(module, "cross_attn") and not hasattr(module, "self_attn"):
+            return True
     if text_config(model.config) is model.config:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
     return not any(module is part or _contains(module, part) or _contains(part, module) for part in _text_parts(model))

@@ -18,7 +18,7 @@ from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
 from zerobook.utils.library_messages import hush_loading
-from zerobook.utils.model_config import text_config
+from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import file_digest, read_json
 from zerobook.utils.terminal import say
 
@@ -189,14 +189,14 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
 
 
 def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     from zerobook.models.load import drop_foreign_attention
 
     try:
         config = AutoConfig.from_pretrained(name, **options)
         drop_foreign_attention(config)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        kind = auto_class(type(config), encoder_decoder=config.is_encoder_decoder)
         return kind.from_pretrained(name, config=config, dtype="auto", **options)
     except Exception as error:  # any file: JSON, safetensors, the hub client and torch raise errors of their own
         raise _unreadable(name, shown, "model", error) from error

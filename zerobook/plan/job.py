@@ -17,6 +17,7 @@ from zerobook.checkpoint.result import find_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
+from zerobook.launch.model_facts import unfit_for_text
 from zerobook.models import recompute
 from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers, use_cache
 from zerobook.models.quantise import base_of, check_layers
@@ -29,6 +30,7 @@ from zerobook.training.recipe import BatchShape, Recipe
 from zerobook.utils import hub
 from zerobook.utils.dtypes import HALF, compute_dtype
 from zerobook.utils.library_messages import hush
+from zerobook.utils.model_config import auto_class
 from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
@@ -101,10 +103,8 @@ class Job:
             precision: the run's precision, in which a frozen base is loaded and quantised weights compute; None means the
                 config's.
         """
-        import transformers
-
         precision = precision or self.config.mixed_precision or "no"
-        kind = transformers.AutoModelForSeq2SeqLM if self.recipe.encoder_decoder else transformers.AutoModelForCausalLM
+        kind = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
         attention = self.config.attn_implementation
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         if attention == "eager":
@@ -173,23 +173,9 @@ def job(recipe: Recipe[Any]) -> Job:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
     name = find_result(name).model
     model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
-    if _encoder_only(model_config):
-        raise ConfigError(
-            f"model_name_or_path: {name}: {model_config.model_type} is an encoder, which fills in masked words, and has no "
-            "language-modelling head that the recipes train. Take a decoder, or an encoder-decoder."
-        )
+    if unfit := unfit_for_text(model_config.to_dict()):
+        raise ConfigError(unfit)
     return Job(recipe, model_config, _called(name))
-
-
-def _encoder_only(model_config: PreTrainedConfig) -> bool:
-    """Return whether the model is an encoder, where tokens also attend to later tokens. Some of these classes become
-    decoders by a value of their config."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-
-    kind = type(model_config)
-    if kind not in AutoModelForMaskedLM._model_mapping or model_config.is_encoder_decoder:
-        return False
-    return kind not in AutoModelForCausalLM._model_mapping or getattr(model_config, "is_decoder", None) is False
 
 
 def _called(name: str) -> str:

@@ -57,16 +57,16 @@ def shard_weights(
         full_sd: the weights, of which rank 0's are read. It is emptied: a weight is freed when it has been sharded.
         cpu_offload: keep shards in host memory.
     """
-    shards: dict[str, torch.Tensor] = {}
     of_parameter: dict[int, torch.Tensor] = {}
-    targets = model.state_dict(keep_vars=True)
-    for name, target in targets.items():
+    # It also has the versions of the modules, without which BatchNorm adds a counter that the model does not take.
+    state = model.state_dict(keep_vars=True)
+    for name, target in state.items():
         full = full_sd.pop(name) if accelerator.is_main_process else full_sd.pop(name, None)
         if id(target) not in of_parameter:  # tied weights are one parameter under several names
             of_parameter[id(target)] = _shard(full, cast("DTensor", target), cpu_offload)
-        shards[name] = of_parameter[id(target)]
+        state[name] = of_parameter[id(target)]
         del full
-    model.load_state_dict(shards, assign=True)
+    model.load_state_dict(state, assign=True)
     return model
 
 

@@ -5,6 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 
+def auto_class(config_class: type, *, encoder_decoder: bool) -> Any:
+    """Return transformers' auto class that loads the models of ``config_class``, to read and write text.
+
+    Most models that also take images have an auto class of their own. So has Mllama, whose text model alone can be loaded, but
+    not loaded again from where it is saved.
+    """
+    import transformers
+
+    if encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    text, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    saved_as = getattr(text._model_mapping.get(config_class, None), "config_class", type(None))
+    return images if config_class in images._model_mapping and saved_as not in text._model_mapping else text
+
+
 def text_config(config: Any) -> Any:
     """Return the config of the model that reads and writes text: the part named so in a composite config, as of models that
     also take images, and else ``config`` itself."""
