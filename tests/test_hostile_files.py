@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import gzip
+import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +24,7 @@ from tests.harness import ROOT
 from zerobook.checkpoint import store
 from zerobook.checkpoint.origin import weights_digest
 from zerobook.cli.chat import Conversation
+from zerobook.cli.main import main
 from zerobook.config import parse
 from zerobook.data import template_limits
 from zerobook.data.files import file_source
@@ -37,7 +41,7 @@ from zerobook.plan.hardware import cluster
 from zerobook.runlog import jsonl, report
 from zerobook.runlog.writer import RunLog, leave_note
 from zerobook.training import trackers
-from zerobook.utils import reading
+from zerobook.utils import reading, user_code
 from zerobook.utils.files import staging_of
 from zerobook.utils.host_memory import weight_bytes
 from zerobook.utils.reading import file_digest, read_json, read_text
@@ -337,3 +341,80 @@ def test_what_a_link_leads_to_is_no_staging_folder(tmp_path):
 
     assert not (tmp_path / ".model.partial").is_symlink()
     assert outside.is_dir()
+
+
+# --- code that a recipe's YAML names
+OPTIMIZER = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from zerobook.optimizer import SGD
+class Own(SGD):
+    pass
+"""
+
+
+@pytest.fixture
+def recipe_with_code(tmp_path, tiny):
+    """The flags of a recipe whose YAML names an optimizer in a file; the file's folder gets ``ran`` when it is run."""
+    (tmp_path / "own.py").write_text(OPTIMIZER)
+    content = {
+        "model_name_or_path": str(tiny / "llama"),
+        "train_file": str(tiny / "few.jsonl"),
+        "output_dir": str(tmp_path / "run"),
+        "optimizer": f"{tmp_path / 'own.py'}:Own",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return [str(ROOT / "recipes" / "causal_lm.py"), "--config", str(tmp_path / "recipe.yaml")]
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "dry run"])
+def test_commands_that_only_look_run_no_code_that_the_yaml_alone_names(tmp_path, recipe_with_code, command):
+    def look(*flags):
+        if command == "doctor":
+            return main(["doctor", *recipe_with_code, *flags])
+        if command == "plan":
+            return main(["plan", "--gpus", "2", "--strategies", "ddp", *recipe_with_code, *flags])
+        return subprocess.run([sys.executable, *recipe_with_code, "--dry-run", *flags], timeout=200, check=False).returncode
+
+    code = look()
+
+    assert not (tmp_path / "ran").exists()
+    # a plan needs the size of the optimizer's state
+    assert code == (2 if command == "plan" else 0)
+
+    assert look("--optimizer", f"{tmp_path / 'own.py'}:Own") == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_plan_runs_a_models_code_on_the_command_lines_word_alone(tmp_path, tiny, capsys, monkeypatch):
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    model = tmp_path / "model"
+    model.mkdir()
+    facts = json.loads((tiny / "llama" / "config.json").read_text())
+    facts |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (model / "config.json").write_text(json.dumps(facts))
+    (model / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    (tmp_path / "recipe.yaml").write_text(f"model_name_or_path: {model}\ntrust_remote_code: true\n")
+    line = ["plan", "--gpus", "2", "--strategies", "ddp", str(ROOT / "recipes/causal_lm.py")]
+
+    main([*line, "--config", str(tmp_path / "recipe.yaml"), "--block_size", "64"])
+
+    assert not (tmp_path / "ran").exists()
+    assert "--trust_remote_code" in capsys.readouterr().out
+
+
+def test_a_look_for_a_module_runs_no_package(tmp_path, monkeypatch):
+    package = tmp_path / "some_package_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (package / "inside.py").write_text("class Own:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert user_code.problem("hooks", "some_package_of_mine.inside:Own") is None
+    assert not (tmp_path / "ran").exists()

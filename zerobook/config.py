@@ -596,6 +596,10 @@ def _unusable_folder(key: str, path: str) -> list[str]:
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
+PYTHON = "Python"
+"""Source of a value that was set in Python."""
+
+
 class ConfigSources(dict[str, str]):
     """Source of the value of each key: ``default``, ``FILE.yaml``, ``flag --x`` or a strategy file."""
 
@@ -606,6 +610,10 @@ class ConfigSources(dict[str, str]):
     def typed(self, key: str) -> bool:
         """Return whether the user set the key by flag."""
         return self.get(key, "default").startswith("flag ")
+
+    def from_yaml(self, key: str) -> bool:
+        """Return whether the key was set in a recipe's YAML, which somebody else may have written."""
+        return self.given(key) and not self.typed(key) and self[key] != PYTHON
 
 
 @dataclass(frozen=True)
@@ -747,7 +755,7 @@ def from_python(config: RecipeConfig) -> ConfigSources:
     problems += config.problems()
     if problems:
         raise ConfigError(problems)
-    return ConfigSources({key: "Python" if key in config.model_fields_set else "default" for key in type(config).model_fields})
+    return ConfigSources({key: PYTHON if key in config.model_fields_set else "default" for key in type(config).model_fields})
 
 
 def changed(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zerobook.config import RecipeConfig
+    from zerobook.config import ConfigSources, RecipeConfig
 
 
 class OptimizerSpec(ABC):
@@ -339,6 +339,11 @@ def optimizer_spec(said: str) -> OptimizerSpec:
 def optimizer_name(said: str) -> str:
     """Return the optimizer's name in checkpoints: ``sgd``, or the class name of a user's own."""
     return said.rpartition(":")[2]
+
+
+def names_code_in_yaml(config: RecipeConfig, sources: ConfigSources) -> bool:
+    """Return whether the optimizer is a class of somebody's own, and only a recipe's YAML names it."""
+    return config.optimizer not in OPTIMIZERS and sources.from_yaml("optimizer")
 
 
 def unused_settings(said: str, given: Iterable[str]) -> list[str]:

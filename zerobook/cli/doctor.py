@@ -110,7 +110,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
             config_problems = error.problems
     workers = inspect(launch_flags)
     environ = workers.environ
-    plan, config, sources = resolve(environ, hardware, config, sources, workers.precision)
+    plan, config, sources = resolve(environ, hardware, config, sources, workers.precision, starts=False)
     problems = together(config_problems, workers.problems)
     # The plan has problems of its own, which the caller adds to the others.
     plan.problems = together(problems, plan.problems)[len(problems) :]

@@ -214,8 +214,15 @@ def here(processes: str | None) -> Cluster:
 
 
 def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str], Recipe[Any], ConfigSources]:
-    """Return the recipe's file, its flags, the recipe with the config from these flags, and the source of each value."""
+    """Return the recipe's file, its flags, the recipe with the config from these flags, and the source of each value.
+
+    Code is run only where the command line names it: a recipe's YAML may be somebody else's.
+
+    Raises:
+        ConfigError: the YAML names code of which a plan needs to know the size.
+    """
     from zerobook.config import parse
+    from zerobook.optimizer import names_code_in_yaml
     from zerobook.plan.job import NoClass, read_config
     from zerobook.training.recipe_file import recipe_class
 
@@ -229,6 +236,13 @@ def _read(first: str, flags: list[str], *, data: bool) -> tuple[Path, list[str],
         file, flags = shipped(f"recipes/{kind}.py"), ["--model_name_or_path", first, *flags]
     made = recipe_class(str(file))
     config, sources, _ = parse(made.config_class, flags, data=data)
+    if names_code_in_yaml(config, sources):
+        raise ConfigError(
+            f"optimizer: {sources['optimizer']} names {config.optimizer}, and a plan would have to run it. Add --optimizer "
+            f"{shlex.quote(config.optimizer)} if you trust it."
+        )
+    if sources.from_yaml("trust_remote_code"):
+        config = config.model_copy(update={"trust_remote_code": False})
     return file, flags, made(config), sources
 
 

@@ -33,12 +33,18 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 def resolve_this_process(
-    config: ConfigT, sources: ConfigSources, *, trains: bool = True, config_problems: Sequence[str] = ()
+    config: ConfigT,
+    sources: ConfigSources,
+    *,
+    trains: bool = True,
+    starts: bool = True,
+    config_problems: Sequence[str] = (),
 ) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
     """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems.
 
     Args:
         trains: the process will write into ``output_dir``, which must have no other run.
+        starts: as of `resolve`.
         config_problems: those of the config itself, which are reported with the launch's.
     """
     from zerobook.checkpoint.resume import earlier_result, earlier_run
@@ -55,7 +61,7 @@ def resolve_this_process(
     if true(environ.get("ACCELERATE_USE_CPU")):
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision)
+    plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
     if plan.offload_optimizer != "none" and chose_threads():
         plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(

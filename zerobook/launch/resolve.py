@@ -7,6 +7,7 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split, variables
 from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
-from zerobook.optimizer import refused_by, unused_settings
+from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
 from zerobook.utils.environment import true
@@ -101,6 +102,8 @@ def resolve(
     config: ConfigT,
     sources: ConfigSources,
     explicit_precision: str | None = None,
+    *,
+    starts: bool = True,
 ) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
     """Work out the strategy from what the launcher put into the environment.
 
@@ -111,6 +114,7 @@ def resolve(
         sources: where each config value came from. They are not changed.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
             cannot tell ``--mixed_precision no`` from no flag.
+        starts: a run follows. Otherwise code that only the YAML names is not run.
 
     Returns:
         The plan, whose ``problems`` hold every disagreement; nothing is raised here. The config with the values that no person
@@ -168,7 +172,7 @@ def resolve(
     _set_accumulation(plan, environ, draft)
     _set_global_batch(plan, draft)
     deepspeed_json.check_micro_batch(plan, draft)
-    _check_optimizer(plan, config, sources)
+    _check_optimizer(plan, config, sources, starts)
     plan.asked = draft.config.model_dump()
     try:
         note = keep_global_batch(draft, plan.data_parallel_size)
@@ -343,10 +347,17 @@ def _set_global_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         draft.set(f"global_batch_size={wanted}", gradient_accumulation_steps=config.accumulation_on(readers))
 
 
-def _check_optimizer(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
+def _check_optimizer(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, starts: bool) -> None:
     """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
+    refused = None
     try:
-        refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+        if starts or not names_code_in_yaml(config, sources):
+            refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+        else:
+            plan.notes.append(
+                f"optimizer: {sources['optimizer']} names {config.optimizer}, which is not run here. A launch runs it. With "
+                f"--optimizer {shlex.quote(config.optimizer)} it is run, and checked, here too"
+            )
         other = other_optimizer(config)
         found = [refused, other and f"resume_from_checkpoint: {other}"]
     except ConfigError as error:

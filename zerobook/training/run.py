@@ -50,7 +50,9 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
             from zerobook.models.result import exported_checkpoint
 
             config = config.model_copy(update={"model_name_or_path": exported_checkpoint(config.model_name_or_path)})
-        plan, config, sources = resolve_this_process(config, parsed.sources, config_problems=parsed.problems)
+        plan, config, sources = resolve_this_process(
+            config, parsed.sources, starts=not parsed.dry_run, config_problems=parsed.problems
+        )
         if parsed.dry_run:
             print_dry_run(config, sources, plan)
             return

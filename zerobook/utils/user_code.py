@@ -98,8 +98,10 @@ def _of_file(file: Path) -> ModuleType:
 
 
 def _is_there(module: str) -> bool:
+    """Return whether Python finds a module's package. To find a module inside of it, Python would run the package."""
+    package = module.partition(".")[0]
     try:
-        return module in sys.modules or importlib.util.find_spec(module) is not None
+        return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
 
