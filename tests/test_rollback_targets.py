@@ -110,7 +110,7 @@ def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, shape):
 
 
 @pytest.mark.parametrize(("onset", "goes_on_from"), [(7, "step-000004"), (3, None)])
-def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tiny, tmp_path, onset, goes_on_from):
+def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tiny, tmp_path, capfd, onset, goes_on_from):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     stops = f"{__name__}:DivergingSince{'Seven' if onset == 7 else 'Three'}"
     few = flags(tiny) | {"save_steps": 4, "save_total_limit": 2, "on_spike": "stop"}
@@ -119,6 +119,8 @@ def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tin
         train(run, hooks=stops, **few)
 
     assert left.value.code == 76
+    told = capfd.readouterr().out
+    assert ("--resume_from_checkpoint auto" in told, "start again" in told) == (bool(goes_on_from), not goes_on_from)
     names = {c.name for c in store.all_of(checkpoints)}
     assert "step-000009.abandoned" in names, "the state at the stop is not lost"
     assert [c.name for c in store.complete(checkpoints)] == ([goes_on_from] if goes_on_from else [])

@@ -136,10 +136,13 @@ class Recovery:
             go_on_from=None if checkpoint is None else str(checkpoint),
             set_aside=[str(folder) for folder in aside],
         )
+        way_on = "Go on from there with --resume_from_checkpoint auto and"
+        if checkpoint is None:
+            way_on = "There is nothing to go back to, so start again with"
         since = f" Saved since it began: {', '.join(map(str, aside))}." if aside else ""
         tqdm.write(
             f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
-            f"{checkpoint or 'none'}.{since}\n  Go on from there with a lower --learning_rate than {config.learning_rate}, "
+            f"{checkpoint or 'none'}.{since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
             f"more --num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
             "tells the whole story."
         )

@@ -414,9 +414,12 @@ class Trainer:
         if messages:
             self.hooks("on_alert", self, messages)
         if action is None and self.monitor.dead():
+            way_on = "There is no checkpoint: start again with"
+            if self.strategy.on_main(lambda: bool(store.complete(self.manager.folder))):
+                way_on = "Go on with --resume_from_checkpoint auto and"
             raise DivergenceError(
                 f"step {records[-1].step}: the loss is {records[-1].loss}, and none was finite for a while; nothing was saved "
-                f"since. Resume from the last checkpoint with a lower --learning_rate than {self.config.learning_rate}, or "
+                f"since. {way_on} a lower --learning_rate than {self.config.learning_rate}, or "
                 "more --num_warmup_steps."
             )
         return action or next((measure for measure in asked if measure.kind != "none"), None)
