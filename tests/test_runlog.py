@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -502,6 +503,18 @@ def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_
         assert "ZeRO-3" in text and "processes" in text and "differ from step 3 on" in text
     told(capsys, "report", tmp_path)
     assert "strategy DDP -&gt; ZeRO-3" in (tmp_path / "runlog" / "report.md").read_text()
+
+
+def test_a_command_to_paste_quotes_what_the_log_names(run, tmp_path, capsys):
+    evil = tmp_path / "step-000010; touch ran; $(touch ran)"
+    evil.mkdir()
+    file = run / "runlog" / "events.jsonl"
+    events = [event | {"folder": str(evil)} if "folder" in event else event for event in read(file)]
+    file.write_bytes(b"".join(encode(event) for event in events))
+
+    line = told(capsys, "replay", run, 18)[1].strip().splitlines()[-1]
+
+    assert shlex.split(line)[:2] == ["--resume_from_checkpoint", str(evil)]
 
 
 def test_comparing_replaying_and_noting(run, tmp_path, capsys):

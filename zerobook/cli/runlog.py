@@ -23,6 +23,7 @@ import argparse
 import csv
 import getpass
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -314,7 +315,9 @@ def replay(known: argparse.Namespace) -> int | None:
     before = [e for e in history.of("checkpoint") if e["state"] == "complete" and e["step"] < spike["onset"] - 1]
     there = [e["folder"] for e in before if Path(e["folder"]).exists()]
     if there:
-        flags = f"--resume_from_checkpoint {there[-1]} --output_dir NEW --on_spike log --max_train_steps {spike['step'] + 4}"
+        # The name is the log's, and this line is made to be pasted into a shell.
+        checkpoint = shlex.quote(there[-1])
+        flags = f"--resume_from_checkpoint {checkpoint} --output_dir NEW --on_spike log --max_train_steps {spike['step'] + 4}"
         say(f"To do these steps again from the checkpoint before them, add to the run's own launch line:\n  {flags}")
     return None
 
