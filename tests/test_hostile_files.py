@@ -38,6 +38,7 @@ from zerobook.launch import accelerate_file
 from zerobook.models import load
 from zerobook.monitor import curves
 from zerobook.plan.hardware import cluster
+from zerobook.plan.job import read_config
 from zerobook.runlog import jsonl, report
 from zerobook.runlog.writer import RunLog, leave_note
 from zerobook.training import trackers
@@ -418,3 +419,15 @@ def test_a_look_for_a_module_runs_no_package(tmp_path, monkeypatch):
 
     assert user_code.problem("hooks", "some_package_of_mine.inside:Own") is None
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "config.json"])
+def test_a_plan_loads_no_kernel_that_a_models_config_names(tmp_path, tiny, name):
+    facts = json.loads((tiny / "llama" / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(facts | {"attn_implementation": "somebody/kernel"}))
+
+    model_config = read_config(str(model if name == "model" else model / name))
+
+    assert model_config._attn_implementation is None

@@ -446,6 +446,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
             raise ConfigError(_another_start(folder, before, made_of, len(held)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
+        drop_foreign_attention(model_config)
         set_seed(config.seed)
         with strategy.initialising_whole():
             kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)

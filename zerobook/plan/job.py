@@ -19,7 +19,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.launch.model_facts import unfit_for_text
 from zerobook.models import recompute
-from zerobook.models.load import DTYPES, attention_dropout, check_length, keep_all_layers, use_cache
+from zerobook.models.load import DTYPES, attention_dropout, check_length, drop_foreign_attention, keep_all_layers, use_cache
 from zerobook.models.quantise import base_of, check_layers
 from zerobook.models.reach import freeze_unreached
 from zerobook.models.vocabulary import grow_embeddings
@@ -211,12 +211,16 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
         ) from error
     try:
         if where.endswith(".json"):
-            return AutoConfig.for_model(facts["model_type"], **{key: facts[key] for key in facts if key != "model_type"})
-        return AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
+            values = {key: facts[key] for key in facts if key != "model_type"}
+            model_config = AutoConfig.for_model(facts["model_type"], **values)
+        else:
+            model_config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust)
     except KeyError as error:
         raise NoClass(_called(name), facts, ValueError(f"its config has no {error}")) from error
     except Exception as error:  # whatever the code of a class raises
         raise NoClass(_called(name), facts, error) from error
+    drop_foreign_attention(model_config)
+    return model_config
 
 
 def _units(model: nn.Module) -> dict[str, str]:
