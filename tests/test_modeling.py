@@ -231,6 +231,15 @@ def test_a_model_whose_file_lacks_weights_is_refused(tiny, tmp_path):
     load_model(config(model_name_or_path=str(tmp_path / "gemma3_composite")), alone())
 
 
+def test_a_model_whose_library_is_not_installed_is_an_error_in_words(tiny, monkeypatch):
+    def needs_timm(*_, **__):
+        raise ImportError("\nTimmWrapperModel requires the timm library but it was not found in your environment.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", needs_timm)
+    with pytest.raises(ConfigError, match="timm library"):
+        load_model(config(model_name_or_path=str(tiny / "llama")), alone())
+
+
 def test_ids_beyond_a_models_embeddings_are_refused_where_they_occur(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
     model = AutoModelForCausalLM.from_pretrained(tiny / "llama")

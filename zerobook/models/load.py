@@ -529,7 +529,7 @@ def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) ->
     hub.check_reachable(name, options.get("revision") or "main")
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         advice = "" if Path(name).exists() else hub.advice(error)
