@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -26,7 +28,7 @@ from zerobook.checkpoint.origin import weights_digest
 from zerobook.cli.chat import Conversation
 from zerobook.cli.main import main
 from zerobook.config import parse
-from zerobook.data import template_limits
+from zerobook.data import files, parquet, template_limits
 from zerobook.data.files import file_source
 from zerobook.data.samples import Chat
 from zerobook.data.sources import open_source
@@ -200,6 +202,90 @@ def test_a_small_compressed_table_does_not_fill_the_memory(tmp_path, rows):
 
     assert bomb.stat().st_size < 2 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+
+
+def write_parquet(file: Path, columns: dict[str, pyarrow.Array], **options) -> Path:
+    table = pyarrow.table(columns)
+    pyarrow.parquet.write_table(table, file, compression="zstd", dictionary_pagesize_limit=1 << 30, **options)
+    return file
+
+
+def one_category(file: Path, **options) -> Path:
+    text = pyarrow.array(["a" * (64 << 20)])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2000, "int32"), text)
+    return write_parquet(file, {"text": column}, **options)
+
+
+def one_text_in_many_rows(file: Path) -> Path:
+    return one_category(file, store_schema=False)
+
+
+def large_columns(file: Path) -> Path:
+    column = pyarrow.array(["a" * (60 << 20)])
+    return write_parquet(file, {f"text{index}": column for index in range(4)})
+
+
+def a_list_of_nulls(file: Path) -> Path:
+    nulls = pyarrow.nulls(20_000_000, pyarrow.int8())
+    return write_parquet(file, {"text": pyarrow.ListArray.from_arrays(pyarrow.array([0, len(nulls)], "int32"), nulls)})
+
+
+@pytest.mark.parametrize(("write", "reason"), [
+    (one_text_in_many_rows, "times its size"), (one_category, "times its size"), (large_columns, "more than 256 MiB of memory"),
+    (a_list_of_nulls, "a row has more than 256 MiB"),
+])  # fmt: skip
+def test_a_small_parquet_file_does_not_fill_the_memory(tmp_path, monkeypatch, write, reason):
+    bomb = write(tmp_path / "train.parquet")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    monkeypatch.setattr(parquet, "MOST_TOTAL", 256 << 20)
+    if write is large_columns:
+        monkeypatch.setattr(parquet, "MOST_MEMORY", 256 << 20)
+
+    with pytest.raises(DataError, match=rf"train\.parquet.*{reason}"):
+        for _ in file_source(bomb).read():
+            pass
+
+    assert bomb.stat().st_size < 1 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 3 << 20, "KiB"
+
+
+@pytest.mark.parametrize("store_schema", [True, False], ids=["categories", "texts"])
+def test_a_parquet_file_of_large_rows_is_read(tmp_path, store_schema):
+    texts = [str(index) * (8 << 20) for index in range(10)] * 40
+    dictionary = pyarrow.array(texts[:10])
+    indices = pyarrow.array([index % 10 for index in range(400)], "int32")
+    column = pyarrow.DictionaryArray.from_arrays(indices, dictionary)
+    file = write_parquet(tmp_path / "train.parquet", {"text": column}, store_schema=store_schema)
+
+    count = sum(row["text"] == texts[index] for index, (_, row, _) in zip(range(30), file_source(file).read(), strict=False))
+
+    assert count == 30
+
+
+@pytest.mark.timeout(60)
+def test_a_parquet_file_that_is_a_pipe_is_refused(tmp_path):
+    pipe = tmp_path / "train.parquet"
+    os.mkfifo(pipe)
+
+    with pytest.raises(DataError, match=r"train\.parquet.*regular"):
+        list(file_source(pipe).read())
+    with pytest.raises(DataError, match=r"train\.parquet.*regular"):
+        file_source(pipe).shards()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_has_an_end(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(files, "MOST_TOTAL", 1 << 20)
+    monkeypatch.setattr(files, "MOST_EXPANSION", 100)
+    bomb = tmp_path / f"train.jsonl{suffix}"
+    with pyarrow.CompressedOutputStream(str(bomb), "gzip" if suffix == ".gz" else "zstd") as file:
+        for _ in range(50):
+            file.write(b'{"text": "a"}\n' * 10_000)
+
+    with pytest.raises(DataError, match=r"train\.jsonl.*times its size"):
+        for _ in file_source(bomb).read():
+            pass
 
 
 # --- templates

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from zerobook.data import parquet
 from zerobook.data.arrow_rows import without_padding
+from zerobook.data.parquet import MOST_EXPANSION, MOST_TOTAL
 from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import json_problem, refuse_constant
@@ -31,6 +33,7 @@ JSON_PART = 1 << 20
 SHARD_BYTES = 64 << 20
 """Size of a stream's shards, where a file can be cut into such small parts."""
 _EDGE = 1 << 16
+"""Bytes at both ends of a file that its sketch covers, and of a compressed one that are read at a time."""
 
 JSON_LINES, TEXT, TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".csv", ".tsv")
 KNOWN = (*JSON_LINES, ".json", *TABLE, ".parquet", *TEXT)
@@ -92,8 +95,8 @@ def _parquet_shards(file: Path) -> list[Source]:
     """Return whole row groups as sources, since smaller parts cannot be read separately."""
     import pyarrow.parquet
 
-    with _readable(file):
-        metadata = pyarrow.parquet.ParquetFile(file).metadata
+    with _readable(file), open_regular(file) as content:
+        metadata = pyarrow.parquet.read_metadata(content)
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     groups: list[list[int]] = [[]]
@@ -117,18 +120,44 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     with _readable(file):
         content = raw = open_regular(file)
     if file.suffix.lower() == ".gz":
-        content = io.BufferedReader(gzip.GzipFile(fileobj=raw))
+        content = io.BufferedReader(_Decompressed(gzip.GzipFile(fileobj=raw), file), _EDGE)
     elif file.suffix.lower() == ".zst":
         import pyarrow
 
         # zstandard's own reader accepts a truncated file without an error
-        content = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd"))
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+        content = io.BufferedReader(_Decompressed(stream, file), _EDGE)
     with _readable(file):
         start = content.peek(4)[:4]
         for mark, found in _NO_TEXT.items():
             if start.startswith(mark):
                 raise DataError(f"{file}: {found}.")
     return content, raw
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a compressed file, of which a few kilobytes may be made to give terabytes."""
+
+    def __init__(self, stream: BinaryIO | gzip.GzipFile, file: Path):
+        self.stream = stream
+        self.file = file
+        self.left = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.stream.read(len(buffer))
+        self.left -= len(part)
+        if self.left < 0:
+            raise DataError(f"{self.file}: it decompresses to more than {MOST_EXPANSION:,} times its size.")
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()
 
 
 _NO_TEXT = {
@@ -376,15 +405,14 @@ def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
 
 def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
     """Yield the rows of a Parquet file. ``groups``: only these row groups; ``index``: number of the first row, for messages."""
-    import pyarrow.parquet
-
-    with _readable(file):
-        table = pyarrow.parquet.ParquetFile(file)
-        cost = file.stat().st_size // max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=1000, row_groups=groups):
-            for row in batch.to_pylist():
+    try:
+        for total, rows in parquet.read_parts(file, groups):
+            cost = file.stat().st_size // max(1, total)
+            for row in rows:
                 yield f"row {index}", without_padding(row), cost
                 index += 1
+    except (parquet.ParquetError, OSError) as error:
+        raise DataError(f"{file}: cannot be read ({error}).") from None
 
 
 def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:

@@ -1,0 +1,207 @@
+"""Parquet files, decompressed by a process of its own with a limit on its memory.
+
+A few kilobytes of Parquet can stand for many gigabytes: a page of zeros, one long text for all rows, a list of a billion nulls.
+The library allocates whatever a file says, so only the system can stop it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from zerobook.utils.memory_limit import memory_limit
+from zerobook.utils.reading import open_regular
+
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
+    from pyarrow.parquet import FileMetaData
+
+MOST_MEMORY = 2 << 30
+"""Bytes that the process may take. A column needs a page of it, and `_BATCH_ROWS` rows."""
+MOST_ROW = 256 << 20
+"""Bytes of a row, as of a line in other files."""
+MOST_TOTAL = 1 << 30
+MOST_EXPANSION = 10_000
+"""A file is refused that decompresses to more than `MOST_TOTAL` bytes, and to so many times its own size."""
+_BATCH_ROWS = 256
+_BATCH_SIZE = 64 << 20
+_PART = 16 << 20
+"""Bytes of rows that are sent at a time."""
+_OBJECT = 56
+"""Bytes of a small object of Python."""
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zerobook.data import parquet; parquet._serve(*sys.argv[2:])"
+)
+
+
+class ParquetError(Exception):
+    """A Parquet file that cannot be read, with the reason."""
+
+
+def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[int, list[Any]]]:
+    """Yield (the rows in the whole file, the next rows as Python values).
+
+    Args:
+        groups: read only these row groups.
+
+    Raises:
+        OSError: it is no regular file.
+        ParquetError: it cannot be read within the limits.
+    """
+    import pyarrow
+
+    open_regular(file).close()
+    # The package may be importable by a hook that a bare interpreter does not have.
+    path = [*sys.path, str(Path(__file__).parents[2])]
+    total_size = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
+    arguments = [json.dumps(path), str(file), json.dumps(groups), str(MOST_MEMORY), str(total_size)]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", _START, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # This allocator gives memory back, and fails at the limit.
+        env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
+    )
+    assert process.stdout is not None
+    total = 0
+    try:
+        while True:
+            line = process.stdout.readline()
+            if not line:
+                code = process.wait()
+                memory = f"{MOST_MEMORY >> 20} MiB of memory"
+                raise ParquetError(f"the process that decompresses it ended with {code}; it may need more than {memory}")
+            message = json.loads(line)
+            if "error" in message:
+                raise ParquetError(message["error"])
+            if "rows" in message:
+                total = message["rows"]
+            elif "bytes" in message:
+                content = process.stdout.read(message["bytes"])
+                yield total, pyarrow.ipc.open_stream(content).read_all().to_pylist()
+            else:
+                return
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+# --- in the other process
+def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
+    """Write a file's rows to stdout: lines of JSON, each with a stream of Arrow behind it where it says so."""
+    # Before the limit, with all that it maps into memory.
+    import pyarrow.compute
+    import pyarrow.parquet  # noqa: F401  the functions below use it
+
+    output = sys.stdout.buffer
+    try:
+        with memory_limit(int(memory)):
+            _send_rows(output, file, json.loads(groups), int(total_size))
+        _send(output, {"end": True})
+    except MemoryError:
+        _send(output, {"error": f"it needs more than {int(memory) >> 20} MiB of memory"})
+    except ParquetError as error:
+        _send(output, {"error": str(error)})
+    except Exception as error:  # of any class, since damaged files lead anywhere
+        _send(output, {"error": f"{type(error).__name__}: {error}"})
+
+
+def _send(output: BinaryIO, message: dict[str, Any], content: bytes = b"") -> None:
+    output.write(json.dumps(message).encode() + b"\n" + content)
+    output.flush()
+
+
+def _send_rows(output: BinaryIO, file: str, groups: list[int] | None, total_size: int) -> None:
+    import pyarrow
+
+    metadata = pyarrow.parquet.read_metadata(file)
+    _send(output, {"rows": metadata.num_rows})
+    left = total_size
+    for batch in _batches(file, groups, metadata):
+        for part, size in _parts(batch):
+            left -= size
+            if left < 0:
+                raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
+            sink = pyarrow.BufferOutputStream()
+            part = _without_dictionaries(part)
+            with pyarrow.ipc.new_stream(sink, part.schema) as stream:
+                stream.write_batch(part)
+            content = sink.getvalue().to_pybytes()
+            _send(output, {"bytes": len(content)}, content)
+
+
+def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:
+    """Yield the rows, some at a time; after a lack of memory the remaining ones one at a time."""
+    import pyarrow
+
+    size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+    # A text that many rows share stands in the file once, so the average may be far too low.
+    rows = _BATCH_SIZE * metadata.num_rows // max(1, size)
+    done = 0
+    for rows_at_once in (max(1, min(_BATCH_ROWS, rows)), 1):
+        # Pages are read one by one, and not whole columns of a row group.
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+        start = 0
+        try:
+            for batch in table.iter_batches(batch_size=rows_at_once, row_groups=groups, use_threads=False):
+                start += batch.num_rows
+                if start > done:
+                    done = start
+                    yield batch
+            return
+        except pyarrow.ArrowMemoryError:
+            if rows_at_once == 1:
+                raise
+
+
+def _parts(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield the rows of a batch in parts of about `_PART` bytes, with the bytes of each as Python values."""
+    size = sum(map(_size, batch.columns))
+    if size <= _PART or batch.num_rows == 1:
+        if size > MOST_ROW:
+            raise ParquetError(f"a row has more than {MOST_ROW >> 20} MiB")
+        yield batch, size
+        return
+    half = batch.num_rows // 2
+    yield from _parts(batch.slice(0, half))
+    yield from _parts(batch.slice(half))
+
+
+def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
+    """Return a batch whose columns have their values themselves: a dictionary would be sent with every few rows."""
+    import pyarrow
+
+    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _size(array: Array) -> int:
+    """Return about how many bytes the values of an array have in Python, where values that share memory are apart."""
+    import pyarrow
+    import pyarrow.compute
+
+    kinds, kind = pyarrow.types, array.type
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _size(array.storage)
+    own = _OBJECT * len(array)
+    if kinds.is_dictionary(kind):
+        # Not decoded here: rows that share a long text may be too many for the memory.
+        values = array.dictionary
+        if kinds.is_primitive(values.type):
+            return own
+        lengths = pyarrow.compute.binary_length(values).take(array.indices)
+        return own + (pyarrow.compute.sum(lengths).as_py() or 0)
+    if kinds.is_struct(kind):
+        return own + sum(map(_size, array.flatten()))
+    if kinds.is_nested(kind):  # lists and maps
+        return own + _size(array.flatten())
+    if kinds.is_primitive(kind) or kinds.is_null(kind) or kinds.is_decimal(kind):
+        return own
+    return own + (pyarrow.compute.sum(pyarrow.compute.binary_length(array)).as_py() or 0)
