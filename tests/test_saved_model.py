@@ -593,6 +593,19 @@ def test_a_run_without_room_for_its_model_is_refused_before_it_trains(tiny, tmp_
     assert not (tmp_path / "second" / "runlog" / "steps.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_model_is_written_where_the_last_checkpoint_does_not_fit(tiny, tmp_path, monkeypatch, background):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "publish", full)
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        train(tmp_path / "run", **short(tiny), **({"async_save": True} if background else {}))
+
+    assert not store.complete(store.folder_of(tmp_path / "run"))
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists(), "what was trained is not lost"
+
+
 def test_an_export_onto_a_full_disk_ends_in_one_sentence_and_leaves_nothing(tiny, tmp_path):
     train(tmp_path / "run", **short(tiny))
     with disk_of(tmp_path / "small", "64k") as disk:

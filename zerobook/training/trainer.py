@@ -19,7 +19,7 @@ from zerobook.config import AUTOMATIC, ConfigSources, RecipeConfig
 from zerobook.data.batch_loader import StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
-from zerobook.errors import ConfigError, DivergenceError
+from zerobook.errors import CheckpointError, ConfigError, DivergenceError
 from zerobook.health import stragglers
 from zerobook.health.judge import describe
 from zerobook.health.position import during, enter, log_point
@@ -244,16 +244,26 @@ class Trainer:
                 self._stop_early()
             if self._evaluated != progress.step:
                 self.evaluate()
-            if self._saved != progress.step:
-                self.save()
-            self.manager.finish(self.log)
+            failure = self._save_last()
             self.hooks("on_end", self)
             if self.save_results:
                 enter("export")
                 save_result()
+            if failure is not None:
+                raise failure
         if self.logbook:
             self.logbook.finish(self)
         return progress
+
+    def _save_last(self) -> CheckpointError | None:
+        """Save the end of the run. Return why that failed: the model is smaller than a checkpoint, and may still fit."""
+        try:
+            if self._saved != self.progress.step:
+                self.save()
+            self.manager.finish(self.log)
+        except CheckpointError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
@@ -293,7 +303,8 @@ class Trainer:
                 action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
-                self.save()
+                if not last:  # `run` saves the end
+                    self.save()
             if config.async_save and self.log:
                 self.manager.report(self.log)
             if not last and self.preemption.due(step):
