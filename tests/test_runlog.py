@@ -28,6 +28,7 @@ from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
 from zerobook.runlog.lifecycle import begin, decided, last_words
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import RunLog
+from zerobook.utils.terminal import say
 
 json_values = st.recursive(
     st.one_of(
@@ -503,6 +504,21 @@ def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_
         assert "ZeRO-3" in text and "processes" in text and "differ from step 3 on" in text
     told(capsys, "report", tmp_path)
     assert "strategy DDP -&gt; ZeRO-3" in (tmp_path / "runlog" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_password_of_an_address_is_printed_or_logged(tmp_path, capsys, rank):
+    address = "https://me:secret@mirror.example/models"
+    log = RunLog(tmp_path)
+
+    with pytest.raises(OSError, match="mirror"), last_words(log if rank == 0 else None, tmp_path, rank):
+        raise OSError(f"no answer from {address}")
+    say(f"no answer from {address}")
+    log.close()
+
+    written = "".join(file.read_text() for file in (tmp_path / "runlog").iterdir()) + capsys.readouterr().out
+    assert "secret" not in written
+    assert "mirror.example/models" in written
 
 
 def test_a_command_to_paste_quotes_what_the_log_names(run, tmp_path, capsys):

@@ -21,6 +21,7 @@ from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import clone
+from zerobook.utils.terminal import without_passwords
 from zerobook.utils.writing import write_whole
 
 
@@ -199,7 +200,8 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, by its name: logs are read without torch
             error.add_note(out_of_memory())
-        where = traceback.format_exc()
+        # A log is shown to others.
+        where = without_passwords(traceback.format_exc())
         if log is None:
             file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
             write_whole(file, where)
@@ -207,7 +209,7 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
             log.event("stop", reason="interrupted from the keyboard")
         else:
             reason = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-            log.event("crash", reason=reason, error=type(error).__name__, traceback=where[-4000:])
+            log.event("crash", reason=without_passwords(reason), error=type(error).__name__, traceback=where[-4000:])
         raise
 
 

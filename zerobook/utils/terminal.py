@@ -18,6 +18,9 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 """C0 without tab and newline, C1, line separators, all that changes a text's direction, and half surrogate pairs."""
 
 
+_USER_OF_ADDRESS = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
+
+
 def plain(text: str, *, lines: bool = True) -> str:
     r"""Return ``text`` without escape sequences and control characters.
 
@@ -31,6 +34,15 @@ def plain(text: str, *, lines: bool = True) -> str:
     return found if lines else " ".join(found.split())
 
 
+def without_passwords(text: str) -> str:
+    """Return ``text`` without the users and passwords in its addresses, such as a mirror's or a tracker's.
+
+    >>> without_passwords("no answer from https://me:secret@mirror.example/models")
+    'no answer from https://***@mirror.example/models'
+    """
+    return _USER_OF_ADDRESS.sub("***", text)
+
+
 def visible(text: str, besides: str = "") -> str:
     r"""Return ``text`` with each control character, and each of ``besides``, written as its escape: nothing is left out.
 
@@ -42,8 +54,8 @@ def visible(text: str, besides: str = "") -> str:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print ``text`` as `plain` returns it, and a line end."""
-    print(plain(text), file=file, flush=True)
+    """Print ``text`` as `plain` and `without_passwords` return it, and a line end."""
+    print(plain(without_passwords(text)), file=file, flush=True)
 
 
 def say_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
