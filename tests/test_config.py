@@ -47,7 +47,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
     file.write_text("learning_rat: 1e-3\nseed: many\n")
     found = problems(["--config", str(file), "--per_device_train_batch", "4", "--num_warmup_steps", "-1"])
     text = "\n".join(found)
-    assert len(found) == 5 and "model_name_or_path: it is None" in found[-1]
+    assert len(found) == 6 and "model_name_or_path: it is None" in found[-1] and "no training data" in found[-2]
     assert "learning_rat: no such key. Did you mean learning_rate?" in text
     assert "Did you mean --per_device_train_batch_size?" in text
     assert f"seed: got 'many' (from {file}), expected a valid integer" in text
@@ -407,3 +407,22 @@ def test_a_folder_that_is_not_there_is_a_problem_with_its_nearest_neighbour(tmp_
     assert [problem.partition(":")[0] for problem in found] == ["model_name_or_path", "tokenizer_name", "dataset_name"]
     assert "Did you mean llama?" in found[0]
     assert not read(CausalLMConfig, ["--model_name_or_path", "hub/lama", "--dataset_name", "hub/data"]).problems
+
+
+@pytest.mark.parametrize(
+    "flags, hints",
+    [
+        (["--config", "rum.yaml", "--lerning_rate", "1", "--dtype", "bf16"], ["run.yaml?", "--learning_rate?", "bfloat16?"]),
+        (["--config", "broken.yaml", "--lerning_rate", "1"], ["broken.yaml, line 2", "--learning_rate?"]),
+        (["--model", "m", "--data_path", "d", "--seed", "x"], ["--model_name_or_path?", "--train_file?", "seed: got 'x'"]),
+        (["--model_name_or_path", "--train_file", "--seed"], ["--model_name_or_path: ", "--train_file: ", "--seed: "]),
+    ],
+)
+def test_what_follows_from_a_problem_is_no_other_problem(tmp_path, monkeypatch, flags, hints):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("seed: 1\n")
+    (tmp_path / "broken.yaml").write_text("seed: [1\nmodel: 2\n")
+    found = problems(flags)
+    assert len(found) == len(hints)
+    for hint in hints:
+        assert any(hint in problem for problem in found)

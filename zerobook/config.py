@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Generic, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
@@ -434,7 +434,7 @@ class RecipeConfig(_Keys):
     def problems(self) -> list[str]:
         """Return disagreements between keys, and files that are not there. Subclasses add their own."""
         found = []
-        named = {key: getattr(self, key) for key in ("dataset_name", "train_file", "datasets") if getattr(self, key)}
+        named = {key: getattr(self, key) for key in DATA if getattr(self, key)}
         if len(named) > 1:
             said = " and ".join(f"{key}={value!r}" for key, value in named.items())
             found.append(f"dataset_name: {said} are set together. Keep one.")
@@ -659,25 +659,27 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
         data: training data has to be named.
 
     Raises:
-        ConfigError: the YAML cannot be read, so that nothing else can be said.
+        ConfigError: the YAML cannot be read. What it would have set is not known, so only the flags themselves are checked.
     """
-    parser = _parser(config_class)
-    known, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    known, unknown, problems = _read_flags(_parser(config_class), sys.argv[1:] if argv is None else argv)
     flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
     names = set(config_class.model_fields) | set(ALIASES)
-    problems = [
-        f"{token}: no such flag.{_hint(token.lstrip('-').split('=')[0].replace('-', '_'), names, '--')}"
-        for token in unknown
-        if token.startswith("--")
-    ]
-    if not problems and unknown:
+    unknown_flags = [token for token in unknown if token.startswith("--")]
+    for token in unknown_flags:
+        hint = _hint(token.lstrip("-").split("=")[0].replace("-", "_"), names, "--")
+        problems.append(f"{token}: no such flag.{hint}")
+    if unknown and not unknown_flags:
         problems.append(f"{' '.join(unknown)}: a value without a flag. Flags look like --learning_rate 5e-4.")
 
     values: dict[str, Any] = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if known.config:
-        file_values, file_problems = _parse_yaml(known.config, _read(known.config))
-        problems += file_problems
+        try:
+            file_values = _read_yaml(known.config)
+        except ConfigError as error:
+            typed = ConfigSources({key: f"flag --{key}" for key in flags})
+            _, invalid = _valid(config_class, _single_values(flags), typed)
+            raise ConfigError([*error.problems, *problems, *invalid]) from None
         for key, value in file_values.items():
             name = ALIASES.get(key, key)
             if name not in config_class.model_fields:
@@ -688,16 +690,15 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
                 if name in LISTS_OF_PATHS:
                     value = as_list(value)
                 values[name], sources[name] = _beside(known.config, name, value), known.config
-    for key, value in flags.items():
-        is_single = isinstance(value, list) and len(value) == 1
-        values[key], sources[key] = value[0] if is_single else value, f"flag --{key}"
+    values |= _single_values(flags)
+    sources.update({key: f"flag --{key}" for key in flags})
 
     config, invalid = _valid(config_class, values, sources)
     problems += invalid
-    # What is not valid may have been the name of the data.
-    if data and not invalid and not config.names_data():
+    # What is missing may be there under a wrong name, or with a wrong value.
+    if data and not config.names_data() and not any(_is_about(key, problems) for key in DATA):
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
-    problems += [problem for problem in config.problems() if not _is_about(problem, invalid)]
+    problems += [problem for problem in config.problems() if not _is_about(problem.partition(":")[0], problems)]
     return Parsed(config, sources, known.dry_run, problems)
 
 
@@ -714,9 +715,10 @@ def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigS
     return config, problems
 
 
-def _is_about(problem: str, others: list[str]) -> bool:
-    """Return whether a problem is about a key that one of ``others`` is about."""
-    return problem.partition(":")[0] in {other.partition(":")[0].partition(".")[0] for other in others}
+def _is_about(key: str, problems: list[str]) -> bool:
+    """Return whether one of ``problems`` is about a key, or says that it was meant."""
+    pattern = re.compile(rf"(^|mean )(--)?{re.escape(key)}\b")
+    return any(pattern.search(problem) for problem in problems)
 
 
 class ConfigDraft(Generic[ConfigT]):
@@ -779,9 +781,9 @@ def changed(
     return made, origin
 
 
-def _parser(config_class: type[RecipeConfig]) -> argparse.ArgumentParser:
+def _parser(config_class: type[RecipeConfig]) -> _Parser:
     doc = sys.modules[config_class.__module__].__doc__ or ""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
     parser.add_argument(
         "--dry-run", "--dry_run", dest="dry_run", action="store_true",
@@ -814,31 +816,73 @@ def _kind(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation)).upper()
 
 
-def _read(path: str) -> str:
-    """Return the text of a YAML file, which may be a pipe: it is read once.
+class _FlagError(Exception):
+    """A flag that argparse refuses."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _FlagError(message)
+
+
+def _read_flags(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the flags, the words that are none, and a problem for each flag without its value."""
+    problems: list[str] = []
+    words = list(argv)
+    # argparse stops at the first of them, so that one is taken away and the rest is read again.
+    while True:
+        try:
+            known, unknown = parser.parse_known_args(words)
+        except _FlagError as error:
+            refused = re.match(r"argument ([^:]+): (.*)", str(error), re.S)
+            spellings = refused[1].split("/") if refused else words
+            words, removed = _without_first(words, spellings)
+            problems.append(f"{removed}: {refused[2] if refused else error}.")
+        else:
+            return known, unknown, problems
+
+
+def _without_first(words: list[str], flags: list[str]) -> tuple[list[str], str]:
+    """Return the words without the first of ``flags`` that has no value, and that one."""
+    for index, word in enumerate(words):
+        following = words[index + 1 : index + 2]
+        has_value = bool(following) and not following[0].startswith("--")
+        if word in flags and not has_value:
+            return words[:index] + words[index + 1 :], word
+    return [], " ".join(words)
+
+
+def _single_values(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of flags, where a list of one text is that text: it may be a list of its own."""
+    values: dict[str, Any] = {}
+    for key, value in flags.items():
+        is_single = isinstance(value, list) and len(value) == 1
+        values[key] = value[0] if is_single else value
+    return values
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file, which may be a pipe: it is read once.
 
     Raises:
-        ConfigError: it cannot be read. Nothing else is reported then: what the file would have set is not known.
+        ConfigError: it cannot be read, or holds something else.
     """
+    file = Path(path).expanduser()
     try:
-        return read_text(Path(path).expanduser(), may_be_pipe=True)
+        loaded = load_yaml_as_text(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"--config {path}: cannot be read: {reason}.") from None
-
-
-def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], list[str]]:
-    try:
-        loaded = load_yaml_as_text(text)
+        near = "" if file.exists() else nearest_file(file)
+        raise ConfigError(f"--config {path}: cannot be read: {reason}.{near}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        return {}, [f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}."]
+        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}.") from None
     if loaded is None:
-        return {}, []
+        return {}
     if not isinstance(loaded, dict):
-        return {}, [f"{path}: expected a mapping of keys to values, found a {type(loaded).__name__}."]
-    return loaded, []
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(loaded).__name__}.")
+    return loaded
 
 
 def nearest_file(missing: Path) -> str:
@@ -856,6 +900,8 @@ PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks"
 """Keys that may name a file or a folder."""
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
+DATA = ("dataset_name", "train_file", "datasets")
+"""Keys that name the training data."""
 LONGEST_SHOWN = 200
 """Characters of a wrong value that a message repeats."""
 LONGEST_NAME = 255
