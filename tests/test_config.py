@@ -250,6 +250,25 @@ def test_flags_of_other_trainers_are_known(theirs, ours):
     assert said == f"{theirs}: no such flag. Did you mean {ours}?"
 
 
+@pytest.mark.parametrize(
+    "name, answer",
+    [
+        ("dataset_val", "--validation_file"),
+        ("run_val_every_n_steps", "--eval_steps"),
+        ("enable_activation_offloading", "--activation_checkpointing offload"),
+        ("nproc_per_node", "--num_processes"),
+        ("tensor_parallel_dim", "fsdp_tensor.yaml"),
+        ("max_epochs", "--num_train_epochs"),
+        ("eval_sample_packing", "no such setting here"),
+        ("port", "no such setting here"),
+    ],
+)
+def test_a_name_that_is_spelt_like_another_setting_gets_no_hint_to_that(name, answer):
+    (problem, *_) = problems([*BASE, f"--{name}", "x"], LoraConfig)
+
+    assert answer in problem
+
+
 def test_settings_that_exclude_each_other():
     text = "\n".join(problems([*BASE, "--warmup_ratio", "0.1", "--num_warmup_steps", "3", "--early_stopping_patience", "2"]))
     assert (

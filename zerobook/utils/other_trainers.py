@@ -11,6 +11,8 @@ Only names were read, in July to November 2026, from these files:
 - TRL at f2cd577 (2026-07-24): trl/trainer/{model,sft}_config.py, trl/scripts/utils.py
 - ms-swift at 3602360 (2026-08-22): swift/arguments/base_args/{base,data,model,quant,template}_args.py,
   swift/arguments/{sft,tuner}_args.py, examples/train/multi-gpu/deepspeed/train_zero3.sh
+- torchtune at bd2a0fc (2026-04-23): recipes/configs
+- LLaMA-Factory's second form at ff6d4d1: examples/v1
 - FastChat at 0e6d3e4 (2025-04-12): fastchat/train/{train,train_lora}.py, scripts/train_vicuna_7b.sh
 """
 
@@ -87,7 +89,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "profiler_steps": ("profile",),
     "bfloat16": ("mixed_precision bf16",),
     "float16": ("mixed_precision fp16",),
+    "trackio_project_name": ("project",),
     # --- LLaMA-Factory
+    "train_dataset": ("dataset_name", "train_file"),
+    "swanlab_experiment_name": ("run_name",),
     "finetuning_type": ("adapter",),
     "lora_rank": ("lora_r",),
     "lora_target": _TARGETS,
@@ -147,6 +152,14 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "max_model_len": _LENGTH,
     "swanlab_exp_name": ("run_name",),
     "external_plugins": ("hooks",),
+    "max_epochs": ("num_train_epochs",),
+    "max_new_tokens": ("val_max_target_length",),
+    # --- torchtune
+    "dataset_val": _HELD_OUT,
+    "batch_size_val": ("per_device_eval_batch_size",),
+    "run_val_every_n_steps": ("eval_steps",),
+    "enable_activation_checkpointing": ("activation_checkpointing full",),
+    "enable_activation_offloading": ("activation_checkpointing offload",),
     # --- FastChat, and launch lines that were made after it
     "data_path": _TRAIN,
     "eval_data_path": _HELD_OUT,
@@ -166,6 +179,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 """Name in another trainer -> flags that do it here, each with its value where it takes a certain one. The first
 that the recipe has counts."""
 
+_LAUNCHER = "The launcher takes it: accelerate launch {} RECIPE."
 _STRATEGY = "How a run is spread is the strategy file's: accelerate launch --config_file accelerate_configs/{}.yaml RECIPE."
 SENTENCES = {
     "deepspeed": _STRATEGY.format("zero2"),
@@ -182,11 +196,24 @@ SENTENCES = {
     "sequence_parallel_degree": _STRATEGY.format("zero3_sequence"),
     "zero_hpz_partition_size": _STRATEGY.format("zero3_hpz"),
     "ddp_find_unused_parameters": _STRATEGY.format("ddp"),
+    "dist_config": _STRATEGY.format("fsdp"),
+    "fsdp_cpu_offload": _STRATEGY.format("fsdp_offload"),
+    "tensor_parallel_dim": _STRATEGY.format("fsdp_tensor"),
+    "data_parallel_shard_dim": _STRATEGY.format("fsdp_hybrid"),
+    "data_parallel_replicate_dim": _STRATEGY.format("fsdp_hybrid"),
+    "context_parallel_dim": _STRATEGY.format("fsdp_context"),
+    "sequence_parallel": _STRATEGY.format("zero3_sequence"),
+    "nproc_per_node": _LAUNCHER.format("--num_processes N"),
+    "nnodes": _LAUNCHER.format("--num_machines N"),
+    "node_rank": _LAUNCHER.format("--machine_rank N"),
+    "master_addr": _LAUNCHER.format("--main_process_ip HOST"),
+    "master_port": _LAUNCHER.format("--main_process_port N"),
     "use_cpu": "The launcher chooses the device: write use_cpu: true into the Accelerate YAML.",
     "local_rank": "The launcher sets it: start the recipe with accelerate launch.",
     "do_train": "A recipe always trains. Drop it.",
     "do_eval": "A recipe evaluates at its end, and every --eval_steps. Drop it.",
     "stage": "The recipe says what is trained: recipes/causal_lm.py or recipes/lora_finetune.py. Drop it.",
+    "task_type": "The recipe says what is trained. Drop it.",
     "rl": "The recipe says what is trained. Drop it.",
     "train_on_inputs": "The loss is on the answers of a chat, and on all of a text. Drop it.",
     "train_on_prompt": "The loss is on the answers of a chat, and on all of a text. Drop it.",
@@ -208,6 +235,9 @@ SENTENCES = {
     "gradient_checkpointing_kwargs": "--activation_checkpointing takes full, selective, every:N or offload.",
     "torch_compile_backend": "--torch_compile takes no backend. Drop it.",
     "torch_compile_mode": "--torch_compile takes no mode. Drop it.",
+    "disable_gradient_checkpointing": "Nothing is recomputed unless --activation_checkpointing says so. Drop it.",
+    "agent_template": "The chat template renders tools and calls: --chat_template.",
+    "no_save_optim": "A checkpoint holds all that a run needs to go on. Drop it.",
     "save_only_model": "A checkpoint holds all that a run needs to go on. Drop it.",
 }
 """Name in another trainer -> what to do here in its place."""
@@ -222,6 +252,9 @@ ABSENT = {
     "dataloader_in_order", "eval_accumulation_steps", "eval_delay", "lr_scheduler_kwargs", "label_names", "optim_args",
     "hub_revision", "dataloader_persistent_workers", "optim_target_modules", "truncation_mode", "truncation_strategy",
     "loss_scale", "system", "default_system", "model_author", "model_name", "init_weights", "vllm", "trl", "plugins",
+    "eval_sample_packing", "eta_min", "model_config", "experts_implementation", "lora_o_kernel", "lora_qkv_kernel",
+    "lora_mlp_kernel", "batching_strategy", "kt_weight_path", "loss_type", "port", "host", "checkpointer",
+    "max_steps_per_epoch", "optimizer_in_bwd",
     "xformers_attention", "dataloader_pin_memory", "dataloader_drop_last",
 }  # fmt: skip
 """Names in other trainers of what is not here. The nearest spelling would mean something else."""
@@ -232,6 +265,7 @@ OTHER_RECIPES = {
         "load_in_4bit", "load_in_8bit",
     },
     "recipes/causal_lm.py": {"config_name"},
+    "recipes/seq2seq_chatbot.py": {"val_max_target_length"},
 }  # fmt: skip
 """Recipe -> flags that not every recipe has."""
 
