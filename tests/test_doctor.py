@@ -198,7 +198,7 @@ def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
     monkeypatch.chdir(ROOT)
     flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "8", *TWO_NODES[2:]]
     plan, _, _, _ = inspect_launch(flags, Hardware(gpus=2, gpu_name="A100"))
-    assert any("4 processes on this machine, which has 2 GPU(s)" in p for p in plan.problems)
+    assert any("4 processes on this machine, which has 2 GPUs" in p for p in plan.problems)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def node(monkeypatch, tmp_path):
 def test_gpus_that_torch_does_not_see_are_a_problem(node):
     for environ in ({}, WORKER):
         (problem,) = plan_for(environ, Hardware.detect())[0].problems
-        assert "2 NVIDIA GPU(s)" in problem and "nvidia0" in problem and "nvidiactl" not in problem
+        assert "2 NVIDIA GPUs" in problem and "nvidia0" in problem and "nvidiactl" not in problem
         assert "for CUDA 13.0" in problem and "535.104.05, supports CUDA 12.2" in problem
         assert "Update the driver, or install a torch built for CUDA 12.2 or older" in problem and "use_cpu: true" in problem
 
@@ -107,7 +107,7 @@ def test_launch_dry_run_and_doctor_say_the_same(node, monkeypatch, tmp_path, cap
     flags = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
     for line in ([], flags):
         assert doctor(line) == 1
-        assert "sees no GPU, but this process may use 2 NVIDIA GPU(s)" in " ".join(capsys.readouterr().out.split())
+        assert "sees no GPU, but this process may use 2 NVIDIA GPUs" in " ".join(capsys.readouterr().out.split())
     plan, *_ = inspect_launch([*flags, "--cpu"], Hardware.detect())
     assert (plan.kind, plan.device) == ("single", "cpu") and not plan.problems, "accelerate starts one process with --cpu"
 

@@ -129,7 +129,7 @@ def test_a_host_that_cannot_hold_the_copies_is_named(tmp_path, monkeypatch):
     folder = files(tmp_path, torch.bfloat16)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3000))
     assert too_many_copies(folder, "float32", 3) is None
-    assert "4 rank(s)" in too_many_copies(folder, "float32", 4)
+    assert "4 ranks" in too_many_copies(folder, "float32", 4)
     assert too_many_copies(None, "float32", 4) is None, "a model that is not here yet"
 
 
@@ -142,4 +142,4 @@ def test_doctor_warns_of_copies_alone(strategy, copies, tiny, monkeypatch):
     plan, problems, _, _ = inspect_launch(line, Hardware())
     assert not problems
     (said,) = [note for note in plan.notes if note.startswith("host RAM: ")] or [None]
-    assert said is None if copies == 0 else said.startswith(f"host RAM: {copies} rank(s)")
+    assert said is None if copies == 0 else said.startswith(f"host RAM: {copies} rank")

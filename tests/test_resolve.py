@@ -148,7 +148,7 @@ def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps()
     one = Hardware(gpus=1, gpu_name="A100")
     for local in ("0", "7"):  # all ranks say the same: one that went on would wait for the others
         (problem,) = plan_for(SRUN | {"SLURM_LOCALID": local, "LOCAL_RANK": local}, one)[0].problems
-        assert "8 processes on this machine, of which this one sees 1 GPU(s)" in problem
+        assert "8 processes on this machine, of which this one sees 1 GPU" in problem
         assert "--gpu-bind=none" in problem and "--num_processes" not in problem
     assert not plan_for(SRUN, A100)[0].problems
     assert not plan_for(SRUN | {"SLURM_TASKS_PER_NODE": "1(x16)"}, one)[0].problems
@@ -160,7 +160,7 @@ def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps()
         (problem,) = plan_for(launcher, one)[0].problems
         assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, in a job"
     (problem,) = plan_for({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, one)[0].problems
-    assert "LOCAL_RANK 3" in problem and "1 GPU(s)" in problem
+    assert "LOCAL_RANK 3" in problem and "1 GPU" in problem
 
 
 def test_use_cpu_never_drops_sharding(tmp_path):
@@ -292,7 +292,7 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
     two = Hardware(gpus=2, gpu_name="A100")
     nodes = WORKER | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     (problem,) = plan_for(nodes, two)[0].problems
-    assert "4 processes on this machine, which has 2 GPU(s)" in problem and "Pass --num_processes 4." in problem
+    assert "4 processes on this machine, which has 2 GPUs" in problem and "Pass --num_processes 4." in problem
     for environ, hardware in ((nodes, A100), (nodes, CPU), (nodes | {"ACCELERATE_USE_CPU": "true"}, two)):
         assert not plan_for(environ, hardware)[0].problems
 
@@ -463,7 +463,7 @@ def test_a_resumed_run_keeps_its_batch_wherever_accumulation_is_said(tmp_path, e
         return plan_for(environ | {"WORLD_SIZE": str(world)}, **earlier)
 
     plan, config = resumed(4, 4)
-    assert not plan.problems and "global batch kept at 64 on 4 process(es): 8 x 2 accumulation x 4" in plan.notes
+    assert not plan.problems and "global batch kept at 64 on 4 processes: 8 x 2 accumulation x 4" in plan.notes
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (8, 2)
     assert plan.deepspeed_config["gradient_accumulation_steps"] == 2 and plan.deepspeed_config["train_batch_size"] == 64
     assert plan.asked["gradient_accumulation_steps"] == 4, "or the next resume would take the cut for a person's change"

@@ -159,7 +159,7 @@ def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
     output = tmp_path / "run"
     shutil.copytree(killed.output, output)
     run = launch("single", 1, "causal_lm", output, expect=REFUSED, **flags(tiny))
-    assert "holds 2 checkpoint(s) of an earlier run, the newest step-000008" in run.text
+    assert "holds 2 checkpoints of an earlier run, the newest step-000008" in run.text
 
     changed = flags(tiny) | {"train_file": tiny / "chats.jsonl"}
     run = launch("single", 1, "causal_lm", output, expect=1, resume_from_checkpoint="auto", **changed)
@@ -203,4 +203,4 @@ def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tiny, tmp_p
 
     other = flags(tiny) | {"resume_from_checkpoint": killed.output}
     run = launch("single", 1, "causal_lm", output, expect=REFUSED, **other)
-    assert "step-000008 is of another run than the 1 checkpoint(s) in" in run.text
+    assert "step-000008 is of another run than the 1 checkpoint in" in run.text

@@ -9,6 +9,7 @@ from zerobook.checkpoint import store
 from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import RESUMES, optimizer_name
+from zerobook.utils.units import counted
 
 
 def earlier_run(config: RecipeConfig) -> str | None:
@@ -23,7 +24,8 @@ def earlier_run(config: RecipeConfig) -> str | None:
         problem = store.none_to_take(config.output_dir)
         return None if problem is None else f"output_dir: {problem}"
     return (
-        f"output_dir: {config.output_dir} holds {len(found)} checkpoint(s) of an earlier run, the newest {found[-1].name}. "
+        f"output_dir: {config.output_dir} holds {counted(len(found), 'checkpoint')} of an earlier run, the newest "
+        f"{found[-1].name}. "
         "Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
 
@@ -124,5 +126,8 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
             steps = wanted // (smaller * world_size)
             source = f"{checkpoint.name}, to keep its global batch"
             draft.set(source, per_device_train_batch_size=smaller, gradient_accumulation_steps=steps)
-            return f"global batch kept at {wanted} on {world_size} process(es): {smaller} x {steps} accumulation x {world_size}"
+            return (
+                f"global batch kept at {wanted} on {counted(world_size, 'process')}: {smaller} x {steps} accumulation x "
+                f"{world_size}"
+            )
     return f"global batch: {wanted} samples cannot be divided among {world_size} processes; {now} samples a step from here on"

@@ -28,6 +28,7 @@ from zerobook.errors import CheckpointError
 from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
 from zerobook.utils.terminal import plain, say
+from zerobook.utils.units import counted
 from zerobook.utils.writing import refuse_link, write_whole
 
 FORMAT_VERSION = 5
@@ -377,7 +378,8 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     own = complete(folder_of(output_dir))
     if own:
         raise CheckpointError(
-            f"{checkpoint} is of another run than the {len(own)} checkpoint(s) in {output_dir}, the newest {own[-1].name}. "
+            f"{checkpoint} is of another run than the {counted(len(own), 'checkpoint')} in {output_dir}, the newest "
+            f"{own[-1].name}. "
             "With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to resume from those, or "
             "another --output_dir."
         )
@@ -430,13 +432,13 @@ def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
 
 def _listed(folder: str | Path, reasons: dict[Path, str]) -> str:
     listed = "\n".join(f"  {reason}" for reason in reasons.values())
-    return f"{folder}: it holds {len(reasons)} checkpoint(s), and none of them can be read:\n{listed}"
+    return f"{folder}: it holds {counted(len(reasons), 'checkpoint')}, and none of them can be read:\n{listed}"
 
 
 def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
     """Return the error message for a folder with checkpoints that were all given up."""
     return (
-        f"{output_dir}: all {len(given_up)} checkpoint(s) there are of branches that were given up: "
+        f"{output_dir}: all {counted(len(given_up), 'checkpoint')} there are of branches that were given up: "
         f"{', '.join(c.name for c in given_up)}. Another run there would prune them. Go on from one with "
         f"--resume_from_checkpoint {given_up[-1]}, or give another --output_dir."
     )

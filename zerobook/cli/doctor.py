@@ -28,6 +28,7 @@ from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils import hub
 from zerobook.utils.host_memory import too_many_copies
 from zerobook.utils.terminal import console
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +87,7 @@ def doctor(argv: list[str]) -> int:
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)
     if problems:
-        out.print(f"{len(problems)} problem(s)", style="bold red")
+        out.print(f"{counted(len(problems), 'problem')}", style="bold red")
     else:
         out.print("no problems found", style="bold green")
     return 1 if problems else 0

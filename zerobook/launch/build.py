@@ -24,6 +24,7 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from zerobook.strategy import Strategy
@@ -65,7 +66,8 @@ def resolve_this_process(
     if plan.offload_optimizer != "none" and chose_threads():
         plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(
-            f"the optimizer steps in host memory, with {plan.host_threads} thread(s) a process: the machine's cores, shared by "
+            f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
+            "cores, shared by "
             "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
         )
     if note := loopback_note(plan, environ):

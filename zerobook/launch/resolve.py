@@ -24,6 +24,7 @@ from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
 from zerobook.utils.environment import true
+from zerobook.utils.units import counted
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability that flash attention 2 needs: Ampere or later."""
@@ -167,7 +168,7 @@ def resolve(
     if launched and not on_cpu:
         _check_gpus(plan, environ, hardware.gpus)
     if on_cpu and launched:
-        plan.notes.append(f"no GPU is used: {plan.name} runs on {world} CPU process(es) over gloo")
+        plan.notes.append(f"no GPU is used: {plan.name} runs on {counted(world, 'CPU process')} over gloo")
 
     _set_accumulation(plan, environ, draft)
     _set_global_batch(plan, draft)
@@ -281,18 +282,21 @@ def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None
         local = max(local, rank + 1, int(tasks[1]) if tasks else 1)
         if local > gpus:
             plan.problems.append(
-                f"srun: {local} processes on this machine, of which this one sees {gpus} GPU(s). A process takes the GPU of "
+                f"srun: {local} processes on this machine, of which this one sees {counted(gpus, 'GPU')}. A process "
+                "takes the GPU of "
                 "its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
                 "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
             )
     elif local > gpus:
         plan.problems.append(
-            f"num_processes: {local} processes on this machine, which has {gpus} GPU(s); each process needs one of its own. "
+            f"num_processes: {local} processes on this machine, which has {counted(gpus, 'GPU')}; each process needs "
+            "one of its own. "
             f"Pass --num_processes {gpus * (plan.world_size // local)}."
         )
     elif rank >= gpus:
         plan.problems.append(
-            f"LOCAL_RANK {rank}: this process sees {gpus} GPU(s), and takes the one of its LOCAL_RANK, counted from 0. Let "
+            f"LOCAL_RANK {rank}: this process sees {counted(gpus, 'GPU')}, and takes the one of its LOCAL_RANK, counted "
+            "from 0. Let "
             "each process see all GPUs of the machine, or start fewer."
         )
 

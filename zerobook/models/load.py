@@ -33,6 +33,7 @@ from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import read_json
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -519,7 +520,8 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
     keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
     words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
     return (
-        f"config_name: {folder} is what the {checkpoints} checkpoint(s) beside it began with. It was made with {words[0]}, and "
+        f"config_name: {folder} is what the {counted(checkpoints, 'checkpoint')} beside it began with. It was made with "
+        f"{words[0]}, and "
         f"this run asks for {words[1]}; with that model in its place, they could not be exported. Bring the old values (and "
         "the config's old content) back, or give another --output_dir."
     )

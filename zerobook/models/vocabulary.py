@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from zerobook.utils.units import counted
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,7 +43,7 @@ def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     grow_embeddings(model, len(tokenizer))
     _start_at_mean(model, new)
     size = f"{rows} -> {len(tokenizer)} rows" if len(tokenizer) > rows else f"{rows} rows, as before"
-    return f"{len(new)} new token(s), which start at the mean of the others; embeddings: {size}"
+    return f"{counted(len(new), 'new token')}, which start at the mean of the others; embeddings: {size}"
 
 
 def grow_embeddings(model: PreTrainedModel, rows: int) -> None:

@@ -14,6 +14,7 @@ from math import prod
 
 from zerobook.optimizer import state_numbers
 from zerobook.plan.sharding import ShardingSpec
+from zerobook.utils.units import counted
 
 SWAPPED = 1 << 20
 """Bytes. DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
@@ -237,7 +238,8 @@ def unswappable(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec)
     if largest is None or _part(largest, spread) <= spread.buffer:
         return []
     return [
-        f"offload_param.buffer_size: {largest.name} has {_part(largest, spread):,} elements on each of {spread.ranks} rank(s), "
+        f"offload_param.buffer_size: {largest.name} has {_part(largest, spread):,} elements on each of "
+        f"{counted(spread.ranks, 'rank')}, "
         f"and a buffer for NVMe holds {spread.buffer:,}. Raise it in the DeepSpeed file, or take more ranks."
     ]
 

@@ -24,6 +24,7 @@ from zerobook.strategy.engine import Engine
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.replicas import Replicas, differing
 from zerobook.strategy.weights import local, unwrapped_name
+from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,7 +58,7 @@ class Strategy(Engine):
         self._skips_on_device = self.optimizer_spec.skips_nonfinite
         if accelerator.num_processes != plan.world_size:
             raise RuntimeError(
-                f"accelerate formed {accelerator.num_processes} process(es) where the launcher started "
+                f"accelerate formed {counted(accelerator.num_processes, 'process')} where the launcher started "
                 f"{plan.world_size}; every rank would read all the data"
             )
 

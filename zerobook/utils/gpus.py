@@ -9,6 +9,8 @@ import ctypes
 import os
 from pathlib import Path
 
+from zerobook.utils.units import counted
+
 DEVICES = Path("/dev")
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -36,7 +38,8 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
         built = f"for CUDA {built_for}"
         way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
     return (
-        f"torch {torch_version} sees no GPU, but this process may use {len(found)} NVIDIA GPU(s) ({', '.join(found)}): "
+        f"torch {torch_version} sees no GPU, but this process may use {counted(len(found), 'NVIDIA GPU')} "
+        f"({', '.join(found)}): "
         f"torch is built {built}, and the driver, version {driver_version()}, supports CUDA {driver_cuda}. {way_out}. "
         'To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from zerobook.errors import ConfigError
 from zerobook.utils.reading import read_safetensors_header
+from zerobook.utils.units import counted
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``."""
@@ -86,7 +87,7 @@ def too_many_copies(folder: Path | None, dtype: str, copies: int) -> str | None:
     if one * copies <= free:
         return None
     return (
-        f"host RAM: {copies} rank(s) on this host load a copy of the weights each, {one / 1e9:.1f} GB x {copies} = "
+        f"host RAM: {counted(copies, 'rank')} on this host load a copy of the weights each, {one / 1e9:.1f} GB x {copies} = "
         f"{one * copies / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, which shards the "
         "model while it is loaded, or start fewer ranks."
     )
