@@ -869,7 +869,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     """
     file = Path(path).expanduser()
     try:
-        loaded = load_yaml_as_text(file.read_text(encoding="utf-8"))
+        loaded = load_yaml_as_text(read_text(file, may_be_pipe=True))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         near = "" if file.exists() else nearest_file(file)

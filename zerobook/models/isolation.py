@@ -63,6 +63,9 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     Raises:
         ConfigError: the model computes nothing from text alone.
     """
+    # A recipe's own model may take its arguments by other names.
+    if not hasattr(strategy.unwrapped, "get_input_embeddings"):
+        return collate
     flash = "flash" in _attention(strategy)
     bare = replace(collate, mask=False, lengths=flash)
     failure: Exception | None = None
