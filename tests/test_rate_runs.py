@@ -298,7 +298,7 @@ def test_a_run_that_was_submitted_twice_does_not_replace_the_first_ones_checkpoi
         shutil.copytree(tmp_path / "later", checkpoints.parent, dirs_exist_ok=True)
 
     monkeypatch.setattr(store, "hold", first_is_done)
-    with pytest.raises(ConfigError, match=r"holds 3 checkpoint\(s\) of an earlier run, the newest step-000006.*--output_dir"):
+    with pytest.raises(ConfigError, match=r"holds 3 checkpoints of an earlier run, the newest step-000006.*--output_dir"):
         train(tmp_path / "run", **given, seed=7)
     for file in (tmp_path / "later").rglob("*"):
         assert file.is_dir() or file.read_bytes() == (tmp_path / "run" / file.relative_to(tmp_path / "later")).read_bytes()
