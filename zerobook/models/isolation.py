@@ -79,6 +79,9 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
             continue
         if way is collate or strangers <= _NOISE * noise:
             return way
+    # A recipe's own collator may need arrays that the rows of this test do not have.
+    if type(collate) is not CausalCollator:
+        return collate
     name = type(strategy.unwrapped).__name__
     raise ConfigError(f"model_name_or_path: {name} fails with a batch of text ({type(failure).__name__}: {failure}).")
 
