@@ -7,11 +7,12 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
-from zerobook.config import ALIASES, changed, nearest, parse, read
+from zerobook.config import ALIASES, changed, parse, read
 from zerobook.errors import ConfigError
 from zerobook.optimizer import optimizer_spec
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import other_trainers
+from zerobook.utils.nearest import nearest
 
 BASE = ["--model_name_or_path", "m", "--dataset_name", "d"]
 

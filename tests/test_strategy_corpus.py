@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.harness import ROOT, launch
-from tests.strategy_corpus import CORPUS, Case
+from tests.strategy_corpus import CORPUS, DEEPSPEED, Case
 from zerobook.cli.doctor import inspect_launch
 from zerobook.launch import deepspeed_keys
 from zerobook.launch.resolve import Hardware
@@ -37,6 +37,19 @@ def test_doctor_says_what_a_file_is(name, tmp_path, tiny, monkeypatch):
     problems = said_by_doctor(written(tmp_path, case), case.processes, tiny, tmp_path / "run", *case.flags)
     assert len(problems) == (case.said is not None), problems
     assert case.said is None or case.said in problems[0], problems[0]
+
+
+def test_deepspeeds_own_check_is_done_beside_other_problems(tmp_path, tiny, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    settings = {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": "auto", "opt_level": "O2"},
+    }
+
+    problems = said_by_doctor(written(tmp_path, Case(DEEPSPEED, settings)), 2, tiny, tmp_path / "run")
+
+    assert len(problems) == 2
+    assert "offload_param" in problems[0] and "bf16.opt_level" in problems[1]
 
 
 SAMPLE = {"stage 3 of the Trainer's docs", "a typo at the root", "another stage in the YAML"}

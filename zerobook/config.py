@@ -7,17 +7,14 @@ same keys as the flags, and flags override it. All problems are reported at once
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
@@ -30,6 +27,7 @@ from zerobook.constants import POLYNOMIAL_END
 from zerobook.errors import ConfigError
 from zerobook.utils import hub, other_trainers, user_code
 from zerobook.utils.chat_template import NAMES, template_file
+from zerobook.utils.nearest import nearest, nearest_file, nearest_value
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import plain
 from zerobook.utils.written_values import as_list, as_whole_number, is_none
@@ -885,16 +883,6 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return loaded
 
 
-def nearest_file(missing: Path) -> str:
-    """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
-    try:
-        neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
-    except OSError:
-        return ""
-    folder = "" if str(missing.parent) == "." else f"{missing.parent}/"
-    return nearest(missing.name, neighbours, folder)
-
-
 PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",
          "config_name", "adapter_path", "dataset_name")  # fmt: skip
 """Keys that may name a file or a folder."""
@@ -924,18 +912,6 @@ def _path_beside(yaml_file: str, name: str) -> str:
     if Path(path).expanduser().exists() or Path(path).is_absolute() or not there.exists():
         return name
     return f"{there}:{class_name}" if class_name else str(there)
-
-
-def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
-    translation = other_trainers.VALUES.get(key, {}).get(value)
-    return f" Did you mean {translation}?" if translation else nearest(value, set(choices))
-
-
-def nearest(name: str, names: set[str], prefix: str = "") -> str:
-    """Return ``Did you mean ...?`` with the name that is spelt most like it, or an empty string."""
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" Did you mean {prefix}{match[0]}?" if match else ""
 
 
 def _hint(name: str, names: set[str], prefix: str = "") -> str:

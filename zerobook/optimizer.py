@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from zerobook.errors import ConfigError
+from zerobook.utils.nearest import nearest_value
 from zerobook.utils.user_code import load_class
 
 if TYPE_CHECKING:
@@ -325,9 +326,6 @@ def optimizer_spec(said: str) -> OptimizerSpec:
     if said in OPTIMIZERS:
         return OPTIMIZERS[said]()
     if ":" not in said:
-        # Formulas of a plan read this module, and are to start without pydantic.
-        from zerobook.config import nearest_value
-
         raise ConfigError(
             f"optimizer: there is no optimizer {said!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as FILE.py:Class."
             f"{nearest_value('optimizer', said, OPTIMIZERS)}"

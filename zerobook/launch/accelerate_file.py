@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zerobook.config import nearest, nearest_file
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import parsed
+from zerobook.utils.nearest import nearest, nearest_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_yaml

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig, nearest
+from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
 from zerobook.launch import deepspeed_keys, recompute
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
+from zerobook.utils.nearest import nearest
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan

@@ -14,7 +14,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import nearest
+from zerobook.utils.nearest import nearest
 from zerobook.utils.reading import read_text
 
 if TYPE_CHECKING:

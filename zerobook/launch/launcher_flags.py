@@ -8,8 +8,9 @@ import io
 import re
 from typing import NamedTuple
 
-from zerobook.config import RecipeConfig, nearest
+from zerobook.config import RecipeConfig
 from zerobook.launch.accelerate_cli import parsed
+from zerobook.utils.nearest import nearest
 
 SCRIPT = "script.py"
 """Stands for the recipe, which accelerate's parser requires."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zerobook.config import nearest
 from zerobook.utils.environment import true
+from zerobook.utils.nearest import nearest
 
 _PREFIX = "ACCELERATE_"
 _TPU = "it is for TPUs"

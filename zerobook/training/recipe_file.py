@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
+from zerobook.utils.nearest import nearest_file
 from zerobook.utils.shipped import shipped
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ def check_recipe(name: str) -> tuple[Path, str]:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        # A plan by formulas reads this module, and is to start without pydantic.
-        from zerobook.config import nearest_file
-
         raise ConfigError(
             f"{name}: there is no such recipe file.{nearest_file(path)} Zerobook's own are in {shipped('recipes')}; zerobook "
             "init FOLDER copies them."

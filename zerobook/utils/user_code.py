@@ -8,12 +8,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 from zerobook.errors import ConfigError
+from zerobook.utils.nearest import nearest
 
 T = TypeVar("T")
 
@@ -40,8 +40,7 @@ def problem(key: str, spec: str) -> str | None:
         return f"{key}: {spec}: {where} is not valid Python: {error}."
     if name in names or "*" in names:
         return None
-    nearest = get_close_matches(name, names, n=1)
-    return f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else "")
+    return f"{key}: {spec}: {where} has no {name}.{nearest(name, names)}"
 
 
 def load(key: str, spec: str) -> object:
@@ -56,8 +55,7 @@ def load(key: str, spec: str) -> object:
     where, _, name = spec.rpartition(":")
     module = _of_file(Path(where).expanduser().resolve()) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, name):
-        nearest = get_close_matches(name, dir(module), n=1)
-        raise ConfigError(f"{key}: {spec}: {where} has no {name}." + (f" Did you mean {nearest[0]}?" if nearest else ""))
+        raise ConfigError(f"{key}: {spec}: {where} has no {name}.{nearest(name, set(dir(module)))}")
     return getattr(module, name)
 
 

@@ -1,0 +1,32 @@
+"""Names that are spelt like a wrong one, as the end of an error message."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+from zerobook.utils import other_trainers
+
+
+def nearest(name: str, names: set[str], prefix: str = "") -> str:
+    """Return ``Did you mean ...?`` with the name that is spelt most like it, or an empty string."""
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean {prefix}{match[0]}?" if match else ""
+
+
+def nearest_file(missing: Path) -> str:
+    """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
+    try:
+        neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
+    except OSError:
+        return ""
+    folder = "" if str(missing.parent) == "." else f"{missing.parent}/"
+    return nearest(missing.name, neighbours, folder)
+
+
+def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
+    """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
+    translation = other_trainers.VALUES.get(key, {}).get(value)
+    return f" Did you mean {translation}?" if translation else nearest(value, set(choices))
