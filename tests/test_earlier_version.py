@@ -58,7 +58,7 @@ def test_an_earlier_runs_files_are_read_by_the_commands(before, tmp_path, capsys
 
 
 def test_a_warm_up_that_an_earlier_version_began_goes_on_at_the_rate_of_this_one(tiny, tmp_path, capfd):
-    """Of W warm-up steps, earlier versions trained the k-th at (k - 1)/W of the rate, and recorded that for the next step."""
+    """Earlier versions trained the k-th of W warm-up steps at (k - 1)/W of the rate, and recorded that for the next step."""
     flags = dict(
         model_name_or_path=tiny / "llama", train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
         per_device_train_batch_size=2, learning_rate=1e-2, num_warmup_steps=6, max_train_steps=8, save_steps=3, logging_steps=1,

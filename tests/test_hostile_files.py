@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -356,6 +357,8 @@ def test_what_ends_in_time_is_not_stopped(short_limit):
     until = time.process_time() + 1.0
     while time.process_time() < until:
         pass
+
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0), "no limit outlives the rendering"
 
 
 # --- reports

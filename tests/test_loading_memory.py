@@ -102,7 +102,7 @@ def test_each_weight_is_freed_before_the_next_is_sharded(alone):
 
 
 def test_a_frozen_module_with_hidden_buffers_is_loaded(alone):
-    """As BatchNorm in a vision tower, whose counter is hidden while accelerate shards the weights."""
+    """BatchNorm in a vision tower has a counter, which is hidden while accelerate shards the weights."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     model[1]._non_persistent_buffers_set.update(("running_mean", "running_var", "num_batches_tracked"))

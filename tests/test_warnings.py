@@ -1,4 +1,4 @@
-"""What a run with default flags says when its data will be used badly. Whole runs in one process."""
+"""Warnings of a run with default flags whose data will be used badly. Whole runs in one process."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
         return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {counted(len(found), 'checkpoint')} of an earlier run, the newest "
-        f"{found[-1].name}. "
-        "Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
+        f"{found[-1].name}. Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
 
 

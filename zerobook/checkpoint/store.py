@@ -379,8 +379,8 @@ def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, s
     if own:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {counted(len(own), 'checkpoint')} in {output_dir}, the newest "
-            f"{own[-1].name}. "
-            "With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to resume from those, or "
+            f"{own[-1].name}. With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to "
+            "resume from those, or "
             "another --output_dir."
         )
     problem = none_to_take(output_dir)

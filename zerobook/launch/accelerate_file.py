@@ -37,7 +37,7 @@ OWN = {"parallelism_config_ep_size"}
 
 
 class FileCheck(NamedTuple):
-    """What is wrong with an Accelerate config.
+    """The problems of an Accelerate config.
 
     Attributes:
         problems: a sentence each, with the file's name.

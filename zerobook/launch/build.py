@@ -67,8 +67,7 @@ def resolve_this_process(
         plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(
             f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
-            "cores, shared by "
-            "its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
+            "cores, shared by its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
         )
     if note := loopback_note(plan, environ):
         plan.notes.append(note)

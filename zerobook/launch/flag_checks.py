@@ -1,4 +1,4 @@
-"""What accelerate's launcher would do with its flags in silence: train on fewer processes, drop a flag, or wait without end.
+"""Checks of flags that let accelerate's launcher train on fewer processes, drop a flag, or wait without end, and say nothing.
 
 `zerobook doctor`, ``zerobook launch`` and, where the processes do start, a launched run call these checks.
 """

@@ -67,7 +67,7 @@ class HostReport:
 
 @with_config(extra="allow")
 class FactsOfHost(TypedDict):
-    """What a host sends to the others: `zerobook.launch.preflight.facts`, and where it listens."""
+    """The facts that a host sends to the others: `zerobook.launch.preflight.facts`, and where it listens."""
 
     host: str
     address: str
@@ -76,7 +76,7 @@ class FactsOfHost(TypedDict):
 
 
 class FindingsOfHost(TypedDict):
-    """What a host sends to the first one, after it has tried to reach the next ones."""
+    """The findings that a host sends to the first one, after it has tried to reach the next ones."""
 
     problems: list[str]
     clock: float

@@ -283,21 +283,18 @@ def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None
         if local > gpus:
             plan.problems.append(
                 f"srun: {local} processes on this machine, of which this one sees {counted(gpus, 'GPU')}. A process "
-                "takes the GPU of "
-                "its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
+                "takes the GPU of its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
                 "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
             )
     elif local > gpus:
         plan.problems.append(
             f"num_processes: {local} processes on this machine, which has {counted(gpus, 'GPU')}; each process needs "
-            "one of its own. "
-            f"Pass --num_processes {gpus * (plan.world_size // local)}."
+            f"one of its own. Pass --num_processes {gpus * (plan.world_size // local)}."
         )
     elif rank >= gpus:
         plan.problems.append(
             f"LOCAL_RANK {rank}: this process sees {counted(gpus, 'GPU')}, and takes the one of its LOCAL_RANK, counted "
-            "from 0. Let "
-            "each process see all GPUs of the machine, or start fewer."
+            "from 0. Let each process see all GPUs of the machine, or start fewer."
         )
 
 

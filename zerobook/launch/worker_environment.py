@@ -14,7 +14,7 @@ from zerobook.launch.launcher_flags import SCRIPT, read_flags
 
 
 class Workers(NamedTuple):
-    """What ``accelerate launch`` would give to rank 0.
+    """The environment that ``accelerate launch`` would give to rank 0.
 
     Attributes:
         environ: its environment; a plain launch's where accelerate cannot read the strategy.

@@ -521,8 +521,8 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
     words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
     return (
         f"config_name: {folder} is what the {counted(checkpoints, 'checkpoint')} beside it began with. It was made with "
-        f"{words[0]}, and "
-        f"this run asks for {words[1]}; with that model in its place, they could not be exported. Bring the old values (and "
+        f"{words[0]}, and this run asks for {words[1]}; with that model in its place, they could not be exported. Bring "
+        "the old values (and "
         "the config's old content) back, or give another --output_dir."
     )
 

@@ -239,8 +239,8 @@ def unswappable(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec)
         return []
     return [
         f"offload_param.buffer_size: {largest.name} has {_part(largest, spread):,} elements on each of "
-        f"{counted(spread.ranks, 'rank')}, "
-        f"and a buffer for NVMe holds {spread.buffer:,}. Raise it in the DeepSpeed file, or take more ranks."
+        f"{counted(spread.ranks, 'rank')}, and a buffer for NVMe holds {spread.buffer:,}. Raise it in the DeepSpeed "
+        "file, or take more ranks."
     ]
 
 

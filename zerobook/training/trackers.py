@@ -96,10 +96,12 @@ def _read_identities(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        identities = error
-    if isinstance(identities, dict) and all(isinstance(identity, str) for identity in identities.values()):
-        return identities
-    tqdm.write(plain(f"WARNING: {file}: it has no ids of trackers ({identities}), so the trackers begin another run"))
+        reason = str(error)
+    else:
+        if isinstance(identities, dict) and all(isinstance(identity, str) for identity in identities.values()):
+            return identities
+        reason = f"found {identities!r:.100}"
+    tqdm.write(plain(f"WARNING: {file}: it has no ids of trackers ({reason}), so the trackers begin another run"))
     return {}
 
 

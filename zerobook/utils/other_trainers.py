@@ -12,7 +12,7 @@ Only names were read, in July to November 2026, from these files:
 - ms-swift at 3602360 (2026-08-22): swift/arguments/base_args/{base,data,model,quant,template}_args.py,
   swift/arguments/{sft,tuner}_args.py, examples/train/multi-gpu/deepspeed/train_zero3.sh
 - torchtune at bd2a0fc (2026-04-23): recipes/configs
-- LLaMA-Factory's second form at ff6d4d1: examples/v1
+- LLaMA-Factory's version 1 at ff6d4d1: examples/v1
 - FastChat at 0e6d3e4 (2025-04-12): fastchat/train/{train,train_lora}.py, scripts/train_vicuna_7b.sh
 """
 
