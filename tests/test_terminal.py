@@ -209,6 +209,15 @@ def test_text_from_files_in_tracebacks_and_library_logs_is_plain(tmp_path):
     assert "unexpected tensor w" in done.stderr and "RuntimeError: no dtype f32" in done.stderr and "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"model": 1, "added_tokens": []}'])
+def test_a_tokenizer_that_cannot_be_read_is_a_sentence(text, tmp_path):
+    from zerobook.models.load import open_tokenizer
+
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^tokenizer_name: .* is a folder here, but AutoTokenizer cannot load it"):
+        open_tokenizer(str(tmp_path), template=None, revision="main", trust_remote_code=False)
+
+
 def test_broken_weights_and_folders_that_cannot_be_written_are_sentences(tiny, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 

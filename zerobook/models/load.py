@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 MADE_OF = "made_of.json"
 """File beside an initial model that names its config and seed: others give another initial model."""
+# Errors that mean that the files of a model cannot be read. Others (memory, a kernel, a collective) need their traceback.
+FILE_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
 DTYPES: dict[str, torch.dtype | str]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -464,7 +466,8 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
 
 def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
     """Load a model. Its ``missing_weights`` are the names of those that its file lacks, which transformers draws at random."""
-    model, report = _from_pretrained(kind, name, "model_name_or_path", options | {"output_loading_info": True})
+    options = options | {"output_loading_info": True}
+    model, report = _from_pretrained(kind, name, "model_name_or_path", options, errors=FILE_ERRORS)
     model.missing_weights = report["missing_keys"]
     return model
 
@@ -527,12 +530,17 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
     )
 
 
-def _from_pretrained(kind: Any, name: str, key: str, options: dict[str, Any]) -> Any:
+def _from_pretrained(
+    kind: Any, name: str, key: str, options: dict[str, Any], errors: tuple[type[Exception], ...] = (Exception,)
+) -> Any:
+    """Load a config, a tokenizer or a model; by default, any error means that its files cannot be read."""
     hub.check_reachable(name, options.get("revision") or "main")
     try:
         return kind.from_pretrained(name, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except errors as error:
         what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        if not isinstance(error, FILE_ERRORS):
+            first = f"{type(error).__name__}: {first}"  # such as KeyError, whose text is a key alone
         advice = "" if Path(name).exists() else hub.advice(error)
         raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}{advice}") from error
