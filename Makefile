@@ -50,10 +50,11 @@ bench: $(STAMP) ## speed on this machine: the loop, flags, growth, TRL and Train
 	@$(BIN)/python benchmarks/peers.py
 	@$(BIN)/python scripts/performance.py
 
-checks: $(STAMP) ## lint, format, types, and the direction of imports
+checks: $(STAMP) ## lint, format, types, the direction of imports, and figures of readability
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
+	@$(BIN)/python scripts/readability.py
 
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"
