@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from recipes.causal_lm import CausalLMConfig
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import BUFFERS, Saver
 from zerobook.errors import CheckpointError
 from zerobook.models import export
@@ -119,7 +120,7 @@ def test_format_3_is_still_read(make, tmp_path):
     manifest = json.loads(file.read_text())
     del manifest["files"][BUFFERS]
     file.write_text(json.dumps(manifest | {"format_version": 3}))
-    assert store.find(tmp_path, "auto", passed_over={}) == checkpoint
+    assert resolve_resume(tmp_path, "auto", thorough=True).checkpoint == checkpoint
     weight = strategy.unwrapped.model.shared.weight
     before = weight.detach().clone()
     layer_of(strategy).seen.fill_(5)

@@ -21,6 +21,7 @@ from tests.harness import disk_of
 from tests.test_checkpoints import FakeStrategy, save_all, spread
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.strategy import Piece
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -94,17 +95,17 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
         _, codes = save_in_processes(tmp_path, step, victim, fatal)
         killed += codes[victim] == -signal.SIGKILL
         with store.owned(checkpoints):  # what the next attempt does first
-            passed_over = {}
-            found = store.find(tmp_path, "auto", passed_over=passed_over)
+            resolution = resolve_resume(tmp_path, "auto", thorough=True)
+        found = resolution.checkpoint
         assert found is not None and store.damage(found, thorough=True) is None, f"call {fatal}"
-        assert store.step_of(found) in (step - 1, step) and not passed_over
+        assert store.step_of(found) in (step - 1, step) and not resolution.skipped
         assert len(state.tensors(found)) == 9
         assert not [f for f in checkpoints.iterdir() if f.name.startswith(".step")], "leftovers are swept away"
         if store.step_of(found) != step - 1:
             step += 1
             continue
         _, codes = save_in_processes(tmp_path, step)
-        assert codes == [0, 0] and store.step_of(store.find(tmp_path, "auto")) == step
+        assert codes == [0, 0] and store.step_of(resolve_resume(tmp_path, "auto").checkpoint) == step
         step += 1
     assert killed == calls, "every one of the calls was the last of a process"
 
@@ -117,20 +118,20 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):
     codes = save_in_processes(small_disk, 1)[1]
-    assert codes == [0, 0] and store.find(small_disk, "auto") is not None
+    assert codes == [0, 0] and resolve_resume(small_disk, "auto").checkpoint is not None
     free = shutil.disk_usage(small_disk).free
     failed = 0
     for step, room in enumerate(range(0, 262_144, 32_768), start=2):  # less and less: every call fails once
         (small_disk / "ballast").write_bytes(b"x" * max(0, free - room))
-        before = store.find(small_disk, "auto", passed_over={})
+        before = resolve_resume(small_disk, "auto", thorough=True).checkpoint
         save_in_processes(small_disk, step)
         (small_disk / "ballast").unlink()
-        after = store.find(small_disk, "auto", passed_over={})
+        after = resolve_resume(small_disk, "auto", thorough=True).checkpoint
         assert after is not None and store.step_of(after) in (store.step_of(before), step)
         failed += store.step_of(after) != step
         assert not [f for f in store.folder_of(small_disk).iterdir() if f.name.startswith(".step")]
     assert failed >= 3, "some of them did run out of room"
-    assert save_in_processes(small_disk, 99)[1] == [0, 0] and store.step_of(store.find(small_disk, "auto")) == 99
+    assert save_in_processes(small_disk, 99)[1] == [0, 0] and store.step_of(resolve_resume(small_disk, "auto").checkpoint) == 99
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -218,7 +219,7 @@ def test_a_half_deleted_checkpoint_does_not_come_back_instead_of_a_whole_one(tmp
     whole = published(tmp_path, 1)
     whole.rename(checkpoints / ".step-000001.replaced-2")  # killed while the next one was published
     with store.owned(checkpoints):
-        found = store.find(tmp_path, "auto", passed_over={})
+        found = resolve_resume(tmp_path, "auto", thorough=True).checkpoint
     assert found == whole and store.damage(found, thorough=True) is None
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.harness import staged
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.resume import earlier_run
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
@@ -35,22 +36,22 @@ def test_a_failed_save_leaves_no_checkpoint_and_harms_no_other(tmp_path):
         (staging / "tensors.bin").write_bytes(b"half")
         raise OSError("disk full")
     assert store.complete(store.folder_of(tmp_path)) == [first]
-    assert store.find(tmp_path, "auto") == first
+    assert resolve_resume(tmp_path, "auto").checkpoint == first
     again = make(tmp_path, 6)
-    assert store.find(tmp_path, "auto") == again
+    assert resolve_resume(tmp_path, "auto").checkpoint == again
 
 
 def test_auto_walks_past_damage_and_a_named_one_is_refused(tmp_path):
     good, bad = make(tmp_path, 1), make(tmp_path, 2)
     (bad / "tensors.bin").write_bytes(b"ab")
-    assert store.find(tmp_path, "auto") == good
+    assert resolve_resume(tmp_path, "auto").checkpoint == good
     with pytest.raises(CheckpointError, match=r"2 bytes, the manifest says 3 bytes"):
-        store.find(tmp_path, str(bad))
+        resolve_resume(tmp_path, str(bad))
     (bad / "tensors.bin").unlink()
     assert "missing" in store.damage(bad)
     (bad / store.MANIFEST).write_text("{")
     assert "cannot be read: JSONDecodeError" in store.damage(bad)
-    assert store.find(tmp_path / "nothing", "auto") is None
+    assert resolve_resume(tmp_path / "nothing", "auto").checkpoint is None
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -61,13 +62,13 @@ def test_a_runs_folder_is_walked_like_auto(tmp_path, monkeypatch, own):
     there = Path("run/checkpoints") if own else tmp_path / "run" / "checkpoints"
     output_dir = "run" if own else "new"
     (there / "step-000003" / "tensors.bin").write_bytes(b"abd")
-    passed_over: dict = {}
-    assert store.find(output_dir, str(tmp_path / "run"), passed_over=passed_over) == there / "step-000002"
-    assert list(passed_over) == [there / "step-000003"], "by the paths under which a run sets its own aside"
+    resolution = resolve_resume(output_dir, str(tmp_path / "run"), thorough=True)
+    assert resolution.checkpoint == there / "step-000002"
+    assert list(resolution.skipped) == [there / "step-000003"], "by the paths under which a run sets its own aside"
     for step in (1, 2):
         (there / f"step-{step:06d}" / "tensors.bin").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match=r"run: it holds 3 checkpoint.*none of them can be read") as refused:
-        store.find(output_dir, str(tmp_path / "run"), passed_over={})
+        resolve_resume(output_dir, str(tmp_path / "run"), thorough=True)
     assert str(refused.value).count("step-0000") == 3
 
 
@@ -82,10 +83,10 @@ def test_who_names_a_damaged_checkpoint_hears_of_the_whole_one_before_it(tmp_pat
     with pytest.raises(
         CheckpointError, match=r"is damaged.*--resume_from_checkpoint \S*step-000001, the newest complete checkpoint before"
     ):
-        store.find(tmp_path / "new", str(bad), passed_over={})
+        resolve_resume(tmp_path / "new", str(bad), thorough=True)
     (there / "step-000001" / "tensors.bin").unlink()
     with pytest.raises(CheckpointError, match="no complete checkpoint before it") as refused:
-        store.find(tmp_path / "new", str(bad), passed_over={})
+        resolve_resume(tmp_path / "new", str(bad), thorough=True)
     assert "auto" not in str(refused.value), "in a new folder, that begins at step 0"
 
 
@@ -126,7 +127,7 @@ def test_a_run_does_not_start_over_checkpoints_that_it_cannot_read(tmp_path, kin
     for step in (6, 12):
         harm(make(tmp_path, step))
     with pytest.raises(CheckpointError) as caught:
-        store.find(tmp_path, "auto", passed_over={})
+        resolve_resume(tmp_path, "auto", thorough=True)
         said = str(caught.value)
         assert said.count(words) == 2 and "step-000006" in said and "step-000012" in said and "--output_dir" in said
     fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
@@ -135,8 +136,8 @@ def test_a_run_does_not_start_over_checkpoints_that_it_cannot_read(tmp_path, kin
     if kind != "flipped byte":
         assert said.count(words) == 2
         with pytest.raises(CheckpointError, match=words):  # what every process asks before the ranks know each other
-            store.find(tmp_path, "auto")
-    assert store.find(tmp_path / "new", "auto", passed_over={}) is None
+            resolve_resume(tmp_path, "auto")
+    assert resolve_resume(tmp_path / "new", "auto", thorough=True).checkpoint is None
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
@@ -151,9 +152,9 @@ def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_never_removed(tmp_pat
     bad = make(tmp_path, 12)
     harm(bad)
     before = content(bad)
-    passed_over: dict = {}
-    assert store.step_of(store.find(tmp_path, "auto", passed_over=passed_over)) == 6 and list(passed_over) == [bad]
-    (aside,) = store.set_aside(checkpoints, 6, passed_over)
+    resolution = resolve_resume(tmp_path, "auto", thorough=True)
+    assert store.step_of(resolution.checkpoint) == 6 and list(resolution.skipped) == [bad]
+    (aside,) = store.set_aside(checkpoints, 6, resolution.skipped)
     assert aside.name == "step-000012.unreadable" and content(aside) == before
     harm(make(tmp_path, 12, b"abc"))
     make(tmp_path, 12, b"new")  # published over one that cannot be read
@@ -170,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_never_removed(tmp_pat
     assert "12 unreadable-2" in capsys.readouterr().out
     assert command(["verify", str(tmp_path)]) == 1
     with pytest.raises(CheckpointError, match=r"step-000012\.unreadable-2"):
-        store.find(tmp_path, "auto", passed_over={})
+        resolve_resume(tmp_path, "auto", thorough=True)
 
 
 def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
@@ -179,11 +180,11 @@ def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
     (aside,) = store.set_aside(checkpoints, 6)
     fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
     assert str(aside) in earlier_run(fresh)
-    for passed_over in (None, {}):
+    for thorough in (False, True):
         with pytest.raises(CheckpointError, match="given up") as refused:
-            store.find(tmp_path, "auto", passed_over=passed_over)
+            resolve_resume(tmp_path, "auto", thorough=thorough)
         assert str(aside) in str(refused.value)
-    assert store.find(tmp_path, str(aside), passed_over={}) == aside
+    assert resolve_resume(tmp_path, str(aside), thorough=True).checkpoint == aside
 
 
 @pytest.mark.parametrize("kind", ["abandoned", "unreadable"])
@@ -196,9 +197,9 @@ def test_a_run_from_elsewhere_does_not_start_beside_what_was_set_aside(tmp_path,
     assert aside.name == f"step-000012.{kind}"
     for asked in (other, tmp_path / "other"):
         with pytest.raises(CheckpointError, match=f"step-000012.{kind}") as refused:
-            store.find(tmp_path / "mine", str(asked), passed_over={})
+            resolve_resume(tmp_path / "mine", str(asked), thorough=True)
         assert "Another run there would" in str(refused.value) and "another --output_dir" in str(refused.value)
-    assert store.find(tmp_path / "fresh", str(other), passed_over={}) == other
+    assert resolve_resume(tmp_path / "fresh", str(other), thorough=True).checkpoint == other
 
 
 def test_a_kill_while_checkpoints_are_set_aside_leaves_the_ones_nearest_to_the_goal(tmp_path, monkeypatch):
@@ -259,8 +260,8 @@ def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tmp_path):
     checkpoints = store.folder_of(tmp_path)
     (aside,) = store.set_aside(checkpoints, 12)
     assert aside.name == "step-000018.abandoned" and steps(tmp_path) == [6, 12]
-    assert store.find(tmp_path, "auto") == checkpoints / "step-000012"
-    assert store.find(tmp_path, str(aside)) == aside, "named in full, it can be had back"
+    assert resolve_resume(tmp_path, "auto").checkpoint == checkpoints / "step-000012"
+    assert resolve_resume(tmp_path, str(aside)).checkpoint == aside, "named in full, it can be had back"
     new = make(tmp_path, 14)
     assert [c.name for c in store.prune(checkpoints, 3)] == ["step-000018.abandoned"]
     make(tmp_path, 18, b"newer")
@@ -327,13 +328,13 @@ def test_a_kill_between_two_renames_loses_neither_a_pin_nor_a_checkpoint(tmp_pat
 
 def test_checkpoints_of_two_runs_do_not_mix(tmp_path):
     mine, other = make(tmp_path / "mine", 12), make(tmp_path / "other", 30)
-    assert store.find(tmp_path / "fresh", str(other)) == other
+    assert resolve_resume(tmp_path / "fresh", str(other)).checkpoint == other
     for asked in (other, tmp_path / "other"):
         with pytest.raises(CheckpointError, match=r"another run than the 1 checkpoint.* in .*mine, the newest step-000012"):
-            store.find(tmp_path / "mine", str(asked))
-    assert store.find(tmp_path / "mine", str(mine)) == mine
+            resolve_resume(tmp_path / "mine", str(asked))
+    assert resolve_resume(tmp_path / "mine", str(mine)).checkpoint == mine
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    assert store.find(tmp_path / "link", str(mine)) == mine
+    assert resolve_resume(tmp_path / "link", str(mine)).checkpoint == mine
 
 
 def _on_a_node(rank, folder, cwds, output_dir, queue):

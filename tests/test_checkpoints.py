@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tests.harness import reseal, staged
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError
 from zerobook.runlog.history import is_being_written
@@ -242,7 +243,7 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
     (checkpoints / ".step-000009.partial").mkdir()
     save_all(tmp_path, 7, spread(set(), 1), keep=2)
     assert [store.step_of(c) for c in store.complete(checkpoints)] == [1, 2, 6, 7]
-    assert store.find(tmp_path, "best").name == "step-000002"
+    assert resolve_resume(tmp_path, "best").checkpoint.name == "step-000002"
     command(["unpin", str(checkpoints / "step-000001")])
     assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 7]
@@ -253,7 +254,7 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
     (tmp_path / "new").mkdir()
     save_all(tmp_path / "new", 1, spread(set(), 1))
     with pytest.raises(CheckpointError, match="none is the best"):
-        store.find(tmp_path / "new", "best")
+        resolve_resume(tmp_path / "new", "best")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", None])
@@ -262,7 +263,7 @@ def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path, bad):
         save_all(tmp_path, step, spread(set(), 1), loss=loss, keep=1 if step == 5 else None)
     checkpoints = store.folder_of(tmp_path)
     assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 5]
-    assert store.find(tmp_path, "best") == store.best(checkpoints) == checkpoints / "step-000002"
+    assert resolve_resume(tmp_path, "best").checkpoint == store.best(checkpoints) == checkpoints / "step-000002"
     command(["list", str(tmp_path)])
 
 
@@ -277,7 +278,7 @@ def test_best_is_the_same_checkpoint_for_all_who_ask(tmp_path_factory, losses):
     best = store.best(store.folder_of(folder))
     assert (best is None) == (not finite)
     if best is not None:
-        assert store.eval_loss(best) == min(finite) and store.find(folder, "best") == best
+        assert store.eval_loss(best) == min(finite) and resolve_resume(folder, "best").checkpoint == best
         store.prune(store.folder_of(folder), 1)
         assert store.best(store.folder_of(folder)) == best
 
@@ -348,14 +349,14 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
         save_all(tmp_path, step, spread({9}, 2))
     good, bad = store.complete(store.folder_of(tmp_path))
     harm(bad)
-    reasons = {}
-    assert store.find(tmp_path, "auto", passed_over=reasons) == good
-    assert list(reasons) == [bad] and words in reasons[bad]
+    resolution = resolve_resume(tmp_path, "auto", thorough=True)
+    assert resolution.checkpoint == good
+    assert list(resolution.skipped) == [bad] and words in resolution.skipped[bad]
     assert command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("step-000001: whole") and words in said[1]
     with pytest.raises(CheckpointError, match=f"Use --resume_from_checkpoint {good}"):
-        store.find(tmp_path, str(bad), passed_over={})
+        resolve_resume(tmp_path, str(bad), thorough=True)
 
 
 @pytest.mark.parametrize("name", ["config.json", "progress.json", "tensors.json"])
@@ -367,7 +368,9 @@ def test_readers_that_do_not_read_tensors_see_a_changed_json_file_too(tmp_path, 
     good, bad = store.complete(store.folder_of(tmp_path))
     (bad / name).write_bytes(harm((bad / name).read_bytes()))
     assert store.complete(store.folder_of(tmp_path)) == [good]
-    assert store.find(tmp_path, "auto") == store.find(tmp_path, "best") == store.best(store.folder_of(tmp_path)) == good
+    assert resolve_resume(tmp_path, "auto").checkpoint == good
+    assert resolve_resume(tmp_path, "best").checkpoint == good
+    assert store.best(store.folder_of(tmp_path)) == good
     assert command(["list", str(tmp_path)]) == 0
     shown = "".join(capsys.readouterr().out.split())
     assert "damaged" in shown and "itscontentisdamaged" in re.sub(r"[^a-z]", "", shown) and "2.0000" in shown

@@ -13,6 +13,7 @@ from tests.alone import train
 from tests.harness import staged
 from zerobook.checkpoint import store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.compare_runs import compare_runs
 from zerobook.cli.inspect_data import inspect
 from zerobook.errors import DataError
@@ -141,7 +142,7 @@ def test_a_resume_with_other_held_out_data_warns_and_compares_the_new_losses_alo
     assert fingerprints[1] == fingerprints[2] != fingerprints[3] == fingerprints[4]
     assert newest_progress(after)["held_out_fingerprint"] == fingerprints[4]
     assert newest_progress(after)["best_eval_loss"] == losses[lowest]
-    assert store.step_of(store.find(after.output, "best")) == lowest
+    assert store.step_of(resolve_resume(after.output, "best").checkpoint) == lowest
     results = run_results(History.read(after.output))
     assert (results["best_step"], results["best_loss"]) == (lowest, losses[lowest])
     assert {name: set(curve) for name, curve in figures.held_out(History.read(after.output)).items()} == {
@@ -184,7 +185,7 @@ def test_the_best_checkpoint_is_one_of_the_newest_held_out_data(tmp_path):
             (staging / store.PROGRESS).write_text(json.dumps(progress.to_json()))
     checkpoints = store.folder_of(tmp_path)
 
-    best = store.find(tmp_path, "best")
+    best = resolve_resume(tmp_path, "best").checkpoint
     store.prune(checkpoints, 1)
 
     assert store.step_of(best) == 3

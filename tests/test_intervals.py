@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
 from zerobook.checkpoint import store
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.config import parse
 from zerobook.errors import ConfigError
 from zerobook.training.intervals import (
@@ -293,7 +294,7 @@ def test_a_run_without_flags_evaluates_its_checkpoints_so_that_one_is_the_best(t
 
     evaluated = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
     assert checkpoints_of(run) == [10, 14] == [*evaluated]
-    assert store.step_of(store.find(run.output, "best")) == min(evaluated, key=evaluated.get)
+    assert store.step_of(resolve_resume(run.output, "best").checkpoint) == min(evaluated, key=evaluated.get)
     assert "evaluations: at checkpoints" in capfd.readouterr().out
 
 

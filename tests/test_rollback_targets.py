@@ -12,6 +12,7 @@ import pytest
 from tests.alone import train
 from zerobook.checkpoint import manager as manager
 from zerobook.checkpoint import save, store
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.errors import CheckpointError
 from zerobook.monitor.detector import Finding
 from zerobook.monitor.policy import RecoveryAction
@@ -125,10 +126,10 @@ def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tin
     assert "step-000009.abandoned" in names, "the state at the stop is not lost"
     assert [c.name for c in store.complete(checkpoints)] == ([goes_on_from] if goes_on_from else [])
     if goes_on_from:
-        assert store.find(run, "auto") == checkpoints / goes_on_from
+        assert resolve_resume(run, "auto").checkpoint == checkpoints / goes_on_from
     else:
         with pytest.raises(CheckpointError, match=r"step-000009\.abandoned"):
-            store.find(run, "auto")
+            resolve_resume(run, "auto")
 
 
 def test_a_spike_with_nothing_to_go_back_to_is_a_warning_and_the_run_goes_on(tiny, tmp_path, capfd):
@@ -162,7 +163,7 @@ def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path):
     mine = (chosen / store.MANIFEST).read_bytes()
     with pytest.raises(KeyboardInterrupt):
         train(run, resume_from_checkpoint=chosen, hooks=f"{__name__}:Killed", **four | {"max_train_steps": 10})
-    found = store.find(run, "auto", passed_over={})
+    found = resolve_resume(run, "auto", thorough=True).checkpoint
     assert found == checkpoints / "step-000008" and (found / store.MANIFEST).read_bytes() == mine and store.is_pinned(found)
     assert (checkpoints / "step-000008.abandoned-2" / store.MANIFEST).read_bytes() == other, "nor is the other one lost"
     assert not store.is_pinned(checkpoints / "step-000008.abandoned-2")

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.harness import make_staging
 from zerobook.checkpoint import store
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.errors import CheckpointError
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -132,15 +133,16 @@ class Store(RuleBasedStateMachine):
         named = [str(c) for c in self.everything().values()]
         asked = data.draw(st.sampled_from(["auto", "auto", "best", *named]))
         whole = [c for c in store.candidates(self.folder) if store.damage(c, thorough=True) is None]
-        found, passed = [], {}
+        found = []
 
         def work():
             with store.owned(self.folder):
-                one = store.find(self.run, asked, passed_over=passed)
+                resolution = resolve_resume(self.run, asked, thorough=True)
+                one = resolution.checkpoint
                 found.append(one)
                 if one is not None:
                     step = json.loads((one / store.MANIFEST).read_text())["step"]
-                    store.set_aside(self.folder, step, passed)
+                    store.set_aside(self.folder, step, resolution.skipped)
                     if store.step_of(one) < 0:
                         store.take_back(one, step)
                     found.append(step)

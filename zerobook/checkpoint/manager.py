@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
@@ -31,7 +32,7 @@ class CheckpointManager:
 
     Attributes:
         checkpoint: the checkpoint that the run resumes from, or None.
-        passed_over: damaged checkpoints that were not used, each with the reason; on rank 0 only.
+        skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
         save_steps: when the run saves: as the config says, or 0 where the disk has room for the last checkpoint only.
 
@@ -44,19 +45,24 @@ class CheckpointManager:
         self.strategy, self.config = strategy, config
         self.folder = store.folder_of(config.output_dir)
         self.saver = Saver(strategy, config.output_dir, keep=config.kept_checkpoints, background=config.async_save)
-        self.passed_over: dict[Path, str] = {}
+        self.skipped: dict[Path, str] = {}
         self.proven: set[int] = set()
         self.save_steps = config.save_steps
         self._keeps_proven = True
         self._warned = False
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.hold(config))
-        asked = config.resume_from_checkpoint
-        if asked == "auto":
+        if config.resume_from_checkpoint == "auto":
             strategy.on_main(self._finish_rollback)
-        self.checkpoint = strategy.on_main(lambda: store.find(config.output_dir, asked, passed_over=self.passed_over))
+        self.checkpoint = strategy.on_main(self._resolve_resume)
         self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
         self.saver.protected = frozenset(self._saved_at_set_steps)
+
+    def _resolve_resume(self) -> Path | None:
+        """Return the checkpoint to resume from, after reading every byte of it, and fill `skipped`. Rank 0."""
+        resolution = resolve_resume(self.config.output_dir, self.config.resume_from_checkpoint, thorough=True)
+        self.skipped = resolution.skipped
+        return resolution.checkpoint
 
     def _find_saved_at_set_steps(self) -> list[int]:
         """Return the steps of earlier checkpoints that automatic saves must not prune: a person set when they were saved."""
@@ -200,7 +206,7 @@ class CheckpointManager:
         def look() -> bool:
             reason = store.damage(self._of(step), thorough=True)
             if reason is not None:
-                self.passed_over[self._of(step)] = reason
+                self.skipped[self._of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
             return reason is None
 
@@ -275,7 +281,7 @@ class CheckpointManager:
             assert log is not None
             if problem is None:
                 self.proven.discard(step)  # after a rollback, a step is saved again
-                self.passed_over.pop(folder, None)
+                self.skipped.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 self._warn_of_a_slow_save(seconds)

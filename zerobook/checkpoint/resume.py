@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.resolution import none_usable, resolve_resume
 from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import RESUMES, optimizer_name
@@ -21,7 +22,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
         return None
     found = store.complete(store.folder_of(config.output_dir))
     if not found:
-        problem = store.none_to_take(config.output_dir)
+        problem = none_usable(config.output_dir)
         return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {counted(len(found), 'checkpoint')} of an earlier run, the newest "
@@ -43,7 +44,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
     if not result.exists() or (result.is_dir() and not any(result.iterdir())):
         return None
     try:
-        checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+        checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     except CheckpointError:
         return None  # a problem of its own, which `zerobook.launch.resolve` reports
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
@@ -68,7 +69,7 @@ def hold(config: RecipeConfig) -> None:
 def written_before(config: RecipeConfig, key: str) -> bool:
     """Return whether the run goes on from a checkpoint of a version that had no ``key`` in its config."""
     try:
-        checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+        checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     except CheckpointError:
         return False  # a problem of its own
     return checkpoint is not None and key not in store.read_json(checkpoint / "config.json").get("config", {})
@@ -80,7 +81,7 @@ def other_optimizer(config: RecipeConfig) -> str | None:
     Raises:
         CheckpointError: there is no checkpoint to resume.
     """
-    checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     if checkpoint is None:
         return None
     return differing_optimizer(checkpoint, optimizer_name(config.optimizer))
@@ -108,7 +109,7 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
         A note on what was changed or could not be, or None.
     """
     config = draft.config
-    checkpoint = store.find(config.output_dir, config.resume_from_checkpoint)
+    checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     if checkpoint is None:
         return None
     before = store.read_json(checkpoint / "config.json")["asked"]

@@ -28,7 +28,6 @@ from zerobook.errors import CheckpointError
 from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
 from zerobook.utils.terminal import plain, say
-from zerobook.utils.units import counted
 from zerobook.utils.writing import refuse_link, write_whole
 
 FORMAT_VERSION = 5
@@ -36,8 +35,8 @@ FORMAT_VERSION = 5
 versions can read."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-_LISTED: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
-_LISTED |= dict.fromkeys((4, 5), (*_LISTED[3], "buffers.safetensors"))
+_REQUIRED_FILES: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
+_REQUIRED_FILES |= dict.fromkeys((4, 5), (*_REQUIRED_FILES[3], "buffers.safetensors"))
 """Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
@@ -58,22 +57,30 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1)) if match else -1
 
 
-_HELD: dict[Path, ExitStack] = {}
+def step_before_suffix(checkpoint: Path) -> int | None:
+    """Return the step in a checkpoint's name, also before a suffix such as ``.abandoned``; None if there is none."""
+    match = _NAME.match(checkpoint.name.partition(".")[0])
+    return int(match.group(1)) if match else None
+
+
+_LOCKS: dict[Path, ExitStack] = {}
+"""Folders that this process has locked, each with what unlocks it."""
 
 
 def hold(checkpoints: Path) -> None:
     """Lock ``checkpoints`` until this process ends, see `owned`. Nothing changes where this process has locked it already."""
     key = checkpoints.resolve()
-    if key not in _HELD:
+    if key not in _LOCKS:
         stack = ExitStack()
         stack.enter_context(owned(checkpoints))
         atexit.register(stack.close)
-        _HELD[key] = stack
+        _LOCKS[key] = stack
 
 
 def release(checkpoints: Path) -> None:
     """Unlock ``checkpoints`` before this process ends, if `hold` has locked it."""
-    if stack := _HELD.pop(checkpoints.resolve(), None):
+    stack = _LOCKS.pop(checkpoints.resolve(), None)
+    if stack is not None:
         atexit.unregister(stack.close)
         stack.close()
 
@@ -107,7 +114,8 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
             yield
             return
         try:
-            with suppress(OSError):  # only a message needs it, and the disk may be full
+            # Only a message needs it, and the disk may be full.
+            with suppress(OSError):
                 write_whole(holder, f"process {os.getpid()} on {socket.gethostname()}")
             sweep(checkpoints)
             yield
@@ -145,13 +153,16 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
         digests: of files that are durable already; they are not read again.
         version: of the format.
     """
-    checkpoints, digests = staging.parent, digests or {}
-    others = [file for file in sorted(staging.iterdir()) if file.name not in digests]
-    digests = digests | {file.name: reading.file_digest(file) for file in others}
-    files = {name: {"bytes": (staging / name).stat().st_size, "xxh3_128": found} for name, found in sorted(digests.items())}
+    checkpoints = staging.parent
+    digests = digests or {}
+    unflushed = [file for file in sorted(staging.iterdir()) if file.name not in digests]
+    digests = digests | {file.name: reading.file_digest(file) for file in unflushed}
+    files = {}
+    for name, digest in sorted(digests.items()):
+        files[name] = {"bytes": (staging / name).stat().st_size, "xxh3_128": digest}
     manifest = staging / MANIFEST
     manifest.write_text(json.dumps({"format_version": version, "step": step, "files": files}, indent=1))
-    for file in (*others, manifest, staging):
+    for file in (*unflushed, manifest, staging):
         fsync(file)
     final = checkpoints / name_of(step)
     replaced = None
@@ -167,7 +178,8 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     fsync(checkpoints)
     if replaced is not None:
         with _warned(replaced):
-            _delete(_hide(replaced))  # `sweep` treats a folder named replaced as complete
+            # Hidden under another name first: `sweep` treats a folder named replaced as complete.
+            _delete(_hide(replaced))
 
 
 def sweep(checkpoints: Path) -> None:
@@ -181,7 +193,8 @@ def sweep(checkpoints: Path) -> None:
             continue
         final = checkpoints / leftover.group(1)
         if leftover.group(2) == "replaced" and not os.path.lexists(final):
-            with _warned(folder):  # the writer was killed before the new checkpoint had its name
+            # The writer was killed before the new checkpoint had its name.
+            with _warned(folder):
                 folder.rename(final)
         else:
             _delete(folder)
@@ -219,33 +232,34 @@ def _warned(path: Path) -> Iterator[None]:
 
 def _free(path: Path) -> Path:
     """Return ``path``, with a number added if that name is taken."""
-    found, number = path, 1
-    while os.path.lexists(found):
+    free_path = path
+    number = 1
+    while os.path.lexists(free_path):
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        free_path = path.with_name(f"{path.name}-{number}")
+    return free_path
 
 
 def _put_aside(checkpoint: Path, kind: str) -> Path:
     """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Returns the new path."""
-    aside = _free(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
-    pinned = is_pinned(checkpoint)
-    pin(aside, pinned)  # before the rename: a kill between the two must not leave the checkpoint without its pin
-    checkpoint.rename(aside)
+    new_path = _free(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
+    # Before the rename: a kill between the two must not leave the checkpoint without its pin.
+    pin(new_path, is_pinned(checkpoint))
+    checkpoint.rename(new_path)
     pin(checkpoint, False)
-    return aside
+    return new_path
 
 
 def complete(checkpoints: Path) -> list[Path]:
     """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `damage`."""
-    return [c for c in candidates(checkpoints) if damage(c) is None]
+    return [checkpoint for checkpoint in candidates(checkpoints) if damage(checkpoint) is None]
 
 
 def candidates(checkpoints: Path) -> list[Path]:
     """Return all folders with a checkpoint's name, damaged or not, oldest step first."""
     if not checkpoints.is_dir():
         return []
-    return sorted((c for c in checkpoints.iterdir() if _NAME.match(c.name)), key=step_of)
+    return sorted((folder for folder in checkpoints.iterdir() if _NAME.match(folder.name)), key=step_of)
 
 
 def all_of(checkpoints: Path) -> list[Path]:
@@ -257,8 +271,12 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
     """Return the folders that were set aside as ``kind``: ``abandoned`` or ``unreadable``."""
     if not checkpoints.is_dir():
         return []
-    named = [(c, _ASIDE.match(c.name)) for c in sorted(checkpoints.iterdir())]
-    return [c for c, match in named if match is not None and match.group(2) == kind]
+    folders = []
+    for folder in sorted(checkpoints.iterdir()):
+        match = _ASIDE.match(folder.name)
+        if match is not None and match.group(2) == kind:
+            folders.append(folder)
+    return folders
 
 
 def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
@@ -272,48 +290,62 @@ def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], An
         tell: called with the bytes of every block read.
     """
     try:
-        return _damage(checkpoint, thorough, tell)
+        return _find_damage(checkpoint, thorough, tell)
     except OSError as error:
         return f"{error.filename or checkpoint}: it cannot be read: {error.strerror or error}"
 
 
-def _damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
+def _find_damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
     if checkpoint.is_symlink():
         return f"{checkpoint}: it is a symbolic link; its target may change or belong to another run"
+
+    # The manifest.
+    sizes: dict[str, int] = {}
+    digests: dict[str, str] = {}
     try:
         manifest = reading.read_json(checkpoint / MANIFEST)
-        version, step = manifest["format_version"], manifest["step"]
-        files = {name: (facts["bytes"], facts["xxh3_128"]) for name, facts in manifest["files"].items()}
-        newer = version > FORMAT_VERSION
+        version = manifest["format_version"]
+        step = manifest["step"]
+        for name, facts in manifest["files"].items():
+            sizes[name] = facts["bytes"]
+            digests[name] = facts["xxh3_128"]
+        # A version that is no number raises here.
+        is_newer = version > FORMAT_VERSION
     except (FileNotFoundError, NotADirectoryError):
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is not a checkpoint"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{checkpoint / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
-    if version not in _LISTED:
-        reads = " and ".join(map(str, _LISTED))
+    if version not in _REQUIRED_FILES:
+        age = "newer" if is_newer else "older"
+        readable = " and ".join(map(str, _REQUIRED_FILES))
         return (
-            f"{checkpoint}: format {version} is {'newer' if newer else 'older'} than this version reads ({reads}); use the "
+            f"{checkpoint}: format {version} is {age} than this version reads ({readable}); use the "
             "version of Zerobook that wrote it"
         )
-    named = _NAME.match(checkpoint.name.partition(".")[0])
-    if named and int(named.group(1)) != step:
+    if step_before_suffix(checkpoint) not in (None, step):
         return f"{checkpoint / MANIFEST}: it is the manifest of step {step}"
-    for name, (wanted, _) in files.items():
+
+    # The files, and their sizes.
+    for name, expected_size in sizes.items():
         file = checkpoint / name
         if Path(name).name != name or file.is_symlink():
             return f"{file}: its path leads out of the checkpoint's folder"
-        size = file.stat().st_size if file.is_file() else None
-        if size is None or size != wanted:
-            return f"{file}: {'missing' if size is None else f'{size} bytes'}, the manifest says {wanted} bytes"
-    unlisted = [name for name in _LISTED[version] if name not in files]
+        if not file.is_file():
+            return f"{file}: missing, the manifest says {expected_size} bytes"
+        size = file.stat().st_size
+        if size != expected_size:
+            return f"{file}: {size} bytes, the manifest says {expected_size} bytes"
+    unlisted = [name for name in _REQUIRED_FILES[version] if name not in sizes]
     if unlisted:
         return f"{checkpoint / MANIFEST}: it does not list {', '.join(unlisted)}; these may belong to another checkpoint"
-    for name, (_, wanted) in files.items():
+
+    # The content.
+    for name, expected_digest in digests.items():
         if not thorough and not name.endswith(".json"):
             continue
-        found = reading.file_digest(checkpoint / name, tell)
-        if found != wanted:
-            return f"{checkpoint / name}: its content is damaged: digest {found}, the manifest says {wanted}"
+        digest = reading.file_digest(checkpoint / name, tell)
+        if digest != expected_digest:
+            return f"{checkpoint / name}: its content is damaged: digest {digest}, the manifest says {expected_digest}"
     return None
 
 
@@ -322,137 +354,24 @@ def bytes_of(checkpoint: Path) -> int:
     return sum(facts["bytes"] for facts in read_json(checkpoint / MANIFEST)["files"].values())
 
 
-def find(output_dir: str | Path, asked: str | None, *, passed_over: dict[Path, str] | None = None) -> Path | None:
-    """Return the checkpoint that ``--resume_from_checkpoint`` means: None, ``auto``, ``best``, or a folder of one, or of a run.
-
-    ``auto`` is the newest whole one under ``output_dir``, or None where there is none yet; ``best`` the one with the lowest
-    held-out loss; a run's folder is the newest whole one of that run.
-
-    Args:
-        passed_over: given, every byte is read and compared with its digest, and the checkpoints that were not taken are
-            added here, each with the reason. Without it no tensors are read, which is cheap enough for every process.
-
-    Raises:
-        CheckpointError: there are checkpoints and none can be read, or all were given up; a named folder that is not
-            complete, or that is of another run than those in ``output_dir``, be these given up or unreadable; ``best``
-            where none was evaluated.
-    """
-    if asked is None:
-        return None
-    thorough = passed_over is not None
-    reasons: dict[Path, str] = {} if passed_over is None else passed_over
-    if asked in ("auto", "best"):
-        checkpoints = folder_of(output_dir)
-        order = candidates(checkpoints) if asked == "auto" else _by_loss(candidates(checkpoints))
-        found = _newest_whole(order, thorough, reasons)
-        if found is not None:
-            return found
-        if asked == "best" and not reasons:
-            raise CheckpointError(
-                f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
-                "--save_steps be auto or a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
-            )
-        if asked == "auto":
-            reasons |= _reasons_aside(checkpoints)
-        if reasons:
-            raise CheckpointError(none_readable(output_dir, reasons))
-        given_up = list_aside(checkpoints, "abandoned")
-        if given_up:
-            raise CheckpointError(only_abandoned(output_dir, given_up))
-        return None
-    checkpoint = Path(asked).expanduser()
-    theirs = folder_of(checkpoint)
-    if not (checkpoint / MANIFEST).exists() and candidates(theirs):  # a run's output_dir
-        if theirs.resolve() == folder_of(output_dir).resolve():
-            theirs = folder_of(output_dir)  # `set_aside` knows those passed over by these paths
-        found = _newest_whole(candidates(theirs), thorough, reasons)
-        if found is None:
-            raise CheckpointError(f"{_listed(asked, reasons)}\nMake one of them readable, or name another run or checkpoint.")
-        checkpoint = found
-    else:
-        reason = damage(checkpoint, thorough=thorough)
-        if reason is not None:
-            raise CheckpointError(f"{reason}. {_way_back(checkpoint, thorough)}")
-    if checkpoint.resolve().parent == folder_of(output_dir).resolve():
-        return checkpoint
-    own = complete(folder_of(output_dir))
-    if own:
-        raise CheckpointError(
-            f"{checkpoint} is of another run than the {counted(len(own), 'checkpoint')} in {output_dir}, the newest "
-            f"{own[-1].name}. With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to "
-            "resume from those, or "
-            "another --output_dir."
-        )
-    problem = none_to_take(output_dir)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return checkpoint
-
-
-def none_to_take(output_dir: str | Path) -> str | None:
-    """Return the error message for a folder with checkpoints of which ``auto`` takes none; None if it has none.
-
-    For folders without a complete checkpoint.
-    """
-    checkpoints = folder_of(output_dir)
-    reasons = unreadable(checkpoints)
-    if reasons:
-        return none_readable(output_dir, reasons)
-    given_up = list_aside(checkpoints, "abandoned")
-    return only_abandoned(output_dir, given_up) if given_up else None
-
-
-def _newest_whole(order: list[Path], thorough: bool, reasons: dict[Path, str]) -> Path | None:
-    """Return the last of ``order`` that is whole, or None; later ones are added to ``reasons``."""
-    for checkpoint in reversed(order):
-        reason = damage(checkpoint, thorough=thorough)
-        if reason is None:
-            return checkpoint
-        reasons[checkpoint] = reason
-    return None
-
-
-def _way_back(checkpoint: Path, thorough: bool) -> str:
-    """Return advice on what to resume from instead of a damaged ``checkpoint``. In a new folder, ``auto`` would begin anew."""
-    named = _NAME.match(checkpoint.name.partition(".")[0])
-    older = [c for c in candidates(checkpoint.parent) if named is None or step_of(c) < int(named.group(1))]
-    found = _newest_whole(older, thorough, {})
-    if found is None:
-        return "There is no complete checkpoint before it in its folder. Name another run or checkpoint."
-    return f"Use --resume_from_checkpoint {found}, the newest complete checkpoint before it."
-
-
-def none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
-    """Return the error message for a folder with checkpoints of which none can be read."""
-    return (
-        f"{_listed(output_dir, reasons)}\n"
-        "Another run there would replace them. Make one of them readable, or give another --output_dir."
-    )
-
-
-def _listed(folder: str | Path, reasons: dict[Path, str]) -> str:
-    listed = "\n".join(f"  {reason}" for reason in reasons.values())
-    return f"{folder}: it holds {counted(len(reasons), 'checkpoint')}, and none of them can be read:\n{listed}"
-
-
-def only_abandoned(output_dir: str | Path, given_up: list[Path]) -> str:
-    """Return the error message for a folder with checkpoints that were all given up."""
-    return (
-        f"{output_dir}: all {counted(len(given_up), 'checkpoint')} there are of branches that were given up: "
-        f"{', '.join(c.name for c in given_up)}. Another run there would prune them. Go on from one with "
-        f"--resume_from_checkpoint {given_up[-1]}, or give another --output_dir."
-    )
-
-
-def unreadable(checkpoints: Path) -> dict[Path, str]:
+def list_unreadable(checkpoints: Path) -> dict[Path, str]:
     """Return the checkpoints that cannot be read, also those set aside, each with the reason. No tensors are read."""
-    there = {c: reason for c in candidates(checkpoints) if (reason := damage(c)) is not None}
-    return there | _reasons_aside(checkpoints)
+    reasons: dict[Path, str] = {}
+    for checkpoint in candidates(checkpoints):
+        problem = damage(checkpoint)
+        if problem is not None:
+            reasons[checkpoint] = problem
+    return reasons | list_set_aside_unreadable(checkpoints)
 
 
-def _reasons_aside(checkpoints: Path) -> dict[Path, str]:
-    words = "it was set aside because it could not be read; --resume_from_checkpoint with its path tries it again"
-    return {c: damage(c) or f"{c}: {words}" for c in list_aside(checkpoints, "unreadable")}
+def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
+    """Return the checkpoints that were set aside because they could not be read, each with the reason."""
+    reasons: dict[Path, str] = {}
+    for checkpoint in list_aside(checkpoints, "unreadable"):
+        # The damage may lie in tensors, which are not read here, or be gone.
+        default = "it was set aside because it could not be read; --resume_from_checkpoint with its path tries it again"
+        reasons[checkpoint] = damage(checkpoint) or f"{checkpoint}: {default}"
+    return reasons
 
 
 def eval_loss(checkpoint: Path) -> float | None:
@@ -472,22 +391,28 @@ def held_out_fingerprint(checkpoint: Path) -> str:
         return ""
 
 
-def _by_loss(checkpoints: list[Path]) -> list[Path]:
-    """Return the evaluated ones of ``checkpoints``, which are oldest first, by their loss, the lowest last.
+def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
+    """Return those of ``checkpoints`` (oldest first) that were evaluated, by held-out loss, the lowest last.
 
     Only losses on the same held-out data are comparable: those of other data than the newest complete one's are left out.
     """
-    evaluated = [c for c in checkpoints if eval_loss(c) is not None]
-    newest = next((c for c in reversed(evaluated) if damage(c) is None), None)
+    losses: dict[Path, float] = {}
+    for checkpoint in checkpoints:
+        loss = eval_loss(checkpoint)
+        if loss is not None:
+            losses[checkpoint] = loss
+    newest = next((checkpoint for checkpoint in reversed(losses) if damage(checkpoint) is None), None)
+    comparable = list(losses)
     if newest is not None:
         fingerprint = held_out_fingerprint(newest)
-        evaluated = [c for c in evaluated if held_out_fingerprint(c) == fingerprint]
-    return sorted(evaluated, key=eval_loss, reverse=True)  # type: ignore[arg-type]  # all of them have a loss
+        comparable = [checkpoint for checkpoint in losses if held_out_fingerprint(checkpoint) == fingerprint]
+    return sorted(comparable, key=lambda checkpoint: losses[checkpoint], reverse=True)
 
 
 def best(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the lowest held-out loss, see `_by_loss`; None where none was evaluated."""
-    return next(reversed(_by_loss(complete(checkpoints))), None)
+    """Return the complete checkpoint with the lowest held-out loss, see `sort_by_loss`; None where none was evaluated."""
+    by_loss = sort_by_loss(complete(checkpoints))
+    return by_loss[-1] if by_loss else None
 
 
 def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -> list[Path]:
@@ -501,10 +426,12 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
         unreadable: checkpoints that were found damaged when every byte was read. Here no tensors are read.
     """
     later = [checkpoint for checkpoint in candidates(checkpoints) if step_of(checkpoint) > step]
-    whole = {c for c in later if c not in unreadable and damage(c) is None}
-    # newest first: after a kill between two, `auto` takes the one that is nearest to ``step``
-    aside = [_put_aside(c, "abandoned" if c in whole else "unreadable") for c in reversed(later)]
-    return aside[::-1]
+    new_paths = []
+    # Newest first: after a kill between two, ``auto`` takes the one that is nearest to ``step``.
+    for checkpoint in reversed(later):
+        is_readable = checkpoint not in unreadable and damage(checkpoint) is None
+        new_paths.append(_put_aside(checkpoint, "abandoned" if is_readable else "unreadable"))
+    return new_paths[::-1]
 
 
 def take_back(checkpoint: Path, step: int) -> Path:
@@ -512,20 +439,20 @@ def take_back(checkpoint: Path, step: int) -> Path:
 
     Another one of that step is set aside: otherwise a restart before the next save would resume from the other branch.
     """
-    own = checkpoint.with_name(name_of(step))
-    if os.path.lexists(own):
-        _put_aside(own, "abandoned" if damage(own) is None else "unreadable")
-    pinned = is_pinned(checkpoint)
-    pin(own, pinned)
-    checkpoint.rename(own)
+    final = checkpoint.with_name(name_of(step))
+    if os.path.lexists(final):
+        _put_aside(final, "abandoned" if damage(final) is None else "unreadable")
+    # The pin first, as in `_put_aside`.
+    pin(final, is_pinned(checkpoint))
+    checkpoint.rename(final)
     pin(checkpoint, False)
-    return own
+    return final
 
 
-def pin(checkpoint: Path, wanted: bool = True) -> None:
-    """Keep a checkpoint from being pruned, or with ``wanted`` False, allow it again."""
+def pin(checkpoint: Path, pinned: bool = True) -> None:
+    """Keep a checkpoint from being pruned, or with ``pinned`` False, allow it again."""
     marker = _marker(checkpoint)
-    if wanted:
+    if pinned:
         open(marker, "ab", opener=refuse_link).close()
     else:
         marker.unlink(missing_ok=True)
@@ -548,19 +475,21 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
     Args:
         keep_best: keep the one with the lowest held-out loss.
     """
-    gone: list[Path] = []
+    deleted: list[Path] = []
     with _warned(checkpoints):
-        abandoned = [c for c in list_aside(checkpoints, "abandoned") if damage(c) is None]
-        there = [c for c in (*abandoned, *complete(checkpoints)) if not is_pinned(c)]
-        favourite = best(checkpoints) if keep_best else None
-        for checkpoint in there[:-keep] if keep else []:
-            if checkpoint == favourite or step_of(checkpoint) in protected or is_pinned(checkpoint):
-                continue  # a person may pin while the run prunes
+        abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if damage(checkpoint) is None]
+        unpinned = [checkpoint for checkpoint in (*abandoned, *complete(checkpoints)) if not is_pinned(checkpoint)]
+        best_checkpoint = best(checkpoints) if keep_best else None
+        surplus = unpinned[:-keep] if keep else []
+        for checkpoint in surplus:
+            # A person may pin while the run prunes.
+            if checkpoint == best_checkpoint or step_of(checkpoint) in protected or is_pinned(checkpoint):
+                continue
             with _warned(checkpoint):
                 hidden = _hide(checkpoint)
-                gone.append(checkpoint)
+                deleted.append(checkpoint)
                 _delete(hidden)
-    return gone
+    return deleted
 
 
 def read_json(file: Path) -> dict[str, Any]:

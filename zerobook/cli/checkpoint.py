@@ -77,7 +77,7 @@ def _pin(one: Path, wanted: bool) -> None:
 def _run(path: Path) -> Path:
     """Return the folder of a run's checkpoints."""
     for folder in (store.folder_of(path), path):
-        if store.candidates(folder) or store.unreadable(folder):
+        if store.candidates(folder) or store.list_unreadable(folder):
             return folder
     raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
 
@@ -107,7 +107,7 @@ def _list(checkpoints: Path, *, as_json: bool) -> None:
         return
     table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
     favourite = store.best(checkpoints)
-    bad = store.unreadable(checkpoints)
+    bad = store.list_unreadable(checkpoints)
     for one in sorted({*store.candidates(checkpoints), *store.list_aside(checkpoints, "abandoned"), *bad}):
         reason = bad.get(one) or store.damage(one)
         if reason is not None:

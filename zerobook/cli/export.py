@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.export import export_checkpoint
@@ -59,10 +60,9 @@ def _find(path: Path, which: str) -> Path:
         if reason is not None:
             raise CheckpointError(reason)
         return path
-    passed_over: dict[Path, str] = {}
-    found = store.find(path, which, passed_over=passed_over)
-    for reason in passed_over.values():
+    resolution = resolve_resume(path, which, thorough=True)
+    for reason in resolution.skipped.values():
         say(f"  passed over: {reason}")
-    if found is None:
+    if resolution.checkpoint is None:
         raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
-    return found
+    return resolution.checkpoint

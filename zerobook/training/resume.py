@@ -165,7 +165,7 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
 
 def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> None:
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
-    for reason in manager.passed_over.values():
+    for reason in manager.skipped.values():
         tqdm.write(plain(f"passed over: {reason}"))
     _, bytes_read = manager.load()
     progress = state.progress
@@ -173,13 +173,13 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     if log is None:
         return
     tqdm.write(f"resumed {manager.checkpoint} at step {progress.step}")
-    aside = store.set_aside(manager.folder, progress.step, manager.passed_over)
+    aside = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
     log.event(
         "resume", checkpoint=str(manager.checkpoint), step=progress.step, cursor=progress.cursor, samples=progress.samples,
         world_size={"before": progress.world_size, "now": strategy.world_size},
         global_batch={"before": progress.global_batch, "now": state.layout.global_batch},
-        set_aside=[str(folder) for folder in aside], passed_over=[*manager.passed_over.values()],
+        set_aside=[str(folder) for folder in aside], passed_over=[*manager.skipped.values()],
         bytes_read=bytes_read, verified=verified, differing=differing,
     )  # fmt: skip
     tqdm.write(f"  as recorded: {', '.join(verified)}")

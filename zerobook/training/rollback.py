@@ -83,7 +83,7 @@ class Recovery:
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
         # after loading: if that fails, a restart still finds the later checkpoints
-        aside = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.passed_over))
+        aside = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
         given_up = progress.step - loaded.step
         kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
                 "total_steps": progress.total_steps, "world_size": progress.world_size,
@@ -125,7 +125,7 @@ class Recovery:
             return
         checkpoint = self._before(measure)
         last_good_step = 0 if checkpoint is None else store.step_of(checkpoint)
-        aside = store.set_aside(manager.folder, last_good_step, manager.passed_over)
+        aside = store.set_aside(manager.folder, last_good_step, manager.skipped)
         log.event(
             "stop",
             parent=self.monitor.seq,

@@ -1,0 +1,168 @@
+"""Which checkpoint ``--resume_from_checkpoint`` refers to, and the messages where there is none to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerobook.checkpoint import store
+from zerobook.errors import CheckpointError
+from zerobook.utils.units import counted
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The checkpoint to resume from, and the checkpoints that were skipped because they are damaged, each with the reason."""
+
+    checkpoint: Path | None
+    skipped: dict[Path, str]
+
+
+def resolve_resume(output_dir: str | Path, request: str | None, *, thorough: bool = False) -> Resolution:
+    """Return the checkpoint that ``--resume_from_checkpoint`` refers to.
+
+    Args:
+        request: None; ``auto``, the newest undamaged checkpoint under ``output_dir``, or no checkpoint where there is none yet;
+            ``best``, the one with the lowest held-out loss; a checkpoint's folder; or a run's folder, for the newest undamaged
+            checkpoint of that run.
+        thorough: read every byte and compare it with its digest. Otherwise no tensors are read, which is cheap enough for
+            every process.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all of them are damaged or abandoned; the named checkpoint is damaged, or
+            it is of another run than the checkpoints in ``output_dir``, be these damaged or abandoned; ``best``, and none was
+            evaluated.
+    """
+    if request is None:
+        return Resolution(None, {})
+    if request in ("auto", "best"):
+        return _resolve_in_run(output_dir, request, thorough)
+    resolution = _resolve_path(output_dir, request, thorough)
+    assert resolution.checkpoint is not None
+    _require_same_run(resolution.checkpoint, output_dir)
+    return resolution
+
+
+def none_usable(output_dir: str | Path) -> str | None:
+    """Return the error message for a folder with checkpoints of which ``auto`` takes none; None if it holds none.
+
+    Call it for a folder without a complete checkpoint.
+    """
+    checkpoints = store.folder_of(output_dir)
+    reasons = store.list_unreadable(checkpoints)
+    if reasons:
+        return _none_readable(output_dir, reasons)
+    abandoned = store.list_aside(checkpoints, "abandoned")
+    if abandoned:
+        return _only_abandoned(output_dir, abandoned)
+    return None
+
+
+def _resolve_in_run(output_dir: str | Path, request: str, thorough: bool) -> Resolution:
+    """Return the checkpoint under ``output_dir`` that ``auto`` or ``best`` refers to."""
+    checkpoints = store.folder_of(output_dir)
+    candidates = store.candidates(checkpoints)
+    if request == "best":
+        candidates = store.sort_by_loss(candidates)
+    resolution = _last_undamaged(candidates, thorough)
+    if resolution.checkpoint is not None:
+        return resolution
+    reasons = resolution.skipped
+    if request == "auto":
+        reasons = reasons | store.list_set_aside_unreadable(checkpoints)
+    elif not reasons:
+        raise CheckpointError(
+            f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
+            "--save_steps be auto or a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
+        )
+    # A run that started anew in this folder would replace or prune what is there.
+    if reasons:
+        raise CheckpointError(_none_readable(output_dir, reasons))
+    abandoned = store.list_aside(checkpoints, "abandoned")
+    if abandoned:
+        raise CheckpointError(_only_abandoned(output_dir, abandoned))
+    return Resolution(None, {})
+
+
+def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resolution:
+    """Return the checkpoint that the path of a checkpoint, or of a run, refers to."""
+    path = Path(request).expanduser()
+    checkpoints = store.folder_of(path)
+    is_run = not (path / store.MANIFEST).exists() and len(store.candidates(checkpoints)) > 0
+    if not is_run:
+        problem = store.damage(path, thorough=thorough)
+        if problem is not None:
+            raise CheckpointError(f"{problem}. {_suggest_older(path, thorough)}")
+        return Resolution(path, {})
+    own_checkpoints = store.folder_of(output_dir)
+    if checkpoints.resolve() == own_checkpoints.resolve():
+        # `store.set_aside` compares the skipped checkpoints with paths below ``output_dir``.
+        checkpoints = own_checkpoints
+    resolution = _last_undamaged(store.candidates(checkpoints), thorough)
+    if resolution.checkpoint is None:
+        listing = _list_reasons(request, resolution.skipped)
+        raise CheckpointError(f"{listing}\nMake one of them readable, or name another run or checkpoint.")
+    return resolution
+
+
+def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
+    """Raise `CheckpointError` if ``output_dir`` holds checkpoints of another run than ``checkpoint``'s."""
+    own_checkpoints = store.folder_of(output_dir)
+    if checkpoint.resolve().parent == own_checkpoints.resolve():
+        return
+    complete = store.complete(own_checkpoints)
+    if complete:
+        raise CheckpointError(
+            f"{checkpoint} is of another run than the {counted(len(complete), 'checkpoint')} in {output_dir}, the newest "
+            f"{complete[-1].name}. With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to "
+            "resume from those, or another --output_dir."
+        )
+    problem = none_usable(output_dir)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
+def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
+    """Return the last of ``checkpoints`` that is not damaged, and the damaged ones after it as skipped."""
+    skipped: dict[Path, str] = {}
+    for checkpoint in reversed(checkpoints):
+        problem = store.damage(checkpoint, thorough=thorough)
+        if problem is None:
+            return Resolution(checkpoint, skipped)
+        skipped[checkpoint] = problem
+    return Resolution(None, skipped)
+
+
+def _suggest_older(damaged: Path, thorough: bool) -> str:
+    """Return advice on what to resume from instead of a damaged checkpoint. In a new folder, ``auto`` would begin anew."""
+    candidates = store.candidates(damaged.parent)
+    damaged_step = store.step_before_suffix(damaged)
+    if damaged_step is not None:
+        candidates = [checkpoint for checkpoint in candidates if store.step_of(checkpoint) < damaged_step]
+    older = _last_undamaged(candidates, thorough).checkpoint
+    if older is None:
+        return "There is no complete checkpoint before it in its folder. Name another run or checkpoint."
+    return f"Use --resume_from_checkpoint {older}, the newest complete checkpoint before it."
+
+
+def _none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
+    """Return the error message for a folder with checkpoints of which none can be read."""
+    return (
+        f"{_list_reasons(output_dir, reasons)}\n"
+        "Another run there would replace them. Make one of them readable, or give another --output_dir."
+    )
+
+
+def _list_reasons(folder: str | Path, reasons: dict[Path, str]) -> str:
+    lines = "\n".join(f"  {reason}" for reason in reasons.values())
+    return f"{folder}: it holds {counted(len(reasons), 'checkpoint')}, and none of them can be read:\n{lines}"
+
+
+def _only_abandoned(output_dir: str | Path, abandoned: list[Path]) -> str:
+    """Return the error message for a folder with checkpoints that were all given up."""
+    names = ", ".join(checkpoint.name for checkpoint in abandoned)
+    return (
+        f"{output_dir}: all {counted(len(abandoned), 'checkpoint')} there are of branches that were given up: "
+        f"{names}. Another run there would prune them. Go on from one with "
+        f"--resume_from_checkpoint {abandoned[-1]}, or give another --output_dir."
+    )
