@@ -379,8 +379,8 @@ def test_preference_data_and_prompts_without_answers_are_named():
     for row in ({"chosen": "a", "rejected": "b"}, {"messages": [ASK, SAY], "chosen": "a", "rejected": "b"}):
         with pytest.raises(DataError, match="preference data"):
             detect(row)
-    own = {"preferences": Format((("chosen", "rejected"),), lambda row, columns: row)}
-    assert detect({"chosen": "a", "rejected": "b"}, own=own) == "preferences"
+    encoder_formats = {"preferences": Format((("chosen", "rejected"),), lambda row, columns: row)}
+    assert detect({"chosen": "a", "rejected": "b"}, encoder_formats=encoder_formats) == "preferences"
     with pytest.raises(DataError, match="prompts without answers"):
         detect({"prompt": "a", "id": 1})
 

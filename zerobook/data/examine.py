@@ -126,7 +126,7 @@ def examine(
             )
             parsed_rows = [parsed(raw) for _, raw in chunk]
             readable = [row for row in parsed_rows if isinstance(row, dict)]
-            found.unread = formats.ignored(found.format, readable, own={}, **reading.columns)
+            found.unread = formats.ignored(found.format, readable, encoder_formats={}, **reading.columns)
         for where, sample, result in _encoded(chunk, reading):
             if isinstance(result, BadSample):
                 found.bad.add_reason(where, str(result))

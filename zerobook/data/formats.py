@@ -40,14 +40,14 @@ __all__ = [
     "check_split",
     "check_unread",
     "detect",
+    "formats_of",
     "ignored",
-    "own_of",
     "parse",
     "read_chat",
 ]
 
 
-def own_of(encoder: object) -> Mapping[str, Format]:
+def formats_of(encoder: object) -> Mapping[str, Format]:
     """Return the encoder's own formats, by name."""
     return getattr(encoder, "formats", {})
 
@@ -58,21 +58,21 @@ def parse(
     *,
     text_column: str | None = None,
     summary_column: str | None = None,
-    own: Mapping[str, Format] | None = None,
+    encoder_formats: Mapping[str, Format] | None = None,
 ) -> Sample:
     """Convert one row to a sample.
 
     Args:
-        format: a name of `FORMATS` or of ``own``.
+        format: a name of `FORMATS` or of ``encoder_formats``.
         row: a mapping of columns to values. Anything else is a bad sample.
         text_column, summary_column: the columns of a pair, for ``pairs``; both or neither.
-        own: the encoder's own formats.
+        encoder_formats: the encoder's own formats, by name.
 
     Raises:
         BadSample: a row that is not of the format, or that cannot be trained on.
         DataError: an unknown format, or one column of a pair without the other.
     """
-    entry = _named(format, text_column, summary_column, own or {})
+    entry = _resolve_format(format, text_column, summary_column, encoder_formats or {})
     columns = entry.columns
     if not isinstance(row, Mapping):
         raise BadSample(f"it is {kind_of(row)}, expected an object with {_either(columns)}")
@@ -87,38 +87,40 @@ def detect(
     *,
     text_column: str | None = None,
     summary_column: str | None = None,
-    own: Mapping[str, Format] | None = None,
+    encoder_formats: Mapping[str, Format] | None = None,
 ) -> str:
-    """Return the format of rows with these columns: the first of ``own``, and then of `FORMATS`, whose columns are there.
+    """Return the format of rows with these columns: the first of ``encoder_formats``, then of `FORMATS`, that has its columns.
 
     Where the columns of a pair are named, only ``pairs`` is tried.
 
     Raises:
         DataError: no format fits, the named columns are not there, or the columns are those of preference data.
     """
-    there = list(columns)
-    if {"chosen", "rejected"} <= set(there) and not own:
+    names = list(columns)
+    if {"chosen", "rejected"} <= set(names) and not encoder_formats:
         raise DataError(
             "the samples have the columns chosen and rejected, so this is preference data. This recipe trains on one answer; "
             "docs/how-to/dpo.md has one that trains on both. To train on other columns alone, name their format with --format."
         )
     by_hand = text_column is not None or summary_column is not None
-    known = {**(own or {}), **FORMATS}
-    for name in ["pairs"] if by_hand else known:
-        if any(set(needed) <= set(there) for needed in _named(name, text_column, summary_column, own or {}).columns):
-            return name
+    formats = {**(encoder_formats or {}), **FORMATS}
+    candidates = ["pairs"] if by_hand else list(formats)
+    for candidate in candidates:
+        entry = _resolve_format(candidate, text_column, summary_column, encoder_formats or {})
+        if any(set(needed) <= set(names) for needed in entry.columns):
+            return candidate
     if by_hand:
         raise DataError(
-            f"--text_column {text_column} --summary_column {summary_column}: the samples have the columns {listed(there)}."
+            f"--text_column {text_column} --summary_column {summary_column}: the samples have the columns {listed(names)}."
         )
-    if "prompt" in there:
+    if "prompt" in names:
         raise DataError(
-            f"the samples have the columns {listed(there)}: prompts without answers. Add a column completion or response, or "
+            f"the samples have the columns {listed(names)}: prompts without answers. Add a column completion or response, or "
             "name the two columns with --text_column and --summary_column."
         )
-    lines = "\n".join(f"  {name}: {_either(entry.columns)}" for name, entry in known.items())
+    lines = "\n".join(f"  {name}: {_either(entry.columns)}" for name, entry in formats.items())
     raise DataError(
-        f"the samples have the columns {listed(there)}, which fit no known format:\n{lines}\n"
+        f"the samples have the columns {listed(names)}, which fit no known format:\n{lines}\n"
         "Rename the columns, name a pair with --text_column and --summary_column, or the format with --format."
     )
 
@@ -142,10 +144,10 @@ def ignored(
     *,
     text_column: str | None = None,
     summary_column: str | None = None,
-    own: Mapping[str, Format] | None = None,
+    encoder_formats: Mapping[str, Format] | None = None,
 ) -> list[str]:
     """Return the columns of rows that the format does not read, and the keys of their turns, as ``messages[].key``."""
-    entry = _named(format, text_column, summary_column, own or {})
+    entry = _resolve_format(format, text_column, summary_column, encoder_formats or {})
     names: dict[str, None] = {}  # in the order of the rows
     for row in rows:
         needed = next((needed for needed in entry.columns if set(needed) <= set(row)), ())
@@ -168,9 +170,11 @@ VERDICTS = ("label", "kto_tag")
 
 def _is_verdict(value: object, *, of_answer: bool) -> bool:
     """Return whether a value is a verdict: true or false, also as text. 0 and 1 beside other columns may be classes."""
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
+    if isinstance(value, bool):
         return True
-    return of_answer and (value in ("0", "1") if isinstance(value, str) else isinstance(value, int | float) and value in (0, 1))
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "false") or (of_answer and value in ("0", "1"))
+    return of_answer and isinstance(value, int | float) and value in (0, 1)
 
 
 def check_unread(row: Mapping[str, Any], sample: object) -> None:
@@ -192,8 +196,11 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
             )
     if isinstance(sample, Tokens):
         check_masks(row)
-    texts = [m["content"] for m in sample.messages] if isinstance(sample, Chat) else []
-    texts += [sample.source] if isinstance(sample, Pair) else []
+    texts = []
+    if isinstance(sample, Chat):
+        texts = [message["content"] for message in sample.messages]
+    elif isinstance(sample, Pair):
+        texts = [sample.source]
     if any("<image>" in text for text in texts):
         raise BadSample(f"the text has <image>, which stands for an image that is not read. {way_out}")
 
@@ -217,11 +224,14 @@ def check_split(row: Mapping[str, Any]) -> None:
             )
 
 
-def _named(name: str, text_column: str | None, summary_column: str | None, own: Mapping[str, Format]) -> Format:
-    if name in own:
-        return own[name]
+def _resolve_format(
+    name: str, text_column: str | None, summary_column: str | None, encoder_formats: Mapping[str, Format]
+) -> Format:
+    """Return a format by its name, with the columns of a pair that the user named."""
+    if name in encoder_formats:
+        return encoder_formats[name]
     if name not in FORMATS:
-        raise DataError(f"--format {name}: no such format. There are: {', '.join([*own, *FORMATS])}.")
+        raise DataError(f"--format {name}: no such format. There are: {', '.join([*encoder_formats, *FORMATS])}.")
     if name != "pairs" or (text_column is None and summary_column is None):
         return FORMATS[name]
     if text_column is None or summary_column is None:
@@ -243,12 +253,15 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
 
 
 def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        asked, _ = read_turns(prompt, "prompt")
-        answered, unsupervised = read_turns(completion, "completion")
-        context = {index for index, turn in enumerate(asked) if turn["role"] == "assistant"}
-        return checked_chat([*asked, *answered], context | {len(asked) + i for i in unsupervised}, read_tools(row.get("tools")))
+        prompt_turns, _ = read_turns(prompt, "prompt")
+        completion_turns, masked_turns = read_turns(completion, "completion")
+        # The assistant's turns in the prompt are context.
+        unsupervised = {index for index, turn in enumerate(prompt_turns) if turn["role"] == "assistant"}
+        unsupervised |= {len(prompt_turns) + index for index in masked_turns}
+        return checked_chat([*prompt_turns, *completion_turns], unsupervised, read_tools(row.get("tools")))
     if isinstance(prompt, list) != isinstance(completion, list):
         raise BadSample(
             f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}; expected two strings or two lists"
@@ -258,12 +271,13 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
-    more = "input" if output == "output" else "context"
-    # Without an instruction, the input is the question.
-    question_columns = [column for column in (instruction, more) if not is_empty(row.get(column))] or [instruction]
+    input_column = "input" if output == "output" else "context"
+    question_columns = [column for column in (instruction, input_column) if not is_empty(row.get(column))]
+    # An empty instruction is refused only where there is no input either: then the input is the question.
+    question_columns = question_columns or [instruction]
     question = "\n\n".join(read_text(row[column], column) for column in question_columns)
-    turns = [("user", question), ("assistant", read_text(row[output], output))]
-    turns = [*_history(row.get("history")), *turns]
+    answer = read_text(row[output], output)
+    turns = [*_history(row.get("history")), ("user", question), ("assistant", answer)]
     if not is_empty(row.get("system")):
         turns.insert(0, ("system", read_text(row["system"], "system")))
     return checked_chat([{"role": role, "content": content} for role, content in turns])
@@ -275,11 +289,11 @@ def _history(pairs: object) -> list[tuple[str, str]]:
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadSample(f"history is {kind_of(pairs)}, expected a list of pairs, each a question and an answer")
-    return [
-        (role, read_text(text, f"history {number}"))
-        for number, pair in enumerate(pairs, 1)
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    turns = []
+    for number, (question, answer) in enumerate(pairs, 1):
+        turns.append(("user", read_text(question, f"history {number}")))
+        turns.append(("assistant", read_text(answer, f"history {number}")))
+    return turns
 
 
 def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
@@ -289,7 +303,11 @@ def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
 
 def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     text = row[columns[0]]
-    begins, ends = (row.begins, row.ends) if isinstance(row, Stretch) else (True, True)
+    begins = True
+    ends = True
+    if isinstance(row, Stretch):
+        begins = row.begins
+        ends = row.ends
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())
     if is_blank and begins and ends:
         raise EmptyText(f"{columns[0]} is empty")

@@ -25,7 +25,7 @@ import numpy as np
 
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
-from zerobook.data.formats import own_of
+from zerobook.data.formats import formats_of
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
 from zerobook.data.sampler import held_out_mask
 from zerobook.data.source import Item, Source, Splits
@@ -540,7 +540,7 @@ class Library:
         try:
             skip = self.config.on_bad_sample == "skip"
             empty = streaming and not first
-            found = spec.format or ("text" if empty else detect(first, columns, own_of(self.encoder), skip=skip))
+            found = spec.format or ("text" if empty else detect(first, columns, formats_of(self.encoder), skip=skip))
             reading = Reading(
                 found, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
             )

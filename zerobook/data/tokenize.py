@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -71,7 +72,7 @@ class EncodedChunk:
     """Encoded documents: ``ids``, ``labels`` (None: equal to the ids), and ``extra`` arrays by name.
 
     ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], marks the first of each sample;
-    ``bad`` holds (place, reason) of bad samples; ``counts`` says what was done.
+    ``bad`` holds (location, reason) of bad samples; ``counts`` says what was done.
     """
 
     ids: Ragged
@@ -93,42 +94,50 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
         bar.update(cost)
         if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
 
 def _size(row: object) -> int:
     """Return the approximate number of bytes of text."""
-    if isinstance(row, dict):
-        return sum(len(value) if isinstance(value, str) else 200 for value in row.values())
-    return len(row) if isinstance(row, bytes) else 200
+    if isinstance(row, bytes):
+        return len(row)
+    if not isinstance(row, dict):
+        return 200
+    size = 0
+    for value in row.values():
+        size += len(value) if isinstance(value, str) else 200
+    return size
 
 
-def detect(chunk: Chunk, columns: dict[str, str | None], own: Mapping[str, formats.Format], *, skip: bool = False) -> str:
+def detect(
+    chunk: Chunk, columns: dict[str, str | None], encoder_formats: Mapping[str, formats.Format], *, skip: bool = False
+) -> str:
     """Return the format of the first readable sample.
 
     Args:
         columns: the columns of a pair that the user named.
-        own: the formats of the encoder.
+        encoder_formats: the formats of the encoder.
         skip: pass over samples that fit no format; if none fits, the error is that of the first one.
 
     Raises:
         DataError: there is no readable sample, or its columns fit no format.
     """
-    refused: DataError | None = None
+    first_error: DataError | None = None
     for _, raw in chunk:
         row = parsed(raw)
         if not isinstance(row, dict):
             continue
         try:
-            return formats.detect(row, own=own, **columns)
+            return formats.detect(row, encoder_formats=encoder_formats, **columns)
         except DataError as error:
-            refused = refused or error
+            first_error = first_error or error
             if not skip:
                 break
-    if refused:
-        raise refused
+    if first_error:
+        raise first_error
     if chunk:
         raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(parsed(chunk[0][1]))}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
@@ -138,35 +147,43 @@ def ignored(chunk: Chunk, reading: Reading) -> list[str]:
     """Return the columns, and the keys of turns, that the format does not read. A key may be in some samples only."""
     rows = (parsed(raw) for _, raw in chunk)
     readable = [row for row in rows if isinstance(row, dict)]
-    return formats.ignored(reading.format, readable, own=formats.own_of(reading.encoder), **reading.columns)
+    encoder_formats = formats.formats_of(reading.encoder)
+    return formats.ignored(reading.format, readable, encoder_formats=encoder_formats, **reading.columns)
 
 
-def encode_all(reading: Reading, parts: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
+def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
     """Yield encoded chunks in their order. Memory holds about two chunks a worker."""
     if workers == 1:
-        yield from (_encode(reading, chunk) for chunk in parts)
+        for chunk in raw_chunks:
+            yield _encode(reading, chunk)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    # A fork would copy locks that other threads hold.
+    context = multiprocessing.get_context("spawn")
     with _one_thread_each(), ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reading,)) as pool:
-        waiting: deque[Future] = deque()
-        for chunk in parts:
-            waiting.append(pool.submit(_work, chunk))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        # Results are taken in the order of the chunks, however fast each is.
+        submitted: deque[Future] = deque()
+        for chunk in raw_chunks:
+            submitted.append(pool.submit(_work, chunk))
+            if len(submitted) > 2 * workers:
+                yield submitted.popleft().result()
+        while submitted:
+            yield submitted.popleft().result()
 
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    wanted = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    before = {key: os.environ.get(key) for key in wanted}
-    os.environ.update(wanted)
+    """Return a context in which each new process computes on one thread."""
+    one_thread = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    before = {key: os.environ.get(key) for key in one_thread}
+    os.environ.update(one_thread)
     try:
         yield
     finally:
         for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
+            if value is None:
+                os.environ.pop(key)
+            else:
+                os.environ[key] = value
 
 
 _READING: list[Reading] = []  # of this worker process
@@ -208,81 +225,99 @@ def read_sample(reading: Reading, raw: object) -> Any:
         EmptyText: it is a document without text.
     """
     row = parsed(raw)
-    own = formats.own_of(reading.encoder)
+    encoder_formats = formats.formats_of(reading.encoder)
     if isinstance(row, Malformed):
         raise formats.BadSample(row.reason)
     if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
         raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
-    sample = formats.parse(reading.format, row, own=own, **reading.columns)
-    if reading.detected and reading.format not in own:
+    sample = formats.parse(reading.format, row, encoder_formats=encoder_formats, **reading.columns)
+    if reading.detected and reading.format not in encoder_formats:
+        # The user did not name the format: a column that it does not read may change the meaning of the sample.
         formats.check_unread(cast("Mapping[str, Any]", row), sample)
         if not reading.is_held_out:
             formats.check_split(cast("Mapping[str, Any]", row))
     return sample
 
 
-def _encode(reading: Reading, chunk: list[tuple[str, Any]]) -> EncodedChunk:
-    """Parse and tokenize one chunk. Bad samples are returned with place and reason."""
+def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
+    """Parse and tokenize one chunk. Bad samples are returned with location and reason."""
     bad: list[tuple[str, str]] = []
     counts: Counter = Counter()
-    samples, places = [], []
+
+    # Read the samples. A long text becomes several pieces, any other sample is a piece by itself.
+    locations: list[str] = []
+    sample_pieces: list[list[formats.Sample]] = []
     for where, raw in chunk:
         try:
             sample = read_sample(reading, raw)
         except formats.EmptyText:
             counts["empty texts left out"] += 1
-            continue
         except formats.BadSample as error:
             bad.append(_in_a_line(where, error))
-            continue
-        samples.append(sample)
-        places.append(where)
-    pieces = [_pieces(sample) for sample in samples]
+        else:
+            locations.append(where)
+            sample_pieces.append(_pieces(sample))
+
+    # A tokenizer of the tokenizers library works on the samples of one call in parallel.
+    results = iter(reading.encoder.encode(list(chain.from_iterable(sample_pieces))))
+
+    # A sample has several documents where the chat template rewrites earlier turns.
     documents: list[Encoded] = []
     weights: list[int] = []
     begins: list[bool] = []
     has_default_template = getattr(reading.encoder, "has_default_template", False)
-    encoded = iter(reading.encoder.encode([piece for parts in pieces for piece in parts]))
-    for where, parts in zip(places, pieces, strict=True):
-        found = [next(encoded) for _ in parts]
-        refused = next((f for f in found if isinstance(f, formats.BadSample)), None)
-        if refused is not None:
-            bad.append(_in_a_line(where, refused))
+    for where, pieces in zip(locations, sample_pieces, strict=True):
+        encoded = _join([next(results) for _ in pieces])
+        if isinstance(encoded, formats.BadSample):
+            bad.append(_in_a_line(where, encoded))
             continue
-        good = [f for f in found if isinstance(f, Encoded)]
-        first = good[0] if len(good) == 1 else _join(good)
-        counts["texts with the name of a special token, read as characters"] += first.plain
-        begin = getattr(parts[0], "begins", True)
-        counts[BY_DEFAULT_TEMPLATE] += has_default_template and isinstance(parts[0], formats.Chat)
-        counts["rows added for turns that the chat template rewrites later on"] += len(first.others)
-        for document in (first, *first.others):
+        counts["texts with the name of a special token, read as characters"] += encoded.plain
+        counts[BY_DEFAULT_TEMPLATE] += has_default_template and isinstance(pieces[0], formats.Chat)
+        counts["rows added for turns that the chat template rewrites later on"] += len(encoded.others)
+        begins_sample = getattr(pieces[0], "begins", True)
+        for document in (encoded, *encoded.others):
             counts["turns given an end-of-text token"] += document.added_eos
             counts["turns of which the chat template leaves out a part"] += document.shortened
             weight = reading.weigh(document)
-            if reading.format == "text" or weight:
-                counts[CUT] += document.cut
-                documents.append(document)
-                weights.append(weight)
-                begins.append(begin)
-                begin = False
-            elif document.cut:
-                counts[DROPPED] += 1
-            else:
-                counts["dropped, nothing supervised"] += 1
-    ids = Ragged.join([d.input_ids for d in documents])
-    labels = None if reading.format == "text" else Ragged.join([d.labels for d in documents])
+            # Running text is cut into blocks later, so no document of it is dropped here.
+            if not weight and reading.format != "text":
+                counts[DROPPED if document.cut else "dropped, nothing supervised"] += 1
+                continue
+            counts[CUT] += document.cut
+            documents.append(document)
+            weights.append(weight)
+            begins.append(begins_sample)
+            begins_sample = False
+
+    labels = None
+    if reading.format != "text":
+        labels = Ragged.join([document.labels for document in documents])
+    return EncodedChunk(
+        ids=Ragged.join([document.input_ids for document in documents]),
+        labels=labels,
+        extra=_join_extra(documents),
+        weights=np.array(weights, np.int32),
+        begins=np.array(begins, bool),
+        bad=bad,
+        counts=counts,
+    )
+
+
+def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
+    """Return the further arrays of the documents by name. Raises `DataError` where documents have different ones."""
     names = set(documents[0].extra) if documents else set()
-    if other := next((set(d.extra) for d in documents if set(d.extra) != names), None):
-        raise DataError(
-            f"the encoder gave documents with the arrays {sorted(names)} and others with {sorted(other)} beside ids and "
-            "labels. Every document needs the same arrays; an array may be empty."
-        )
-    extra = {name: Ragged.join([document.extra[name] for document in documents]) for name in sorted(names)}
-    return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
+    for document in documents:
+        document_names = set(document.extra)
+        if document_names and document_names != names:
+            raise DataError(
+                f"the encoder gave documents with the arrays {sorted(names)} and others with {sorted(document_names)} beside "
+                "ids and labels. Every document needs the same arrays; an array may be empty."
+            )
+    return {name: Ragged.join([document.extra[name] for document in documents]) for name in sorted(names)}
 
 
 def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:
-    """Return a bad sample's place and reason, each in one line: a template's reason may quote the sample."""
+    """Return a bad sample's location and reason, each in one line: a template's reason may quote the sample."""
     return plain(where, lines=False), plain(str(reason), lines=False)
 
 
@@ -294,16 +329,25 @@ def _pieces(sample: formats.Sample) -> list[formats.Sample]:
     start = 0
     while start < len(sample.text):
         stop = min(start + TEXT_PIECE, len(sample.text))
-        line_end = sample.text.rfind("\n", start, stop) + 1
-        if stop < len(sample.text) and line_end > start:
-            stop = line_end
-        begins, ends = sample.begins and not start, sample.ends and stop == len(sample.text)
+        if stop < len(sample.text):
+            # Cut at the last line end, where there is one.
+            line_end = sample.text.rfind("\n", start, stop) + 1
+            stop = line_end if line_end > start else stop
+        begins = sample.begins and start == 0
+        ends = sample.ends and stop == len(sample.text)
         pieces.append(formats.Text(sample.text[start:stop], begins, ends))
         start = stop
     return pieces
 
 
-def _join(pieces: list[Encoded]) -> Encoded:
-    """Return the pieces of a text as one document."""
-    joined = np.concatenate([piece.input_ids for piece in pieces])
-    return Encoded(joined, joined, plain=any(piece.plain for piece in pieces))
+def _join(pieces: list[Encoded | formats.BadSample]) -> Encoded | formats.BadSample:
+    """Return the pieces of a sample as one document; the first bad piece where there is one."""
+    for piece in pieces:
+        if isinstance(piece, formats.BadSample):
+            return piece
+    encoded = cast("list[Encoded]", pieces)
+    if len(encoded) == 1:
+        return encoded[0]
+    # Only a running text has several pieces, and all of it is supervised.
+    ids = np.concatenate([piece.input_ids for piece in encoded])
+    return Encoded(ids, ids, plain=any(piece.plain for piece in encoded))
