@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,17 @@ from zerobook.utils.units import counted
 
 FLASH_CAPABILITY = (8, 0)
 """Compute capability that flash attention 2 needs: Ampere or later."""
+ADAPTER_SETTINGS = (
+    "adapter_path",
+    "adapter",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "modules_to_save",
+    "new_tokens",
+)
+"""Keys of a new adapter, which one that is trained further has settings of its own for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +91,8 @@ def _no_flash_attention() -> str:
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < FLASH_CAPABILITY:
-            has, needs = (".".join(map(str, numbers)) for numbers in (capability, FLASH_CAPABILITY))
+            has = ".".join(map(str, capability))
+            needs = ".".join(map(str, FLASH_CAPABILITY))
             return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs {needs}"
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401  what transformers calls
@@ -95,6 +107,36 @@ def _no_flash_attention() -> str:
     if not is_flash_attn_2_available():
         return "transformers does not take the installed package flash_attn for flash-attn 2.3.3 or later"
     return ""
+
+
+@dataclass(kw_only=True)
+class LaunchDraft:
+    """A launch while it is resolved. A stage writes what it decides into the plan and the config.
+
+    Attributes:
+        environ: the environment of a worker process.
+        hardware: what the machine has.
+        explicit_precision: ``--mixed_precision`` as typed to the launcher; None without that flag.
+        starts: a run follows. Otherwise code that only the YAML names is not run.
+        plan: the strategy, with the problems and notes so far.
+        draft: the config, with the source of each value.
+    """
+
+    environ: Mapping[str, str]
+    hardware: Hardware
+    explicit_precision: str | None
+    starts: bool
+    plan: LaunchPlan
+    draft: ConfigDraft[Any]
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started this process, as one of several or alone."""
+        return int(self.environ.get("LOCAL_RANK", -1)) >= 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.plan.device == "cpu"
 
 
 def resolve(
@@ -122,88 +164,47 @@ def resolve(
         set and that the YAML or JSON fixes (accumulation, clipping, rate, decay), and with the dtype of a frozen base. The
         sources of that config's values.
     """
-    draft = ConfigDraft(config, sources)
-    if config.trains_adapters and written_before(config, "warmup_ratio"):
-        # A run of an earlier version keeps its learning rate, which was that of a run without adapters.
-        earlier = {key: RecipeConfig.model_fields[key].default for key in ("learning_rate", "warmup_ratio")}
-        draft.set("the checkpoint", **{key: value for key, value in earlier.items() if not sources.given(key)})
-    naming = _name_model(draft)
-    _take_tokenizer(draft, naming)
-    config = draft.config
-    world = int(environ.get("WORLD_SIZE", 1))
-    launched = int(environ.get("LOCAL_RANK", -1)) >= 0
-    on_cpu = hardware.gpus == 0
-    backend = None if not launched else ("gloo" if on_cpu else "nccl")
-    plan = LaunchPlan(
-        kind="ddp" if launched else "single",
-        world_size=world,
-        device=hardware.device,
-        backend=backend,
-        precision="no",
-        precision_source="default",
-        optimizer=config.optimizer,
+    launch = LaunchDraft(
+        environ=environ,
+        hardware=hardware,
+        explicit_precision=explicit_precision,
+        starts=starts,
+        draft=ConfigDraft(config, sources),
+        plan=LaunchPlan(
+            kind="single",
+            world_size=int(environ.get("WORLD_SIZE", 1)),
+            device=hardware.device,
+            backend=None,
+            precision="no",
+            precision_source="default",
+            optimizer=config.optimizer,
+        ),
     )
-    plan.notes += naming.notes
-    plan.problems += naming.problems
-    if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
-        plan.kind = "deepspeed"
-        deepspeed_json.read(plan, environ)
-    elif true(environ.get("ACCELERATE_USE_FSDP")):
-        plan.kind = "fsdp"
-        fsdp_settings.read(plan, environ)
-        fsdp_settings.read_checkpointing(plan, environ, draft)
-    token_split.read(plan, environ)
-    model_parallel.read(plan, environ)
-    if true(environ.get("ACCELERATE_USE_CPU")) and hardware.gpus:
-        plan.device, plan.backend, on_cpu = "cpu", "gloo" if launched else None, True
-    elif hardware.unused and not true(environ.get("ACCELERATE_USE_CPU")):
-        plan.problems.append(hardware.unused)
-    deepspeed_json.check_device(plan, environ)
-    plan.problems += variables.check(environ)
-    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        plan.problems.append(
-            f"dynamo_backend is {environ['ACCELERATE_DYNAMO_BACKEND']}; the recipes compile the model's layers with "
-            "--torch_compile. Remove dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
-        )
-    if launched and not on_cpu:
-        _check_gpus(plan, environ, hardware.gpus)
-    if on_cpu and launched:
-        plan.notes.append(f"no GPU is used: {plan.name} runs on {counted(world, 'CPU process')} over gloo")
-
-    _set_accumulation(plan, environ, draft)
-    _set_global_batch(plan, draft)
-    deepspeed_json.check_micro_batch(plan, draft)
-    _check_optimizer(plan, config, sources, starts)
-    plan.asked = draft.config.model_dump()
-    try:
-        note = keep_global_batch(draft, plan.data_parallel_size)
-    except CheckpointError as error:
-        plan.problems.append(f"resume_from_checkpoint: {error}")
-    else:
-        plan.notes += [note] if note else []
-    _choose_precision(plan, environ, config, draft.sources, explicit_precision, on_cpu)
-    dtype = config.loaded_dtype(plan.precision)
-    if dtype != config.dtype:
-        plan.notes.append(
-            f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
-            f"{config.dtype} to load it in that"
-        )
-        draft.set(plan.precision_source, dtype=dtype)
-    if plan.deepspeed_config is not None:
-        deepspeed_json.fill(plan, draft)
-        # A GPU machine that is told to use its CPU builds the ops of a CPU.
-        missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
-        deepspeed_json.check_ops(plan, missing_ops)
-        deepspeed_keys.account(plan)
-    facts = model_facts(draft.config)
-    token_split.check(plan, draft, facts)
-    model_parallel.check(plan, draft, facts)
-    plan.problems += unfit_for_text(facts or {}) + unfit_for_zero3(plan, facts or {})
-    plan.problems += unfit_layers(environ, facts or {}) if plan.kind in ("fsdp", "deepspeed") else []
-    fast.choose(plan, draft)
-    _check_model_choices(plan, draft.config, hardware, on_cpu)
-    plan.problems += draft.problems()
-    return plan, draft.config, draft.sources
+    # Later stages read what earlier ones decided, and problems are told in this order.
+    stages: tuple[Callable[[LaunchDraft], LaunchDraft], ...] = (
+        _keep_earlier_rate,
+        _name_model,
+        _take_tokenizer,
+        _read_strategy_file,
+        _choose_device,
+        _check_variables,
+        _check_gpus,
+        _set_accumulation,
+        _set_global_batch,
+        _check_micro_batch,
+        _check_optimizer,
+        _keep_global_batch,
+        _choose_precision,
+        _choose_frozen_dtype,
+        _fill_deepspeed_config,
+        _check_model,
+        _choose_fast_settings,
+        _check_model_choices,
+        _check_values,
+    )
+    for stage in stages:
+        launch = stage(launch)
+    return launch.plan, launch.draft.config, launch.draft.sources
 
 
 def together(*stages: Sequence[str]) -> list[str]:
@@ -211,197 +212,280 @@ def together(*stages: Sequence[str]) -> list[str]:
 
     A key that an earlier stage complains of gets no second problem from a later one, which may follow from the first.
     """
-    found: list[str] = []
+    joined: list[str] = []
     for problems in stages:
-        keys = {problem.partition(":")[0] for problem in found}
-        found += [problem for problem in problems if problem.partition(":")[0] not in keys]
-    return found
+        keys = {problem.partition(":")[0] for problem in joined}
+        joined += [problem for problem in problems if problem.partition(":")[0] not in keys]
+    return joined
 
 
-@dataclass
-class _Naming:
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+def _keep_earlier_rate(launch: LaunchDraft) -> LaunchDraft:
+    """Keep the learning rate of a resumed run of an earlier version, which was that of a run without adapters."""
+    draft = launch.draft
+    if draft.config.trains_adapters and written_before(draft.config, "warmup_ratio"):
+        for key in ("learning_rate", "warmup_ratio"):
+            if not draft.sources.given(key):
+                draft.set("the checkpoint", **{key: RecipeConfig.model_fields[key].default})
+    return launch
 
 
-def _name_model(draft: ConfigDraft[Any]) -> _Naming:
+def _name_model(launch: LaunchDraft) -> LaunchDraft:
     """Replace the name of a run by that of its model, or of its adapter and the model beside it."""
-    config, found, name = draft.config, _Naming(), draft.config.model_name_or_path
+    plan = launch.plan
+    draft = launch.draft
+    name = draft.config.model_name_or_path
     if name is None:
-        return found
+        return launch
     try:
         result = find_result(name)
     except ConfigError as error:
-        found.problems.append(f"model_name_or_path: {error}")
-        return found
+        plan.problems.append(f"model_name_or_path: {error}")
+        return launch
     merge = f"To merge it into its model first: zerobook export {name} --output merged"
+    adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.given(key)]
     if result.adapter is None:
         if result.model != name:
             draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model)
-            found.notes.append(f"model_name_or_path: {name} is a run; its model {result.model} is trained further")
-    elif not config.trains_adapters:
-        found.problems.append(
+            plan.notes.append(f"model_name_or_path: {name} is a run; its model {result.model} is trained further")
+    elif not draft.config.trains_adapters:
+        plan.problems.append(
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}, and this run trains all weights. {merge}; "
             "then name that folder. To train the adapter further, take recipes/lora_finetune.py."
         )
-    elif given := [key for key in ("adapter_path", "adapter", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
-                                "modules_to_save", "new_tokens")
-                   if draft.sources.given(key)]:  # fmt: skip
-        found.problems.append(
+    elif adapter_settings:
+        plan.problems.append(
             f"model_name_or_path: {result.adapter} is an adapter, which is trained further with its own settings, and "
-            f"{', '.join(given)} is given too. Drop one of the two. {merge}."
+            f"{', '.join(adapter_settings)} is given too. Drop one of the two. {merge}."
         )
     else:
         source = draft.sources["model_name_or_path"]
         draft.set(source, model_name_or_path=result.model, adapter_path=str(result.adapter))
-        found.notes.append(
+        plan.notes.append(
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
         )
-    return found
+    return launch
 
 
-def _take_tokenizer(draft: ConfigDraft[Any], naming: _Naming) -> None:
+def _take_tokenizer(launch: LaunchDraft) -> LaunchDraft:
     """Take the tokenizer beside an adapter that is trained further, where that adapter holds whole modules.
 
     It may have tokens that the model's own lacks: they came with new rows of the embeddings, which the adapter holds.
     """
+    draft = launch.draft
     path = getattr(draft.config, "adapter_path", None)
     if path is None or draft.config.tokenizer_name is not None:
-        return
+        return launch
     folder = Path(path).expanduser()
     if (folder / "tokenizer_config.json").exists() and holds_whole_modules(folder):
         draft.set(f"the adapter in {path}", tokenizer_name=path)
-        naming.notes.append(f"tokenizer_name: {path}, whose adapter was trained with that tokenizer")
+        launch.plan.notes.append(f"tokenizer_name: {path}, whose adapter was trained with that tokenizer")
+    return launch
 
 
-def _check_gpus(plan: LaunchPlan, environ: Mapping[str, str], gpus: int) -> None:
+def _read_strategy_file(launch: LaunchDraft) -> LaunchDraft:
+    """Read what the launcher made of the strategy file: the kind, its settings, and the groups of processes."""
+    plan = launch.plan
+    environ = launch.environ
+    if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
+        plan.kind = "deepspeed"
+        deepspeed_json.read(plan, environ)
+    elif true(environ.get("ACCELERATE_USE_FSDP")):
+        plan.kind = "fsdp"
+        fsdp_settings.read(plan, environ)
+        fsdp_settings.read_checkpointing(plan, environ, launch.draft)
+    elif launch.is_launched:
+        plan.kind = "ddp"
+    token_split.read(plan, environ)
+    model_parallel.read(plan, environ)
+    return launch
+
+
+def _choose_device(launch: LaunchDraft) -> LaunchDraft:
+    """Choose CPU or GPUs, and the backend of the process group."""
+    plan = launch.plan
+    is_told_to_use_cpu = true(launch.environ.get("ACCELERATE_USE_CPU"))
+    if is_told_to_use_cpu:
+        plan.device = "cpu"
+    elif launch.hardware.unused:
+        plan.problems.append(launch.hardware.unused)
+    if launch.is_launched:
+        plan.backend = "gloo" if launch.on_cpu else "nccl"
+    deepspeed_json.check_device(plan, launch.environ)
+    return launch
+
+
+def _check_variables(launch: LaunchDraft) -> LaunchDraft:
+    """Add problems for variables of accelerate that are unknown, or ask for what the recipes do themselves."""
+    plan = launch.plan
+    plan.problems += variables.check(launch.environ)
+    dynamo_backend = launch.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo_backend.lower() != "no":
+        plan.problems.append(
+            f"dynamo_backend is {dynamo_backend}; the recipes compile the model's layers with "
+            "--torch_compile. Remove dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
+        )
+    return launch
+
+
+def _check_gpus(launch: LaunchDraft) -> LaunchDraft:
     """Check that each process of this machine has a GPU of its own, which it finds by LOCAL_RANK."""
-    local, rank = int(environ.get("LOCAL_WORLD_SIZE", 1)), int(environ["LOCAL_RANK"])
-    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:  # srun started this
-        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))  # as 8(x2)
-        local = max(local, rank + 1, int(tasks[1]) if tasks else 1)
-        if local > gpus:
+    if not launch.is_launched:
+        return launch
+    plan = launch.plan
+    environ = launch.environ
+    if launch.on_cpu:
+        processes = counted(plan.world_size, "CPU process")
+        plan.notes.append(f"no GPU is used: {plan.name} runs on {processes} over gloo")
+        return launch
+    gpu_count = launch.hardware.gpus
+    gpus_seen = counted(gpu_count, "GPU")
+    local_rank = int(environ["LOCAL_RANK"])
+    local_processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    # Under srun without torchrun, Slurm's own variables say how many processes this node has.
+    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
+        # The form is 8, or 8(x2) for two nodes of 8.
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+        tasks_of_node = int(tasks[1]) if tasks else 1
+        local_processes = max(local_processes, local_rank + 1, tasks_of_node)
+        if local_processes > gpu_count:
             plan.problems.append(
-                f"srun: {local} processes on this machine, of which this one sees {counted(gpus, 'GPU')}. A process "
+                f"srun: {local_processes} processes on this machine, of which this one sees {gpus_seen}. A process "
                 "takes the GPU of its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
                 "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
             )
-    elif local > gpus:
+    elif local_processes > gpu_count:
         plan.problems.append(
-            f"num_processes: {local} processes on this machine, which has {counted(gpus, 'GPU')}; each process needs "
-            f"one of its own. Pass --num_processes {gpus * (plan.world_size // local)}."
+            f"num_processes: {local_processes} processes on this machine, which has {gpus_seen}; each process needs "
+            f"one of its own. Pass --num_processes {gpu_count * (plan.world_size // local_processes)}."
         )
-    elif rank >= gpus:
+    elif local_rank >= gpu_count:
         plan.problems.append(
-            f"LOCAL_RANK {rank}: this process sees {counted(gpus, 'GPU')}, and takes the one of its LOCAL_RANK, counted "
+            f"LOCAL_RANK {local_rank}: this process sees {gpus_seen}, and takes the one of its LOCAL_RANK, counted "
             "from 0. Let each process see all GPUs of the machine, or start fewer."
         )
+    return launch
 
 
-def _set_accumulation(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
+def _set_accumulation(launch: LaunchDraft) -> LaunchDraft:
     """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
-    said: dict[str, int] = {}
-    from_yaml = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    plan = launch.plan
+    draft = launch.draft
+    steps_by_source: dict[str, int] = {}
+    from_yaml = launch.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if from_yaml.isdigit() and int(from_yaml) != 1:
-        said["the Accelerate YAML or launcher"] = int(from_yaml)
+        steps_by_source["the Accelerate YAML or launcher"] = int(from_yaml)
     ds = plan.deepspeed_config or {}
     from_json = ds.get("gradient_accumulation_steps", "auto")
     # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
     if isinstance(from_json, int) and from_json != 1:
-        said[str(plan.config_file)] = from_json
+        steps_by_source[str(plan.config_file)] = from_json
     if draft.sources.given("gradient_accumulation_steps"):
-        said[draft.sources["gradient_accumulation_steps"]] = draft.config.gradient_accumulation_steps
-    if len(set(said.values())) > 1:
-        plan.problems.append(
-            "gradient_accumulation_steps: "
-            + ", ".join(f"{value} in {where}" for where, value in said.items())
-            + '. Keep one; in the JSON write "auto".'
-        )
-    elif said:
-        where, value = next(iter(said.items()))
-        if value != draft.config.gradient_accumulation_steps:
-            draft.set(where, gradient_accumulation_steps=value)
+        steps_by_source[draft.sources["gradient_accumulation_steps"]] = draft.config.gradient_accumulation_steps
+    if len(set(steps_by_source.values())) > 1:
+        listed = ", ".join(f"{steps} in {source}" for source, steps in steps_by_source.items())
+        plan.problems.append(f'gradient_accumulation_steps: {listed}. Keep one; in the JSON write "auto".')
+    elif steps_by_source:
+        source, steps = next(iter(steps_by_source.items()))
+        if steps != draft.config.gradient_accumulation_steps:
+            draft.set(source, gradient_accumulation_steps=steps)
+    return launch
 
 
-def _set_global_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+def _set_global_batch(launch: LaunchDraft) -> LaunchDraft:
     """Set the accumulation that gives ``global_batch_size``."""
+    plan = launch.plan
+    draft = launch.draft
     config = draft.config
-    wanted, readers = config.global_batch_size, plan.data_parallel_size
-    if wanted is None:
-        return
-    at_once = config.per_device_train_batch_size * readers
+    global_batch = config.global_batch_size
+    if global_batch is None:
+        return launch
+    readers = plan.data_parallel_size
+    micro_batches = config.per_device_train_batch_size * readers
+    product = config.gradient_accumulation_steps * micro_batches
     source = draft.sources.get("gradient_accumulation_steps", "default")
-    if draft.sources.given("gradient_accumulation_steps") and config.gradient_accumulation_steps * at_once != wanted:
+    if draft.sources.given("gradient_accumulation_steps") and product != global_batch:
         plan.problems.append(
-            f"global_batch_size: {wanted}, but {source} says {config.gradient_accumulation_steps} accumulation steps, and "
-            f"{config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x {readers} is "
-            f"{config.gradient_accumulation_steps * at_once}. Drop one of the two."
+            f"global_batch_size: {global_batch}, but {source} says {config.gradient_accumulation_steps} accumulation steps, "
+            f"and {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x {readers} is {product}. Drop "
+            "one of the two."
         )
-    elif wanted % at_once:
-        below, above = wanted // at_once * at_once, -(-wanted // at_once) * at_once
+    elif global_batch % micro_batches:
+        below = global_batch // micro_batches * micro_batches
+        above = below + micro_batches
         near = f"{below} or {above}" if below else f"{above}"
         plan.problems.append(
-            f"global_batch_size: {wanted} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
-            f"processes = {at_once}. Give {near}, or another --per_device_train_batch_size."
+            f"global_batch_size: {global_batch} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
+            f"processes = {micro_batches}. Give {near}, or another --per_device_train_batch_size."
         )
     else:
-        draft.set(f"global_batch_size={wanted}", gradient_accumulation_steps=config.accumulation_on(readers))
+        draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
+    return launch
 
 
-def _check_optimizer(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, starts: bool) -> None:
+def _check_micro_batch(launch: LaunchDraft) -> LaunchDraft:
+    deepspeed_json.check_micro_batch(launch.plan, launch.draft)
+    return launch
+
+
+def _check_optimizer(launch: LaunchDraft) -> LaunchDraft:
     """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
-    refused = None
+    plan = launch.plan
+    config = launch.draft.config
+    sources = launch.draft.sources
+    problems = []
     try:
-        if starts or not names_code_in_yaml(config, sources):
-            refused = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+        if launch.starts or not names_code_in_yaml(config, sources):
+            refusal = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+            if refusal:
+                problems.append(refusal)
         else:
             plan.notes.append(
                 f"optimizer: {sources['optimizer']} names {config.optimizer}, which is not run here. A launch runs it. With "
                 f"--optimizer {shlex.quote(config.optimizer)} it is run, and checked, here too"
             )
-        other = other_optimizer(config)
-        found = [refused, other and f"resume_from_checkpoint: {other}"]
+        differing = other_optimizer(config)
+        if differing:
+            problems.append(f"resume_from_checkpoint: {differing}")
     except ConfigError as error:
-        found = [str(error)]
-    except CheckpointError:  # `keep_global_batch` reports it
-        found = [refused]
-    found += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
-    plan.problems += [problem for problem in found if problem]
+        problems = [str(error)]
+    except CheckpointError:
+        # There is no checkpoint to resume, which `_keep_global_batch` reports.
+        pass
+    plan.problems += problems
+    plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
+    return launch
 
 
-def _choose_precision(
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    config: RecipeConfig,
-    sources: ConfigSources,
-    explicit: str | None,
-    on_cpu: bool,
-) -> None:
+def _keep_global_batch(launch: LaunchDraft) -> LaunchDraft:
+    """Cut the batch of a resumed run anew if the number of processes changed."""
+    plan = launch.plan
+    # What a person asked for, and no cut of it: the next resume compares with this.
+    plan.asked = launch.draft.config.model_dump()
+    try:
+        note = keep_global_batch(launch.draft, plan.data_parallel_size)
+    except CheckpointError as error:
+        plan.problems.append(f"resume_from_checkpoint: {error}")
+        return launch
+    if note:
+        plan.notes.append(note)
+    return launch
+
+
+def _choose_precision(launch: LaunchDraft) -> LaunchDraft:
     """Set the precision: the first of recipe's flag, launcher's flag, recipe's YAML, Accelerate YAML, fixed JSON, fp32."""
+    plan = launch.plan
     ds = plan.deepspeed_config
-    fixed = None
-    for dtype in ("fp16", "bf16"):
-        section = (ds or {}).get(dtype)
-        if isinstance(section, dict) and true(section.get("enabled")):
-            if fixed:
-                plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
-            fixed = dtype
-    said: list[tuple[str, str]] = []
-    if explicit is not None:
-        said.append((explicit.lower(), "launcher's --mixed_precision"))
-    elif environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() != "no":
-        said.append((environ["ACCELERATE_MIXED_PRECISION"].lower(), "Accelerate YAML"))
-    if config.mixed_precision is not None:
-        behind = explicit is not None and not sources.typed("mixed_precision")
-        said.insert(1 if behind else 0, (config.mixed_precision, sources["mixed_precision"]))
-    if said:
-        plan.precision, plan.precision_source = said[0]
+    fixed = _fixed_precision(plan)
+    choices = _precision_choices(launch)
+    if choices:
+        plan.precision, plan.precision_source = choices[0]
     elif fixed:
-        plan.precision, plan.precision_source = fixed, f"{plan.config_file}: {fixed}.enabled"
-    for value, where in said[1:]:
-        if value != plan.precision:
+        plan.precision = fixed
+        plan.precision_source = f"{plan.config_file}: {fixed}.enabled"
+    for precision, source in choices[1:]:
+        if precision != plan.precision:
             plan.notes.append(
-                f"precision: {plan.precision_source} says {plan.precision}, {where} says {value}; {plan.precision} is used"
+                f"precision: {plan.precision_source} says {plan.precision}, {source} says {precision}; {plan.precision} is used"
             )
     if fixed and plan.precision != fixed:
         plan.notes.append(
@@ -410,14 +494,143 @@ def _choose_precision(
         )
     if plan.precision not in ("no", "bf16", "fp16"):
         plan.problems.append(f"mixed_precision: {plan.precision!r} is not supported. Use no, bf16 or fp16.")
-    if plan.precision == "fp16" and on_cpu:
-        key = f"{plan.config_file}: fp16.enabled is true" if fixed == "fp16" else (
-            f"mixed_precision: fp16 (from {plan.precision_source})")  # fmt: skip
-        plan.problems.append(f"{key}, and fp16 does not train on a CPU. Pass --mixed_precision no (or bf16).")
+    if plan.precision == "fp16" and launch.on_cpu:
+        setting = f"mixed_precision: fp16 (from {plan.precision_source})"
+        if fixed == "fp16":
+            setting = f"{plan.config_file}: fp16.enabled is true"
+        plan.problems.append(f"{setting}, and fp16 does not train on a CPU. Pass --mixed_precision no (or bf16).")
     if ds is not None:
         for dtype in ("fp16", "bf16"):
             section = ds.setdefault(dtype, {})
             section["enabled"] = plan.precision == dtype
+    return launch
+
+
+def _fixed_precision(plan: LaunchPlan) -> str | None:
+    """Return the half precision that the DeepSpeed JSON enables; None where it enables none. Both are a problem."""
+    fixed = None
+    for dtype in ("fp16", "bf16"):
+        section = (plan.deepspeed_config or {}).get(dtype)
+        if isinstance(section, dict) and true(section.get("enabled")):
+            if fixed:
+                plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
+            fixed = dtype
+    return fixed
+
+
+def _precision_choices(launch: LaunchDraft) -> list[tuple[str, str]]:
+    """Return each precision that a person or the Accelerate YAML chose, with its source, the strongest first."""
+    explicit = launch.explicit_precision
+    environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    choices: list[tuple[str, str]] = []
+    if explicit is not None:
+        choices.append((explicit.lower(), "launcher's --mixed_precision"))
+    elif environment_precision.lower() != "no":
+        choices.append((environment_precision.lower(), "Accelerate YAML"))
+    config = launch.draft.config
+    sources = launch.draft.sources
+    if config.mixed_precision is not None:
+        # The launcher's flag is stronger than a recipe's YAML, and weaker than a recipe's flag.
+        is_behind = explicit is not None and not sources.typed("mixed_precision")
+        position = 1 if is_behind else 0
+        choices.insert(position, (config.mixed_precision, sources["mixed_precision"]))
+    return choices
+
+
+def _choose_frozen_dtype(launch: LaunchDraft) -> LaunchDraft:
+    """Load a frozen base in the dtype that the run computes in."""
+    plan = launch.plan
+    config = launch.draft.config
+    dtype = config.loaded_dtype(plan.precision)
+    if dtype != config.dtype:
+        plan.notes.append(
+            f"dtype: the frozen base is loaded in {dtype}, in which mixed_precision {plan.precision} computes; pass --dtype "
+            f"{config.dtype} to load it in that"
+        )
+        launch.draft.set(plan.precision_source, dtype=dtype)
+    return launch
+
+
+def _fill_deepspeed_config(launch: LaunchDraft) -> LaunchDraft:
+    """Fill in DeepSpeed's config, and check the ops that it needs and its keys."""
+    plan = launch.plan
+    hardware = launch.hardware
+    if plan.deepspeed_config is None:
+        return launch
+    deepspeed_json.fill(plan, launch.draft)
+    # A GPU machine that is told to use its CPU builds the ops of a CPU.
+    missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
+    deepspeed_json.check_ops(plan, missing_ops)
+    deepspeed_keys.account(plan)
+    return launch
+
+
+def _check_model(launch: LaunchDraft) -> LaunchDraft:
+    """Check the model against the strategy, as far as its config.json says, where that is on this machine."""
+    plan = launch.plan
+    facts = model_facts(launch.draft.config)
+    token_split.check(plan, launch.draft, facts)
+    model_parallel.check(plan, launch.draft, facts)
+    if facts is not None:
+        plan.problems += unfit_for_text(facts)
+        plan.problems += unfit_for_zero3(plan, facts)
+        if plan.kind in ("fsdp", "deepspeed"):
+            plan.problems += unfit_layers(launch.environ, facts)
+    return launch
+
+
+def _choose_fast_settings(launch: LaunchDraft) -> LaunchDraft:
+    fast.choose(launch.plan, launch.draft)
+    return launch
+
+
+def _check_model_choices(launch: LaunchDraft) -> LaunchDraft:
+    """Add problems for model settings that this strategy or device does not support."""
+    plan = launch.plan
+    config = launch.draft.config
+    hardware = launch.hardware
+    if config.attn_implementation == "flash_attention_2":
+        if launch.on_cpu or not hardware.flash_attention:
+            reason = "there is no GPU here" if launch.on_cpu else hardware.no_flash_attention
+            plan.problems.append(
+                f"attn_implementation: flash_attention_2 was asked for, but {reason}. Use auto, sdpa or eager, or "
+                "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
+            )
+        # The dtype of a frozen base may be known only when the model is loaded.
+        has_unknown_dtype = config.trains_adapters and config.dtype == "auto"
+        if not (computes_in_half(config, plan.precision, config.dtype) or has_unknown_dtype):
+            plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+    whole_module_keys = [key for key in ("modules_to_save", "new_tokens") if getattr(config, key, None)]
+    has_half_base = config.trains_adapters and config.dtype in ("bfloat16", "float16")
+    if has_half_base and whole_module_keys and plan.precision == "no":
+        plan.problems.append(
+            f"{whole_module_keys[0]}: modules that are trained whole are fp32, and a frozen base in {config.dtype} takes no "
+            "fp32 without mixed precision. Pass --mixed_precision bf16, or --dtype float32."
+        )
+    if config.activation_checkpointing == "offload" and launch.on_cpu:
+        plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
+    obstacle = fast.not_compiled(plan, config)
+    if config.torch_compile and obstacle:
+        plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
+    if config.device_map and plan.world_size > 1:
+        plan.problems.append(
+            f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "
+            f"{plan.world_size} processes. Remove it (ZeRO-3 or FSDP shard the model), or launch one process."
+        )
+    if config.base_format is not None:
+        flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
+        refusal = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)
+        if refusal:
+            plan.problems.append(refusal)
+    if plan.precision == "bf16" and not launch.on_cpu and not hardware.bf16:
+        plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
+    return launch
+
+
+def _check_values(launch: LaunchDraft) -> LaunchDraft:
+    """Add a problem for each value from a strategy file that the config does not take."""
+    launch.plan.problems += launch.draft.problems()
+    return launch
 
 
 def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
@@ -438,38 +651,3 @@ def fp32_flash_attention(precision: str, dtype: str) -> str:
         "attn_implementation: flash_attention_2 was asked for; it takes fp16 and bf16 only, and this run computes in fp32 "
         f"(mixed_precision {precision}, dtype {dtype}). Pass --mixed_precision bf16, or use auto, sdpa or eager."
     )
-
-
-def _check_model_choices(plan: LaunchPlan, config: RecipeConfig, hardware: Hardware, on_cpu: bool) -> None:
-    """Add problems for model settings that this strategy or device does not support."""
-    if config.attn_implementation == "flash_attention_2":
-        if on_cpu or not hardware.flash_attention:
-            have = "there is no GPU here" if on_cpu else hardware.no_flash_attention
-            plan.problems.append(
-                f"attn_implementation: flash_attention_2 was asked for, but {have}. Use auto, sdpa or eager, or "
-                "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
-            )
-        frozen_by_its_config = config.trains_adapters and config.dtype == "auto"  # known when the model is loaded
-        if not (computes_in_half(config, plan.precision, config.dtype) or frozen_by_its_config):
-            plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
-    whole = [key for key in ("modules_to_save", "new_tokens") if getattr(config, key, None)]
-    if config.trains_adapters and whole and plan.precision == "no" and config.dtype in ("bfloat16", "float16"):
-        plan.problems.append(
-            f"{whole[0]}: modules that are trained whole are fp32, and a frozen base in {config.dtype} takes no fp32 without "
-            "mixed precision. Pass --mixed_precision bf16, or --dtype float32."
-        )
-    if config.activation_checkpointing == "offload" and on_cpu:
-        plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
-    if config.torch_compile and (other := fast.not_compiled(plan, config)):
-        plan.problems.append(f"torch_compile: it is not supported with {other}. Drop one of the two.")
-    if config.device_map and plan.world_size > 1:
-        plan.problems.append(
-            f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "
-            f"{plan.world_size} processes. Remove it (ZeRO-3 or FSDP shard the model), or launch one process."
-        )
-    if config.base_format is not None:
-        flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
-        refused = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)
-        plan.problems += [refused] if refused else []
-    if plan.precision == "bf16" and not on_cpu and not hardware.bf16:
-        plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
