@@ -12,8 +12,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
@@ -110,6 +111,30 @@ class DatasetSpec(_Keys):
     def model_post_init(self, context: Any) -> None:
         name = self.name or Path(self.path.removeprefix("embedded:")).name.split(".")[0]
         self.name = plain(name, lines=False)  # it begins lines of the output
+
+
+@dataclass(frozen=True)
+class OrderSettings:
+    """The settings that decide the order of the samples. Each field has the name of its key in `RecipeConfig`.
+
+    The order is made from them, and from the data, the seed and the position that a checkpoint records. A run resumes only with
+    the settings of its checkpoint: in another order, samples would be used twice or never. A new key that changes the order has
+    to be a field here.
+    """
+
+    group_by_length: bool
+    datasets: dict[str, float | None] | None
+    """name -> weight"""
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings of a config that was dumped. A key that an earlier version did not have has its default."""
+        settings = {}
+        for field in fields(cls):
+            settings[field.name] = values.get(field.name, RecipeConfig.model_fields[field.name].default)
+        if settings["datasets"] is not None:
+            settings["datasets"] = {spec["name"]: spec.get("weight") for spec in settings["datasets"]}
+        return cls(**settings)
 
 
 class RecipeConfig(_Keys):
@@ -264,6 +289,11 @@ class RecipeConfig(_Keys):
     project: str | None = Field(None, description="project of the trackers; unset: WANDB_PROJECT, or zerobook")
     run_name: str | None = Field(None, description="name of the run in the trackers; unset: WANDB_NAME, or output_dir's name")
     hooks: list[str] = Field([], description="hooks of your own, each as FILE.py:Class or module:Class")
+
+    @property
+    def order_settings(self) -> OrderSettings:
+        """The settings that decide the order of the samples."""
+        return OrderSettings.from_config(self.model_dump(include={field.name for field in fields(OrderSettings)}))
 
     @property
     def initialised_from(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import RecipeConfig
+from zerobook.config import OrderSettings, RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
 from zerobook.monitor.policy import joined
@@ -43,16 +44,23 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
             f"the data is now {amount(len(train))} with fingerprint {train.fingerprint}. {_why_other_data(checkpoint, config)} "
             "Or start a new run from the exported model."
         )
-    progress.data_size, progress.data_fingerprint = len(train), train.fingerprint
-    if checkpoint:
-        saved, now = store.read_json(checkpoint / "config.json")["config"], config.model_dump()
-        for key in ("group_by_length", "datasets"):
-            was, here = _order(saved, key), _order(now, key)
-            if key in saved and was != here:
-                raise CheckpointError(
-                    f"{checkpoint}: the order of its samples depends on {key}, which was {was} and is {here} now; samples "
-                    "would be used twice or never. Restore the old value, or start a new run from the exported model."
-                )
+    progress.data_size = len(train)
+    progress.data_fingerprint = train.fingerprint
+    if checkpoint is not None:
+        _check_order(checkpoint, config.order_settings)
+
+
+def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
+    """Refuse settings by which the samples would come in another order than the checkpoint's run has begun."""
+    saved = OrderSettings.from_config(store.read_json(checkpoint / "config.json")["config"])
+    for field in fields(OrderSettings):
+        before = getattr(saved, field.name)
+        now = getattr(settings, field.name)
+        if before != now:
+            raise CheckpointError(
+                f"{checkpoint}: the order of its samples depends on {field.name}, which was {before} and is {now} now; samples "
+                "would be used twice or never. Restore the old value, or start a new run from the exported model."
+            )
 
 
 def compare_held_out_data(progress: Progress, data: PreparedData, log: RunLog | None) -> None:
@@ -242,9 +250,3 @@ def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
         if record["loss"] is not None:
             found.setdefault(record["step"], record["loss"])
     return found
-
-
-def _order(config: dict[str, Any], key: str) -> object:
-    """Return what ``key`` of a config contributes to the order of samples. For datasets, that is their weights."""
-    value = config.get(key)
-    return {spec["name"]: spec.get("weight") for spec in value} if isinstance(value, list) else value

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import RecipeConfig
-from zerobook.data.batch_loader import BatchLayout, BatchLoader
+from zerobook.config import OrderSettings, RecipeConfig
+from zerobook.data.batch_loader import BatchLayout, BatchLoader, Order
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
+from zerobook.data.stream import Stream
+from zerobook.data.views import Part
 from zerobook.monitor.policy import rate_share
 from zerobook.training.recipe import Collator
 
@@ -62,14 +64,18 @@ class RunState:
         config, progress = self.config, self.progress
         part = self.data.train.skipping(progress.skip_ranges)
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
-        order = part.order(
-            seed=progress.seed, weights=self.data.weights, by_length=config.group_by_length, passed=progress.stream
-        )
+        order = _make_order(part, self.data.weights, config.order_settings, progress)
         self.loader = BatchLoader(
-            part, order, self.layout, self._collate, cursor=progress.cursor, end=end, workers=config.dataloader_num_workers,
+            part,
+            order,
+            self.layout,
+            self._collate,
+            cursor=progress.cursor,
+            end=end,
+            workers=config.dataloader_num_workers,
             pin_memory=self._pin_memory,
-        )  # fmt: skip
-        # samples that are left out shorten the run, not its schedule
+        )
+        # Samples that are left out shorten the run, not its schedule.
         self.end_step = config.max_train_steps or progress.step + self.loader.steps()
 
     def drop_loader(self) -> None:
@@ -100,6 +106,15 @@ class RunState:
         found = self.expected_next_step()
         differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
         return sorted(set(recorded) - set(differing)), differing
+
+
+def _make_order(part: Part | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
+    """Return the order of the samples.
+
+    It takes no config: whatever else an order depended on would not be compared when a run resumes. `OrderSettings` has the
+    datasets' weights too, which are prepared with the data.
+    """
+    return part.order(seed=progress.seed, weights=weights, by_length=settings.group_by_length, passed=progress.stream)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
