@@ -52,14 +52,17 @@ class Nothing(NextToken):
 
 
 class Shares(CausalEncoder):
-    def __init__(self, tokenizer, share, extra=False):
+    def __init__(self, tokenizer, share, has_extra=lambda index: False):
         super().__init__(tokenizer, length=64)
-        self.share, self.extra = share, extra
+        self.share = share
+        self.has_extra = has_extra
 
     def encode(self, samples):
-        found = super().encode(samples)
-        return [Encoded(e.input_ids, e.labels, extra={"more": e.input_ids} if self.extra and i else {})
-                for i, e in enumerate(found)]  # fmt: skip
+        documents = []
+        for index, row in enumerate(super().encode(samples)):
+            extra = {"more": row.input_ids} if self.has_extra(index) else {}
+            documents.append(Encoded(row.input_ids, row.labels, extra=extra))
+        return documents
 
 
 @pytest.fixture
@@ -87,9 +90,16 @@ def test_a_setting_of_an_encoder_is_part_of_what_is_prepared(tiny, tmp_path, tok
     assert len(names) == 2, "one folder for each share"
 
 
-def test_arrays_of_some_documents_alone_are_refused(tiny, tmp_path, tokenizer):
-    with pytest.raises(DataError, match=r"the arrays \[\] and others with \['more'\]"):
-        library(tiny, tmp_path, tokenizer, Shares(tokenizer, 0.5, extra=True)).tokenize(1)
+@pytest.mark.parametrize(
+    "has_extra, message",
+    [
+        (lambda index: index > 0, r"the arrays \[\] and others with \['more'\]"),
+        (lambda index: index == 0, r"the arrays \['more'\] and others with \[\]"),
+    ],
+)
+def test_arrays_of_some_documents_alone_are_refused(tiny, tmp_path, tokenizer, has_extra, message):
+    with pytest.raises(DataError, match=message):
+        library(tiny, tmp_path, tokenizer, Shares(tokenizer, 0.5, has_extra)).tokenize(1)
 
 
 def test_a_class_without_a_file_is_refused(tiny, tmp_path, tokenizer):

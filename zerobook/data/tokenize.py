@@ -308,7 +308,7 @@ def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
     names = set(documents[0].extra) if documents else set()
     for document in documents:
         document_names = set(document.extra)
-        if document_names and document_names != names:
+        if document_names != names:
             raise DataError(
                 f"the encoder gave documents with the arrays {sorted(names)} and others with {sorted(document_names)} beside "
                 "ids and labels. Every document needs the same arrays; an array may be empty."
