@@ -124,9 +124,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     print_table(BRACKETS, [row, row | {"subject": BRACKETS}])
     assert capsys.readouterr().out.count(BRACKETS) == 3
 
-    view = SimpleNamespace(lengths=torch.tensor([1, 2]).numpy())
-    monkeypatch.setattr(data_command, "_parts", lambda data: [(BRACKETS, view)])
-    data_command._lengths(None)
+    data_command.print_lengths(BRACKETS, torch.tensor([1, 2]).numpy())
     assert BRACKETS in capsys.readouterr().out
     shape = SimpleNamespace(source=1, target=0, rows=1)
     subject = SimpleNamespace(name=BRACKETS, shape=shape, parameters=1, trained=1, accumulation=1, by_formula="")

@@ -20,16 +20,27 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with 2."""
-        known = [flag for action in self._actions for flag in action.option_strings]
-        wrong: list[str] = []
-        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            wrong, known = [found[1]], re.findall(r"[\w-]+", found[2])
-        elif message.startswith("unrecognized arguments: "):
-            wrong = [word.partition("=")[0] for word in message.partition(": ")[2].split() if word.startswith("-")]
-        near = [match for word in wrong for match in difflib.get_close_matches(word, known, n=1)]
-        meant = f" Did you mean {', '.join(near)}?" if near else ""
-        print(f"{self.prog}: {message}.{meant} {self.prog} --help shows what there is.", file=sys.stderr)
+        choices = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choices is not None:
+            wrong_words = [choices[1]]
+            valid_words = re.findall(r"[\w-]+", choices[2])
+        else:
+            wrong_words = _unrecognized_flags(message)
+            valid_words = [flag for action in self._actions for flag in action.option_strings]
+        nearest = []
+        for word in wrong_words:
+            nearest += difflib.get_close_matches(word, valid_words, n=1)
+        hint = f" Did you mean {', '.join(nearest)}?" if nearest else ""
+        print(f"{self.prog}: {message}.{hint} {self.prog} --help shows what there is.", file=sys.stderr)
         sys.exit(2)
+
+
+def _unrecognized_flags(message: str) -> list[str]:
+    """Return the flags, without values, that argparse's message calls unrecognized."""
+    heading, _, words = message.partition(": ")
+    if heading != "unrecognized arguments":
+        return []
+    return [word.partition("=")[0] for word in words.split() if word.startswith("-")]
 
 
 def positive(text: str) -> int:
@@ -54,11 +65,17 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
 
 
-def described(asked: argparse.Namespace) -> Cluster:
+def described(flags: argparse.Namespace) -> Cluster:
     """Return the cluster that the flags of `add_hardware` describe. Raises `ConfigError` for values that make no sense."""
     from zerobook.plan.hardware import cluster
 
     return cluster(
-        gpus=asked.gpus or "1", nodes=asked.nodes or "1", gpu=asked.gpu, gpu_memory=asked.gpu_memory,
-        host_memory=asked.host_memory, disk=asked.disk, interconnect=asked.interconnect, intra_node=asked.intra_node,
-    )  # fmt: skip
+        gpus=flags.gpus or "1",
+        nodes=flags.nodes or "1",
+        gpu=flags.gpu,
+        gpu_memory=flags.gpu_memory,
+        host_memory=flags.host_memory,
+        disk=flags.disk,
+        interconnect=flags.interconnect,
+        intra_node=flags.intra_node,
+    )

@@ -37,45 +37,55 @@ def checkpoint(arguments: list[str]) -> int:
         "--keep", type=int, help="prune: number of the newest checkpoints that are kept, besides pinned ones and the best"
     )
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
-    known = parser.parse_args(arguments)
-    path = Path(os.path.abspath(Path(known.path).expanduser()))  # ``.`` has no name to find the pin by
-    if known.json and known.action not in ("list", "verify", "inspect"):
-        raise CheckpointError(f"zerobook checkpoint {known.action}: it prints no JSON. list, verify and inspect do.")
-    if known.action == "list":
-        _list(_run(path), as_json=known.json)
+    flags = parser.parse_args(arguments)
+    path = Path(os.path.abspath(Path(flags.path).expanduser()))  # ``.`` has no name to find the pin by
+    if flags.json and flags.action not in ("list", "verify", "inspect"):
+        raise CheckpointError(f"zerobook checkpoint {flags.action}: it prints no JSON. list, verify and inspect do.")
+    if flags.action == "list":
+        _list(_checkpoints_folder(path), as_json=flags.json)
         return 0
-    if known.action == "verify":
-        return _verify(_one_or_all(path), as_json=known.json)
-    if known.action == "prune":
-        if known.keep is None or known.keep < 1:
-            raise CheckpointError(f"prune: --keep is {known.keep}. Say how many of the newest checkpoints stay, at least 1.")
-        checkpoints = _run(path)
-        with store.owned(checkpoints, wait=0):
-            gone = store.prune(checkpoints, known.keep)
-        say("\n".join(f"deleted {c}" for c in gone) or "nothing to delete")
+    if flags.action == "verify":
+        return _verify(_one_or_all(path), as_json=flags.json)
+    if flags.action == "prune":
+        _prune(path, flags.keep)
         return 0
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
-    if known.action == "inspect" and known.json:
+    if flags.action == "inspect" and flags.json:
         print(json.dumps(_facts(path), indent=2))
-    elif known.action == "inspect":
+    elif flags.action == "inspect":
         _inspect(path)
+    elif flags.action == "pin":
+        _pin(path, True)
+        say(f"{path} is kept whatever is pruned")
     else:
-        _pin(path, known.action == "pin")
-        say(f"{path} is {'kept whatever is pruned' if known.action == 'pin' else 'pruned like any other'}")
+        _pin(path, False)
+        say(f"{path} is pruned like any other")
     return 0
 
 
-def _pin(one: Path, wanted: bool) -> None:
+def _prune(path: Path, keep: int | None) -> None:
+    if keep is None or keep < 1:
+        raise CheckpointError(f"prune: --keep is {keep}. Say how many of the newest checkpoints stay, at least 1.")
+    checkpoints = _checkpoints_folder(path)
+    # A run that trains prunes its own checkpoints, and owns the folder.
+    with store.owned(checkpoints, wait=0):
+        deleted = store.prune(checkpoints, keep)
+    say("\n".join(f"deleted {checkpoint}" for checkpoint in deleted) or "nothing to delete")
+
+
+def _pin(checkpoint: Path, pinned: bool) -> None:
     """Pin a checkpoint, or unpin it. A run may train meanwhile: pruning looks for the pin just before it deletes."""
-    store.pin(one, wanted)
-    if not (one / store.MANIFEST).exists():
-        store.pin(one, False)
-        raise CheckpointError(f"{one}: the run has just deleted it or set it aside. `list` shows the checkpoints that remain.")
+    store.pin(checkpoint, pinned)
+    if not (checkpoint / store.MANIFEST).exists():
+        store.pin(checkpoint, False)
+        raise CheckpointError(
+            f"{checkpoint}: the run has just deleted it or set it aside. `list` shows the checkpoints that remain."
+        )
 
 
-def _run(path: Path) -> Path:
-    """Return the folder of a run's checkpoints."""
+def _checkpoints_folder(path: Path) -> Path:
+    """Return the folder of a run's checkpoints: ``path`` itself, or the one in it."""
     for folder in (store.folder_of(path), path):
         if store.candidates(folder) or store.list_unreadable(folder):
             return folder
@@ -85,62 +95,78 @@ def _run(path: Path) -> Path:
 def _one_or_all(path: Path) -> list[Path]:
     if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
         return [path]
-    checkpoints = _run(path)
-    return [*store.candidates(checkpoints), *store.list_aside(checkpoints, "unreadable")]
+    folder = _checkpoints_folder(path)
+    return [*store.candidates(folder), *store.list_aside(folder, "unreadable")]
 
 
 def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
+    numbers = ("step", "samples", "held-out loss", "size", "numbers", "tensors", "pieces")
     table = Table(title=title, title_justify="left")
     for column in columns:
-        right = column in ("step", "samples", "held-out loss", "size", "numbers", "tensors", "pieces")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
 
 
-def _list(checkpoints: Path, *, as_json: bool) -> None:
+def _list(folder: Path, *, as_json: bool) -> None:
     from rich.text import Text
 
+    best = store.best(folder)
     if as_json:
-        print(json.dumps([_facts(one, store.best(checkpoints)) for one in store.candidates(checkpoints)], indent=2))
+        print(json.dumps([_facts(checkpoint, best) for checkpoint in store.candidates(folder)], indent=2))
         return
-    table = _table(str(checkpoints), "step", "samples", "held-out loss", "size", "written", "by", "")
-    favourite = store.best(checkpoints)
-    bad = store.list_unreadable(checkpoints)
-    for one in sorted({*store.candidates(checkpoints), *store.list_aside(checkpoints, "abandoned"), *bad}):
-        reason = bad.get(one) or store.damage(one)
-        if reason is not None:
-            table.add_row(_step(one), "", "", "", "", "", Text.assemble(("damaged", "red"), f": {plain(reason)}"))
-            continue
-        progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
-        loss = store.eval_loss(one)
-        by = index["written_by"]
-        marks = [word for word, true in (("best", one == favourite), ("pinned", store.is_pinned(one))) if true]
-        written = datetime.fromtimestamp((one / store.MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        table.add_row(
-            _step(one), f"{progress['samples']:,}", "" if loss is None else f"{loss:.4f}",
-            size(store.bytes_of(one)), written, f"{by['strategy']}, {counted(by['world_size'], 'process')}", ", ".join(marks),
-        )  # fmt: skip
+    table = _table(str(folder), "step", "samples", "held-out loss", "size", "written", "by", "")
+    unreadable = store.list_unreadable(folder)
+    for checkpoint in sorted({*store.candidates(folder), *store.list_aside(folder, "abandoned"), *unreadable}):
+        reason = unreadable.get(checkpoint) or store.damage(checkpoint)
+        if reason is None:
+            table.add_row(*_row(checkpoint, is_best=checkpoint == best))
+        else:
+            table.add_row(_step(checkpoint), "", "", "", "", "", Text.assemble(("damaged", "red"), f": {plain(reason)}"))
     console().print(table)
 
 
-def _facts(one: Path, best: Path | None = None) -> dict[str, Any]:
+def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
+    """Return the cells of an undamaged checkpoint in the table of `_list`."""
+    loss = store.eval_loss(checkpoint)
+    written = datetime.fromtimestamp((checkpoint / store.MANIFEST).stat().st_mtime)
+    written_by = store.read_json(checkpoint / "tensors.json")["written_by"]
+    marks = ["best"] if is_best else []
+    if store.is_pinned(checkpoint):
+        marks.append("pinned")
+    return [
+        _step(checkpoint),
+        f"{store.read_json(checkpoint / store.PROGRESS)['samples']:,}",
+        "" if loss is None else f"{loss:.4f}",
+        size(store.bytes_of(checkpoint)),
+        written.strftime("%Y-%m-%d %H:%M"),
+        f"{written_by['strategy']}, {counted(written_by['world_size'], 'process')}",
+        ", ".join(marks),
+    ]
+
+
+def _facts(checkpoint: Path, best: Path | None = None) -> dict[str, Any]:
     """Return a checkpoint as JSON values."""
-    reason = store.damage(one)
+    reason = store.damage(checkpoint)
     if reason is not None:
-        return {"folder": str(one), "damage": reason}
-    index = store.read_json(one / "tensors.json")
+        return {"folder": str(checkpoint), "damage": reason}
+    index = store.read_json(checkpoint / "tensors.json")
     return {
-        "folder": str(one), "damage": None, "best": one == best, "pinned": store.is_pinned(one),
-        "bytes": store.bytes_of(one), "written_by": index["written_by"], "held_out_loss": store.eval_loss(one),
-        "progress": store.read_json(one / store.PROGRESS),
-    }  # fmt: skip
+        "folder": str(checkpoint),
+        "damage": None,
+        "best": checkpoint == best,
+        "pinned": store.is_pinned(checkpoint),
+        "bytes": store.bytes_of(checkpoint),
+        "written_by": index["written_by"],
+        "held_out_loss": store.eval_loss(checkpoint),
+        "progress": store.read_json(checkpoint / store.PROGRESS),
+    }
 
 
-def _step(one: Path) -> str:
+def _step(checkpoint: Path) -> str:
     """Return ``12``, or ``12 abandoned`` for ``step-000012.abandoned``."""
-    step, _, kind = one.name.removeprefix("step-").partition(".")
+    step, _, kind = checkpoint.name.removeprefix("step-").partition(".")
     return f"{int(step)} {kind}".strip()
 
 
@@ -148,41 +174,55 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
     """Read every byte, and print one line per checkpoint. Return 1 if one is damaged, else 0."""
     from zerobook.utils.bars import tqdm
 
-    found = {}
-    total = sum(f.stat().st_size for c in checkpoints if c.is_dir() for f in c.iterdir() if f.is_file())
+    total = 0
+    for checkpoint in checkpoints:
+        if checkpoint.is_dir():
+            total += sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
+    damage = {}
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
-        for one in checkpoints:
-            found[one] = store.damage(one, thorough=True, tell=bar.update)
+        for checkpoint in checkpoints:
+            damage[checkpoint] = store.damage(checkpoint, thorough=True, tell=bar.update)
     if as_json:
-        print(json.dumps([{"folder": str(one), "damage": reason} for one, reason in found.items()], indent=2))
-        return int(any(found.values()))
-    for one, reason in found.items():
-        say(f"{one}: whole" if reason is None else f"damaged: {reason}")
-    return int(any(found.values()))
+        findings = [{"folder": str(checkpoint), "damage": reason} for checkpoint, reason in damage.items()]
+        print(json.dumps(findings, indent=2))
+    else:
+        for checkpoint, reason in damage.items():
+            say(f"{checkpoint}: whole" if reason is None else f"damaged: {reason}")
+    return int(any(damage.values()))
 
 
-def _inspect(one: Path) -> None:
-    reason = store.damage(one)
+def _inspect(checkpoint: Path) -> None:
+    reason = store.damage(checkpoint)
     if reason is not None:
         raise CheckpointError(reason)
-    progress, index = store.read_json(one / store.PROGRESS), store.read_json(one / "tensors.json")
-    table = _table(str(one), "progress", "value")
-    for key, value in progress.items():
+    index = store.read_json(checkpoint / "tensors.json")
+    table = _table(str(checkpoint), "progress", "value")
+    for key, value in store.read_json(checkpoint / store.PROGRESS).items():
         table.add_row(key, str(value))
     console().print(table)
-    sizes = {name: math.prod(shape) for name, shape in index["shapes"].items()}
-    of_state = {name: math.prod(shape) for name, shape in index.get(STATE_SHAPES, {}).items()}
-    table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
-    for kind in sorted({name.partition("/")[0] for name in index["pieces"]}):
-        names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
-        pieces = [piece for name in names for piece in index["pieces"][name]]
-        numbers = sum(of_state.get(name, sizes[name.partition("/")[2]]) for name in names)
-        table.add_row(kind, str(len(names)), f"{numbers:,}", size(4 * numbers), str(len(pieces)))
-    console().print(table)
+    console().print(_tensors_table(index))
     table = _table("largest weights", "name", "shape")
-    for name in sorted(sizes, key=lambda name: -sizes[name])[:5]:
-        table.add_row(name, " x ".join(map(str, index["shapes"][name])))
+    largest_first = sorted(index["shapes"].items(), key=lambda item: -math.prod(item[1]))
+    for name, shape in largest_first[:5]:
+        table.add_row(name, " x ".join(map(str, shape)))
     console().print(table)
-    optimizer = store.read_json(one / "config.json").get("config", {}).get("optimizer", "adamw")
+    optimizer = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
     console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {counted(steps, 'step')}")
+
+
+def _tensors_table(index: dict[str, Any]) -> Table:
+    """Return a table of weights and optimizer state: a tensor is named KIND/WEIGHT, and is stored in pieces."""
+    state_shapes = index.get(STATE_SHAPES, {})
+    kinds = sorted({name.partition("/")[0] for name in index["pieces"]})
+    table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
+    for kind in kinds:
+        names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
+        numbers = 0
+        pieces = 0
+        for name in names:
+            weight = name.partition("/")[2]
+            numbers += math.prod(state_shapes.get(name, index["shapes"][weight]))
+            pieces += len(index["pieces"][name])
+        table.add_row(kind, str(len(names)), f"{numbers:,}", size(4 * numbers), str(pieces))
+    return table

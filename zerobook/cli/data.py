@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zerobook.cli.arguments import Parser
-from zerobook.cli.show_rows import show_rows
+from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import parse
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
@@ -26,16 +26,12 @@ from zerobook.utils.terminal import console, say
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BINS = 12
-
 
 def data(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
-    if (
-        arguments[:1] == ["inspect"]
-        and any(not token.startswith("-") for token in arguments[1:2])
-        and (not arguments[1].endswith(".py"))
-    ):
+    # `inspect` takes a recipe, whose prepared data it shows, or a data file.
+    inspected = arguments[1] if arguments[:1] == ["inspect"] and len(arguments) > 1 else "-"
+    if not inspected.startswith("-") and not inspected.endswith(".py"):
         from zerobook.cli.inspect_data import inspect
 
         return inspect(arguments[1:])
@@ -45,77 +41,77 @@ def data(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: all cores)")
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     parser.add_argument("--png", help="inspect: write a picture of the lengths to this file")
-    known, recipe_flags = parser.parse_known_args(arguments)
-    prepared, tokenizer = _prepare(known.recipe, recipe_flags, known.workers)
-    _table(prepared)
-    if known.action == "inspect":
-        _lengths(prepared)
-        parts = [(f"{name}, row {number}", view[number]) for name, view in _parts(prepared)
-                 for number in range(min(known.samples, len(view)))]  # fmt: skip
-        show_rows(parts, tokenizer)
-        if known.png:
-            draw_lengths(prepared, known.png)
-            say(f"wrote {known.png}")
+    flags, recipe_flags = parser.parse_known_args(arguments)
+    prepared, tokenizer = _prepare(flags.recipe, recipe_flags, flags.workers)
+    _print_table(prepared)
+    if flags.action == "inspect":
+        rows = []
+        for name, view in _datasets(prepared):
+            print_lengths(name, view.lengths)
+            shown = range(min(flags.samples, len(view)))
+            rows += [(f"{name}, row {number}", view[number]) for number in shown]
+        show_rows(rows, tokenizer)
+        if flags.png:
+            draw_lengths(prepared, flags.png)
+            say(f"wrote {flags.png}")
     return 0
 
 
 def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     from zerobook.training.run import prepare_data
 
-    made = recipe_class(recipe)
-    config, sources, dry_run = parse(made.config_class, flags)
+    recipe_type = recipe_class(recipe)
+    config, sources, dry_run = parse(recipe_type.config_class, flags)
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
-    return prepare_data(made(config), sources, workers)
+    return prepare_data(recipe_type(config), sources, workers)
 
 
-def _parts(data: PreparedData) -> list[tuple[str, Any]]:
+def _datasets(data: PreparedData) -> list[tuple[str, Any]]:
     """Return (name, view) of every dataset, held-out ones last."""
     names = [name for name in data.report if not name.endswith(", held out")]
-    return [*zip(names, data.train.views, strict=True), *((f"{n}, held out", p.views[0]) for n, p in data.held_out.items())]
+    datasets = list(zip(names, data.train.views, strict=True))
+    for name, held_out in data.held_out.items():
+        datasets.append((f"{name}, held out", held_out.views[0]))
+    return datasets
 
 
-def _table(data: PreparedData) -> None:
+def _print_table(data: PreparedData) -> None:
     from rich.table import Table
 
     table = Table(title="prepared data", title_justify="left")
-    words = ("dataset", "format", "what was done")
-    for column in (
-        "dataset",
-        "format",
-        "rows",
-        "tokens",
-        "counted by the loss",
-        "shortest",
-        "median",
-        "longest",
-        "what was done",
-    ):
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    for name, view in _parts(data):
-        lengths, counted = view.lengths, {"rows", "tokens"}
-        done = ", ".join(f"{n:,} {what}" for what, n in data.report[name].items() if what not in counted)
-        sizes = (len(view), lengths.sum(), view.loss_weights.sum(), lengths.min(), int(np.median(lengths)), lengths.max())
+    for column in ("dataset", "format"):
+        table.add_column(column, overflow="fold")
+    for column in ("rows", "tokens", "counted by the loss", "shortest", "median", "longest"):
+        table.add_column(column, justify="right", overflow="fold")
+    table.add_column("what was done", overflow="fold")
+    for name, view in _datasets(data):
+        lengths = view.lengths
+        numbers = (
+            len(view),
+            lengths.sum(),
+            view.loss_weights.sum(),
+            lengths.min(),
+            np.median(lengths),
+            lengths.max(),
+        )
+        actions = [f"{count:,} {action}" for action, count in data.report[name].items() if action not in ("rows", "tokens")]
         format, _ = data.formats[name.removesuffix(", held out")]
-        table.add_row(name, format, *(f"{int(n):,}" for n in sizes), done)
+        table.add_row(name, format, *(f"{int(number):,}" for number in numbers), ", ".join(actions))
     console().print(table)
-    for name, (_, unread) in data.formats.items():
-        if unread:
-            say(f"columns of {name} that are not read: {', '.join(unread)}")
-    folders = dict.fromkeys(str(view.store.folder) for _, view in _parts(data))
+    for name, (_, unread_columns) in data.formats.items():
+        if unread_columns:
+            say(f"columns of {name} that are not read: {', '.join(unread_columns)}")
+    # Datasets may share a folder; each is named once, in order.
+    folders = dict.fromkeys(str(view.store.folder) for _, view in _datasets(data))
     for folder in folders:
         say(folder)
 
 
-def _lengths(data: PreparedData) -> None:
-    """Print histograms of tokens per row."""
-    out = console()
-    for name, view in _parts(data):
-        counts, edges = np.histogram(view.lengths, bins=min(_BINS, max(1, len(np.unique(view.lengths)))))
-        out.print(f"\n{name}: tokens per row", style="bold")
-        for count, low, high in zip(counts, edges, edges[1:], strict=False):
-            bar = "█" * max(int(count > 0), round(60 * count / counts.max()))
-            out.print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {bar} {count}", style="cyan")
+def print_lengths(name: str, lengths: np.ndarray) -> None:
+    """Print a histogram of the tokens per row of a dataset."""
+    console().print(f"\n{name}: tokens per row", style="bold")
+    print_histogram(lengths)
 
 
 def draw_lengths(data: PreparedData, file: str) -> None:
@@ -125,9 +121,10 @@ def draw_lengths(data: PreparedData, file: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parts = _parts(data)
-    figure, axes = pyplot.subplots(len(parts), 1, figsize=(8, 2.4 * len(parts)), squeeze=False, constrained_layout=True)
-    for (name, view), axis in zip(parts, axes[:, 0], strict=True):
+    datasets = _datasets(data)
+    size = (8, 2.4 * len(datasets))
+    figure, axes = pyplot.subplots(len(datasets), 1, figsize=size, squeeze=False, constrained_layout=True)
+    for (name, view), axis in zip(datasets, axes[:, 0], strict=True):
         axis.hist(view.lengths, bins=40, color="#3b6ea5")
         axis.axvline(np.median(view.lengths), color="#c0392b", linewidth=1, label=f"median {int(np.median(view.lengths))}")
         axis.set_title(f"{name}: {len(view):,} rows, {int(view.lengths.sum()):,} tokens", loc="left", fontsize=10)

@@ -1,4 +1,4 @@
-"""Rows as the model gets them, as text for the terminal."""
+"""Rows as the model gets them, and how long they are, as text for the terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, np.ndarray]
+HISTOGRAM_BINS = 12
+HISTOGRAM_CHARACTERS = 60
 
 
 def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -26,28 +28,47 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
     from rich.text import Text
 
     out = console()
-    marks = "" if out.is_terminal else "«»"
+    quotes = "" if out.is_terminal else "«»"
     for title, row in rows:
         out.print(f"\n{title}: {len(row['input_ids'])} tokens", style="bold")
         text = Text()
-        for ids, supervised, first in _stretches(row):
-            text.append("\n" if first and len(text) else "")
-            piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), marks)
-            if supervised and not out.is_terminal:
+        for ids, is_supervised, begins_sample in _stretches(row):
+            if begins_sample and len(text):
+                text.append("\n")
+            piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), quotes)
+            if is_supervised and not out.is_terminal:
                 piece = f"«{piece}»"
-            text.append(piece, style="green" if supervised else "dim")
+            text.append(piece, style="green" if is_supervised else "dim")
         out.print(Padding(text, (0, 0, 0, 2), expand=False))
-    marks = "green" if out.is_terminal else "between « and » (the same characters in the text are shown as \\xab and \\xbb)"
+    if out.is_terminal:
+        marks = "green"
+    else:
+        marks = "between « and » (the same characters in the text are shown as \\xab and \\xbb)"
     out.print(f"\nsupervised tokens are {marks}")
+
+
+def print_histogram(lengths: np.ndarray) -> None:
+    """Print a histogram of lengths in tokens, one line per bin."""
+    # Not more bins than lengths, so that no line is always empty.
+    bins = min(HISTOGRAM_BINS, max(1, len(np.unique(lengths))))
+    counts, edges = np.histogram(lengths, bins=bins)
+    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+        characters = round(HISTOGRAM_CHARACTERS * count / counts.max())
+        # A bin that is not empty has a bar.
+        if count:
+            characters = max(1, characters)
+        console().print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {'█' * characters} {count}", style="cyan")
 
 
 def _stretches(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
     """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
-    ids, labels = row["input_ids"], row["labels"]
+    ids = row["input_ids"]
+    labels = row["labels"]
     if len(ids) != len(labels):
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
     begins = row.get("position_ids", np.arange(len(ids))) == 0
     supervised = labels != IGNORE
-    cuts = np.flatnonzero(begins[1:] | (supervised[1:] != supervised[:-1])) + 1
-    starts = [0, *cuts.tolist()]
-    return [(ids[a:b], bool(supervised[a]), bool(begins[a])) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    # A stretch ends where a sample begins, and where supervision begins or ends.
+    starts = [0, *(np.flatnonzero(begins[1:] | (supervised[1:] != supervised[:-1])) + 1).tolist()]
+    ends = [*starts[1:], len(ids)]
+    return [(ids[start:end], bool(supervised[start]), bool(begins[start])) for start, end in zip(starts, ends, strict=True)]
