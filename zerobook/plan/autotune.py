@@ -13,7 +13,7 @@ import yaml
 
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
-from zerobook.launch.deepspeed_json import located
+from zerobook.launch.deepspeed_json import find_json
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
@@ -182,4 +182,4 @@ def _readable_from_anywhere(file: Path) -> str:
     """Return a strategy file's text; the DeepSpeed JSON in it with its whole path, where it is not in the working folder."""
     text = read_text(file)
     deepspeed_file = (load_yaml(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
-    return text.replace(deepspeed_file, located(deepspeed_file, file)) if deepspeed_file else text
+    return text.replace(deepspeed_file, find_json(deepspeed_file, file)) if deepspeed_file else text
