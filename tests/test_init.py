@@ -11,7 +11,7 @@ import yaml
 
 from tests.harness import ROOT
 from zerobook.cli.main import main
-from zerobook.launch.deepspeed_json import located
+from zerobook.launch.deepspeed_json import find_json
 from zerobook.plan.autotune import write
 from zerobook.runlog.lifecycle import environment
 from zerobook.training import run as recipe_run
@@ -89,11 +89,11 @@ def test_a_clones_files_are_found_from_anywhere(tmp_path, monkeypatch):
 
 def test_a_json_is_looked_for_in_the_working_folder_first(first, tmp_path, monkeypatch):
     file, path = first / "accelerate_configs" / "zero3.yaml", "ds_configs/zero3.json"
-    assert located(path, file) == path
+    assert find_json(path, file) == path
     monkeypatch.chdir(tmp_path)
-    assert located(path, file) == str(first / path)
-    assert located(path, None) == located("ds_configs/none.json", None).replace("none", "zero3") == path
-    assert located("none.json", "/zero3.yaml") == "none.json"
+    assert find_json(path, file) == str(first / path)
+    assert find_json(path, None) == find_json("ds_configs/none.json", None).replace("none", "zero3") == path
+    assert find_json("none.json", "/zero3.yaml") == "none.json"
 
 
 def test_a_json_that_was_typed_is_in_the_working_folder_alone(first, tmp_path, monkeypatch, capsys):
