@@ -19,58 +19,76 @@ def is_slice(entry: Entry) -> bool:
     return isinstance(entry[0], list)
 
 
-def merge(parts: list[dict[str, list[Entry]]], shapes: dict[str, list[int]]) -> dict[str, list[Entry]]:
+def merge(indices: list[dict[str, list[Entry]]], shapes: dict[str, list[int]]) -> dict[str, list[Entry]]:
     """Return the pieces of all ranks as one table.
 
     Args:
+        indices: of each rank: the entries of its pieces, by tensor.
         shapes: of all tensors, by names as ``exp_avg/PARAMETER``.
 
     Raises:
         CheckpointError: an element is missing, or occurs twice.
     """
     merged: dict[str, list[Entry]] = {}
-    for part in parts:
-        for name, entries in part.items():
+    for index in indices:
+        for name, entries in index.items():
             merged.setdefault(name, []).extend(entries)
     for name, shape in shapes.items():
-        entries = merged.get(name, [])
-        merged[name] = sorted(entries, key=lambda entry: (is_slice(entry), entry[0]))
-        if not (_slices_cover if any(map(is_slice, entries)) else _stretches_cover)(merged[name], shape):
-            spans = ", ".join(_words(entry) for entry in merged[name]) or "nothing"
+        entries = sorted(merged.get(name, []), key=lambda entry: (is_slice(entry), entry[0]))
+        merged[name] = entries
+        covers = _slices_cover if any(map(is_slice, entries)) else _stretches_cover
+        if not covers(entries, shape):
+            spans = ", ".join(_describe(entry) for entry in entries) or "nothing"
             raise CheckpointError(f"{name}: it has {prod(shape)} numbers, and the ranks gave {spans}")
     return merged
 
 
-def _words(entry: Entry) -> str:
+def _describe(entry: Entry) -> str:
     if is_slice(entry):
         return f"{' x '.join(map(str, entry[1]))} at {', '.join(map(str, entry[0]))}"
     return f"{entry[0]} to {entry[1]}"
 
 
 def _stretches_cover(entries: list[Entry], shape: list[int]) -> bool:
-    ends = [0, *(stop for _, stop, _ in entries)]
-    return [start for start, _, _ in entries] == ends[:-1] and ends[-1] == prod(shape)
+    """Return whether stretches, in order, hold each number of a tensor once: each begins where the one before it ends."""
+    end = 0
+    for start, stop, _ in entries:
+        if start != end:
+            return False
+        end = stop
+    return end == prod(shape)
 
 
 def _slices_cover(entries: list[Entry], shape: list[int]) -> bool:
     """Return whether slices, and stretches among them, hold each number of a tensor once."""
-    found: list[Box] = []
+    slices: list[Box] = []
     for entry in entries:
-        found += [(tuple(entry[0]), tuple(entry[1]))] if is_slice(entry) else boxes(entry[0], entry[1], tuple(shape))
-    inside = all(
-        len(offset) == len(size) == len(shape)
-        and all(at >= 0 and at + n <= whole for at, n, whole in zip(offset, size, shape, strict=True))
-        for offset, size in found
-    )
-    return (
-        inside
-        and sum(prod(size) for _, size in found) == prod(shape)
-        and not any(_meet(one, other) for one, other in combinations(found, 2))
-    )
+        if is_slice(entry):
+            slices.append((tuple(entry[0]), tuple(entry[1])))
+        else:
+            slices += boxes(entry[0], entry[1], tuple(shape))
+    for offset, size in slices:
+        if not _is_inside(offset, size, shape):
+            return False
+    # If there are as many numbers as the tensor has, and none of them twice, then none is missing.
+    if sum(prod(size) for _, size in slices) != prod(shape):
+        return False
+    return not any(_overlap(first, second) for first, second in combinations(slices, 2))
 
 
-def _meet(one: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: list[int]) -> bool:
+    """Return whether a slice lies inside of a tensor of ``shape``."""
+    if not len(offset) == len(size) == len(shape):
+        return False
+    return all(start >= 0 and start + count <= full for start, count, full in zip(offset, size, shape, strict=True))
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    """Return whether two slices have a number in common: their ranges meet in every dimension."""
+    for start, size, other_start, other_size in zip(*first, *second, strict=True):
+        if start >= other_start + other_size or other_start >= start + size:
+            return False
+    return True
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
@@ -83,16 +101,21 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
         return []
     if len(shape) < 2:
         return [((start,), (stop - start,))]
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # inside of one row
+    row_size = prod(shape[1:])
+    # Rows ``first`` to ``last`` lie in the stretch completely.
+    first = -(-start // row_size)
+    last = stop // row_size
+    if first > last:
+        # The stretch begins and ends inside of one row.
         return _in_row(last, start, stop, shape)
-    found = _in_row(first - 1, start, first * row, shape)
+    slices = _in_row(first - 1, start, first * row_size, shape)
     if first < last:
-        found.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
-    return found + _in_row(last, last * row, stop, shape)
+        offset = (first, *[0] * (len(shape) - 1))
+        slices.append((offset, (last - first, *shape[1:])))
+    return slices + _in_row(last, last * row_size, stop, shape)
 
 
-def _in_row(number: int, start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    before = number * prod(shape[1:])
-    return [((number, *offset), (1, *size)) for offset, size in boxes(start - before, stop - before, shape[1:])]
+def _in_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+    """Return the slices of a stretch that lies inside of one row."""
+    row_start = row * prod(shape[1:])
+    return [((row, *offset), (1, *size)) for offset, size in boxes(start - row_start, stop - row_start, shape[1:])]

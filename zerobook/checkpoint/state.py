@@ -38,25 +38,29 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     if strategy.world_size == 1:
         return
     folder = Path(output_dir)
-    token, problem = "", None
+    token = ""
+    problem = None
     if strategy.is_main:
-        token = f".seen-by-all-{uuid4().hex}"  # a name that no earlier run can have left on a node's own disk
+        # A name that no earlier run can have left on a node's own disk.
+        token = f".seen-by-all-{uuid4().hex}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / token).touch()
         except OSError as error:
             problem = f"output_dir: {folder.absolute()} cannot be written to: {error.strerror}."
-    token, problem, where = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
+    token, problem, main_folder = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
     if problem is not None:
         raise ConfigError(problem)
-    nodes = strategy.gather(None if (folder / token).exists() else socket.gethostname())
+    blind_node = None if (folder / token).exists() else socket.gethostname()
+    nodes = strategy.gather(blind_node)
+    # After the gather, when every rank has looked for the file.
     if strategy.is_main:
         (folder / token).unlink()
     blind = sorted({node for node in nodes if node is not None})
     if blind:
         raise ConfigError(
-            f"output_dir: files that rank 0 writes into {where} are not visible on {', '.join(blind)}. Checkpoints are read "
-            "by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
+            f"output_dir: files that rank 0 writes into {main_folder} are not visible on {', '.join(blind)}. Checkpoints are "
+            "read by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
         )
 
 
@@ -81,7 +85,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
         raise CheckpointError(problem)
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
-    _check(strategy, checkpoint, parameters, index["shapes"])
+    _check_weights(strategy, checkpoint, parameters, index["shapes"])
     reader = Reader(checkpoint, index)
     _check_state(strategy, checkpoint, parameters, reader)
     buffers = read_buffers(checkpoint, dict(persistent_buffers(strategy.unwrapped)))
@@ -95,16 +99,13 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
-    # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop
+    # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop.
     strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
 
 
-def read_buffers(checkpoint: Path, there: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+def read_buffers(checkpoint: Path, model_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return a checkpoint's persistent buffers by name; None for format 3, which has none.
-
-    Args:
-        there: the model's buffers, by name.
 
     Raises:
         CheckpointError: the model has other buffers.
@@ -113,15 +114,20 @@ def read_buffers(checkpoint: Path, there: dict[str, torch.Tensor]) -> dict[str, 
 
     if store.read_json(checkpoint / store.MANIFEST)["format_version"] == 3:
         return None
-    found = safetensors.torch.load_file(checkpoint / BUFFERS)
-    for name in sorted({*found, *there}):
-        shapes = [tuple(buffers[name].shape) if name in buffers else "missing" for buffers in (found, there)]
-        if shapes[0] != shapes[1]:
+    saved_buffers = safetensors.torch.load_file(checkpoint / BUFFERS)
+    for name in sorted({*saved_buffers, *model_buffers}):
+        saved_shape = _describe_shape(saved_buffers, name)
+        model_shape = _describe_shape(model_buffers, name)
+        if saved_shape != model_shape:
             raise CheckpointError(
-                f"{checkpoint}: made by another model: the buffer {name} is {shapes[0]} in it and {shapes[1]} in this model. "
-                "Resume with the model in its config.json."
+                f"{checkpoint}: made by another model: the buffer {name} is {saved_shape} in it and {model_shape} in this "
+                "model. Resume with the model in its config.json."
             )
-    return found
+    return saved_buffers
+
+
+def _describe_shape(buffers: dict[str, torch.Tensor], name: str) -> str:
+    return str(tuple(buffers[name].shape)) if name in buffers else "missing"
 
 
 class Reader:
@@ -139,74 +145,88 @@ class Reader:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` of the flattened tensor ``name``, such as ``exp_avg/PARAMETER``, in fp32."""
-        found = self._parts(name, start, stop)
-        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
+        stretches = self._read_stretches(name, start, stop)
+        if len(stretches) == 1:
+            return stretches[0]
+        return torch.cat([torch.empty(0), *stretches])
 
-    def borrow(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def read_into_buffer(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the same as `read`, in memory that the next call reuses: new pages cost as much as reading."""
-        found = self._parts(name, start, stop)
-        if len(found) == 1:
-            return found[0]
+        stretches = self._read_stretches(name, start, stop)
+        if len(stretches) == 1:
+            return stretches[0]
         if len(self._buffer) < stop - start:
             self._buffer = torch.empty(stop - start)
-        whole = self._buffer[: stop - start]
-        place = 0
-        for part in found:
-            whole[place : place + len(part)] = part
-            place += len(part)
-        return whole
+        values = self._buffer[: stop - start]
+        position = 0
+        for stretch in stretches:
+            values[position : position + len(stretch)] = stretch
+            position += len(stretch)
+        return values
 
-    def _parts(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
+    def _read_stretches(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
+        """Return elements ``start`` to ``stop`` of a flattened tensor, one stretch for each piece that holds some of them."""
         self.bytes_read += 4 * (stop - start)
-        if any(map(is_slice, self.index["pieces"][name])):
-            row = max(1, math.prod(self.shape(name)[1:]))
-            first = start // row
-            return [self._rows(name, first, -(-stop // row)).flatten()[start - first * row : stop - first * row]]
-        found = []
-        for first, last, file in self.index["pieces"][name]:
-            low, high = max(start, first), min(stop, last)
+        pieces = self.index["pieces"][name]
+        if any(map(is_slice, pieces)):
+            # A slice is no stretch of the flattened tensor, so the rows around the elements are put together.
+            row_size = max(1, math.prod(self.shape(name)[1:]))
+            first_row = start // row_size
+            end_row = -(-stop // row_size)
+            rows = self._read_rows(name, first_row, end_row).flatten()
+            return [rows[start - first_row * row_size : stop - first_row * row_size]]
+        stretches = []
+        for piece_start, piece_stop, file in pieces:
+            low = max(start, piece_start)
+            high = min(stop, piece_stop)
             if low < high:
-                found.append(self._file(file).get_slice(f"{name}@{first}")[low - first : high - first])
-        return found
+                piece = self._open_file(file).get_slice(entry_name(name, [piece_start]))
+                stretches.append(piece[low - piece_start : high - piece_start])
+        return stretches
 
-    def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return rows ``first`` to ``last`` of the first dimension, fp32 [last - first, ...], from slices and stretches."""
-        whole = self.shape(name)
-        found = torch.empty(last - first, *whole[1:])
-        flat, row = found.view(-1), math.prod(whole[1:])
+    def _read_rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Return rows ``first`` to ``end`` of the first dimension, fp32 [end - first, ...], from slices and stretches."""
+        shape = self.shape(name)
+        rows = torch.empty(end - first, *shape[1:])
+        flat_rows = rows.view(-1)
+        row_size = math.prod(shape[1:])
         for entry in self.index["pieces"][name]:
             if is_slice(entry):
-                offset, shape, file = entry
-                low, high = max(first, offset[0]), min(last, offset[0] + shape[0])
+                offset, size, file = entry
+                low = max(first, offset[0])
+                high = min(end, offset[0] + size[0])
                 if low < high:
-                    places = tuple(slice(at, at + size) for at, size in zip(offset[1:], shape[1:], strict=True))
-                    values = self._file(file).get_slice(entry_name(name, offset))
-                    found[(slice(low - first, high - first), *places)] = values[low - offset[0] : high - offset[0]]
-                continue
-            start, stop, file = entry
-            low, high = max(first * row, start), min(last * row, stop)
-            if low < high:
-                values = self._file(file).get_slice(entry_name(name, [start]))
-                flat[low - first * row : high - first * row] = values[low - start : high - start]
-        return found
+                    piece = self._open_file(file).get_slice(entry_name(name, offset))
+                    inner = [slice(begin, begin + count) for begin, count in zip(offset[1:], size[1:], strict=True)]
+                    rows[(slice(low - first, high - first), *inner)] = piece[low - offset[0] : high - offset[0]]
+            else:
+                start, stop, file = entry
+                low = max(first * row_size, start)
+                high = min(end * row_size, stop)
+                if low < high:
+                    piece = self._open_file(file).get_slice(entry_name(name, [start]))
+                    flat_rows[low - first * row_size : high - first * row_size] = piece[low - start : high - start]
+        return rows
 
-    def whole(self, name: str) -> torch.Tensor:
+    def read_tensor(self, name: str) -> torch.Tensor:
         """Return the tensor ``name`` in its shape."""
         shape = self.shape(name)
         return self.read(name, 0, shape.numel()).view(shape)
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self.index.get(STATE_SHAPES, {}).get(name) or self.index["shapes"][name.partition("/")[2]])
+        """Return the shape of the tensor ``name``. State has the shape of its weight, unless the index says otherwise."""
+        own_shape = self.index.get(STATE_SHAPES, {}).get(name)
+        return torch.Size(own_shape or self.index["shapes"][name.partition("/")[2]])
 
     def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return the slice of ``shape`` that begins at ``offset`` in the tensor ``name``, in fp32."""
         self.bytes_read += 4 * math.prod(shape)
-        rows = self._rows(name, offset[0], offset[0] + shape[0])
-        for dimension, (at, size) in enumerate(zip(offset, shape, strict=True)):
-            rows = rows.narrow(dimension, at, size) if dimension else rows
-        return rows
+        block = self._read_rows(name, offset[0], offset[0] + shape[0])
+        for dimension in range(1, len(shape)):
+            block = block.narrow(dimension, offset[dimension], shape[dimension])
+        return block
 
-    def _file(self, name: str) -> safe_open:
+    def _open_file(self, name: str) -> safe_open:
         from safetensors import safe_open
 
         if name not in self._open:
@@ -220,10 +240,11 @@ class TensorReader:
     """Implementation of `zerobook.strategy.pieces.Read` for the tensor ``name``."""
 
     def __init__(self, reader: Reader, name: str):
-        self._reader, self._name = reader, name
+        self._reader = reader
+        self._name = name
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
-        return self._reader.borrow(self._name, start, stop)
+        return self._reader.read_into_buffer(self._name, start, stop)
 
     def block(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         return self._reader.read_block(self._name, offset, shape)
@@ -232,19 +253,21 @@ class TensorReader:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, whole, by names such as ``weight/PARAMETER``."""
     reader = Reader(checkpoint)
-    return {name: reader.whole(name) for name in reader.index["pieces"]}
+    return {name: reader.read_tensor(name) for name in reader.index["pieces"]}
 
 
-def _check(
+def _check_weights(
     strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], shapes: dict[str, list[int]]
 ) -> None:
+    """Refuse a checkpoint of a model with other trained weights."""
     problem = None
     for name, parameter in parameters:
+        shape = list(strategy.shape(parameter))
         if name not in shapes:
             problem = f"the model trains {name}, which the checkpoint does not hold"
-        elif shapes[name] != list(strategy.shape(parameter)):
-            problem = f"{name} is {shapes[name]} there and {list(strategy.shape(parameter))} in this model"
-        if problem:
+            break
+        if shapes[name] != shape:
+            problem = f"{name} is {shapes[name]} there and {shape} in this model"
             break
     extra = set(shapes) - {name for name, _ in parameters}
     if problem is None and extra:
@@ -259,10 +282,11 @@ def _check_state(strategy: Strategy, checkpoint: Path, parameters: list[tuple[st
     """Refuse a checkpoint without the state that this run's optimizer keeps, such as after a change of a user's class."""
     for name, parameter in parameters:
         for key, shape in strategy.state_shapes(parameter).items():
-            full = f"{key}/{name}"
-            there = list(reader.shape(full)) if full in reader.index["pieces"] else "missing"
-            if there != list(shape):
+            full_name = f"{key}/{name}"
+            saved_shape = list(reader.shape(full_name)) if full_name in reader.index["pieces"] else "missing"
+            if saved_shape != list(shape):
                 raise CheckpointError(
-                    f"{checkpoint}: the optimizer state {full} is {there} in it, and this run's optimizer keeps {list(shape)}. "
-                    "Bring back the optimizer that it was written with, or start a new run from the exported model."
+                    f"{checkpoint}: the optimizer state {full_name} is {saved_shape} in it, and this run's optimizer keeps "
+                    f"{list(shape)}. Bring back the optimizer that it was written with, or start a new run from the exported "
+                    "model."
                 )

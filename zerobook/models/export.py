@@ -154,7 +154,7 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
         if name not in parameters or list(parameters[name].shape) != shape:
             there = list(parameters[name].shape) if name in parameters else "not there"
             raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
-        value = reader.whole(f"weight/{name}")
+        value = reader.read_tensor(f"weight/{name}")
         # lora_A is drawn, and DoRA's magnitudes are computed: another version or machine may get others
         fixed = adapts and "lora_A" not in name and "lora_magnitude" not in name
         trained = trained or (fixed and not torch.equal(value, parameters[name]))
