@@ -177,7 +177,8 @@ def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_f
 
 
 def test_host_memory_of_saves_in_the_background_is_made_once_and_holds_any_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(save, "_BLOCK", (4, 16))
+    monkeypatch.setattr(save, "_FIRST_BLOCK", 4)
+    monkeypatch.setattr(save, "_LARGEST_BLOCK", 16)
     pieces = [piece for dealt in spread({9}, 1) for piece in dealt]
     saver = save.Saver(FakeStrategy(0, [pieces]), tmp_path, keep=None, background=True)
     made, real = [], torch.empty

@@ -56,14 +56,15 @@ def test_any_slices_are_assembled_into_the_same_tensor(tmp_path_factory, data, s
     strategy = FakeStrategy(0, [pieces])
     strategy.trainable = lambda: iter([("w", torch.zeros(shape))])
     strategy.on_main = lambda work: work()
-    folder, before = tmp_path_factory.mktemp("run"), save._BLOCK
-    save._BLOCK = (room, room)
+    folder = tmp_path_factory.mktemp("run")
+    before = save._FIRST_BLOCK, save._LARGEST_BLOCK
+    save._FIRST_BLOCK = save._LARGEST_BLOCK = room
     try:
         saver = save.Saver(strategy, str(folder), keep=None, background=background)
         saver.save(Progress(step=1), {})
         saver.wait()
     finally:
-        save._BLOCK = before
+        save._FIRST_BLOCK, save._LARGEST_BLOCK = before
     (saved,) = saver.results()
     assert saved.problem is None and store.damage(saved.checkpoint, thorough=True) is None
     slices = any(len(offset) > 1 for cut in cuts.values() for offset, _ in cut)
@@ -71,9 +72,9 @@ def test_any_slices_are_assembled_into_the_same_tensor(tmp_path_factory, data, s
     reader = state.Reader(saved.checkpoint)
     for key, tensor in whole.items():
         name = f"{key or 'weight'}/w"
-        assert torch.equal(reader.whole(name), tensor)
+        assert torch.equal(reader.read_tensor(name), tensor)
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-        assert torch.equal(reader.borrow(name, start, stop), tensor.flatten()[start:stop])
+        assert torch.equal(reader.read_into_buffer(name, start, stop), tensor.flatten()[start:stop])
         offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
         size = tuple(data.draw(st.integers(1, n - at)) for at, n in zip(offset, shape, strict=True))
         assert torch.equal(state.TensorReader(reader, name).block(offset, size), values_of(tensor, offset, size))

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,15 +34,19 @@ HEADER_BYTES = 1 << 16
 INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
-ADAM_STEPS, STEPS = "adam_steps", "optimizer_steps"
-"""Keys of the index for the optimizer's count of steps: of AdamW, and of any other."""
+ADAM_STEPS = "adam_steps"
+"""Key of the index for the steps that AdamW has counted. Earlier versions read it."""
+STEPS = "optimizer_steps"
+"""Key of the index for the steps that any other optimizer has counted."""
 STATE_SHAPES = "state_shapes"
 """Key of the index for the shapes of state that is not of its weight's shape."""
-_POLL_S = (0.02, 0.5)
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
 """Seconds between two reads of the folder, at first and at most."""
 _BEGIN_S = 600
 """Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
-_BLOCK = (1 << 22, 1 << 27)
+_FIRST_BLOCK = 1 << 22
+_LARGEST_BLOCK = 1 << 27
 """Elements of the first block of host memory, and of the largest: powers of two, to which torch rounds pinned memory up."""
 
 
@@ -51,6 +56,23 @@ class Saved(NamedTuple):
     checkpoint: Path
     seconds: float
     problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """A save that has begun: what this rank writes into ``staging``. Rank 0 writes everything but the other ranks' pieces.
+
+    ``texts`` are the contents of the JSON files by name, ``shapes`` those of all tensors by their names in the checkpoint, and
+    ``start`` is a time of `time.monotonic`.
+    """
+
+    step: int
+    staging: Path
+    pieces: Iterable[Piece]
+    buffers: dict[str, torch.Tensor]
+    texts: dict[str, Any]
+    shapes: dict[str, list[int]]
+    start: float
 
 
 class Saver:
@@ -81,37 +103,58 @@ class Saver:
         the outcome.
         """
         self.wait()
-        strategy, staging = self.strategy, store.staging_of(self.checkpoints, progress.step)
+        strategy = self.strategy
+        staging = store.staging_of(self.checkpoints, progress.step)
         start = time.monotonic()
         problem = strategy.on_main(lambda: _make(staging))
         if problem is not None:
-            self._results += [Saved(self._final(progress.step), 0.0, problem)] if strategy.is_main else []
+            if strategy.is_main:
+                self._results.append(Saved(self._final(progress.step), 0.0, problem))
             return
         strategy.materialise_optimizer()
-        plain = strategy.plan.optimizer == "adamw"
-        shapes = {name: list(strategy.shape(p)) for name, p in strategy.trainable()}
-        facts: dict[str, Any] = {ADAM_STEPS if plain else STEPS: strategy.optimizer_steps()}
-        facts |= {"written_by": strategy.describe(), "shapes": shapes}
-        expected = _shapes(strategy)
-        others = {full: shape for full, shape in expected.items() if shape != shapes[full.partition("/")[2]]}
-        facts |= {STATE_SHAPES: others} if others else {}
+        index = self._make_index()
+        shapes = _shapes(strategy)
+        state_shapes = {name: shape for name, shape in shapes.items() if shape != index["shapes"][name.partition("/")[2]]}
+        if state_shapes:
+            index[STATE_SHAPES] = state_shapes
         buffers = strategy.buffers() if strategy.is_main else {}
-        texts = {INDEX: facts, store.PROGRESS: progress.to_json(), "config.json": config}
+        texts = {INDEX: index, store.PROGRESS: progress.to_json(), "config.json": config}
         if self.background:
-            pieces = self._copies()
-            work = (staging, progress.step, pieces, buffers, json.loads(json.dumps(texts)), expected, start)
-            self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+            # Training goes on, so everything that it changes is copied first.
+            pieces: Iterable[Piece] = self._copies()
+            texts = json.loads(json.dumps(texts))
+        else:
+            pieces = strategy.pieces()
+        save = _Save(
+            step=progress.step,
+            staging=staging,
+            pieces=pieces,
+            buffers=buffers,
+            texts=texts,
+            shapes=shapes,
+            start=start,
+        )
+        if self.background:
+            self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(staging, progress.step, strategy.pieces(), buffers, texts, expected, start)
+            self._write(save)
             strategy.barrier()
+
+    def _make_index(self) -> dict[str, Any]:
+        """Return the index of the tensors, without their pieces and without shapes of state."""
+        strategy = self.strategy
+        shapes = {name: list(strategy.shape(parameter)) for name, parameter in strategy.trainable()}
+        steps_key = ADAM_STEPS if strategy.plan.optimizer == "adamw" else STEPS
+        return {steps_key: strategy.optimizer_steps(), "written_by": strategy.describe(), "shapes": shapes}
 
     def results(self) -> list[Saved]:
         """Return the results of the saves that ended since the last call; on rank 0 only."""
-        done = []
-        while self._results:  # one at a time: the writing thread may append meanwhile
-            done.append(self._results.pop(0))
-        return done
+        ended = []
+        # One at a time: the writing thread may append meanwhile.
+        while self._results:
+            ended.append(self._results.pop(0))
+        return ended
 
     def wait(self) -> None:
         """Wait until no save is in progress."""
@@ -122,18 +165,21 @@ class Saver:
     def _copies(self) -> list[Piece]:
         """Return this rank's share, in host memory. A piece that does not fit into the rest of a block is cut there."""
         copies = []
-        block, room = -1, torch.empty(0)
+        block = -1
+        room = torch.empty(0)
         for piece in self.strategy.pieces():
-            left = [piece]
-            while left:
+            uncopied = [piece]
+            while uncopied:
                 if not len(room):
                     block += 1
                     room = self._block(block, pinned=piece.values.is_cuda)
-                part, rest = left[0].cut(len(room))
-                copy = room[: part.values.numel()].view(part.values.shape)
-                copy.copy_(part.values, non_blocking=True)
-                copies.append(part._replace(values=copy))
-                left, room = [*rest, *left[1:]], room[part.values.numel() :]
+                head, rest = uncopied[0].cut(len(room))
+                count = head.values.numel()
+                copy = room[:count].view(head.values.shape)
+                copy.copy_(head.values, non_blocking=True)
+                copies.append(head._replace(values=copy))
+                uncopied = [*rest, *uncopied[1:]]
+                room = room[count:]
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
@@ -141,84 +187,116 @@ class Saver:
     def _block(self, number: int, *, pinned: bool) -> torch.Tensor:
         """Return a block of host memory, fp32 [n], made at its first use: each is twice as large as the one before."""
         if number == len(self._host):
-            smallest, largest = _BLOCK
-            self._host.append(torch.empty(min(smallest << number, largest), dtype=torch.float32, pin_memory=pinned))
+            elements = min(_FIRST_BLOCK << number, _LARGEST_BLOCK)
+            self._host.append(torch.empty(elements, dtype=torch.float32, pin_memory=pinned))
         return self._host[number]
 
-    def _write(
-        self,
-        staging: Path,
-        step: int,
-        pieces: Iterable[Piece],
-        buffers: dict[str, torch.Tensor],
-        texts: dict[str, Any],
-        expected: dict[str, list[int]],
-        start: float,
-    ) -> None:
-        rank = self.strategy.rank
-        if not _appears(staging):
-            return  # rank 0 reports that this rank did not begin
-        try:
-            index = write_pieces(staging, rank, pieces)
-            _publish_file(staging / f"rank-{rank}.json", json.dumps(index))
-        except OSError as error:
-            _leave_word(staging / f"rank-{rank}.failed", f"{error.strerror or error} ({error.filename or staging})")
-        except Exception as error:  # an error in a thread would go unnoticed
-            _leave_word(staging / f"rank-{rank}.failed", f"{type(error).__name__}: {error}")
+    def _write(self, save: _Save) -> None:
+        """Write this rank's share. Rank 0 then makes the checkpoint, and records the result."""
+        if not _appears(save.staging):
+            # Rank 0 reports that this rank did not begin.
+            return
+        self._write_share(save)
         if not self.strategy.is_main:
             return
         problem: str | None = None
         try:
-            problem = self._publish(staging, step, buffers, texts, expected)
+            self._publish(save)
         except OSError as error:
-            problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
+            problem = f"rank 0: {error.strerror or error} ({error.filename or save.staging})"
         except CheckpointError as error:
             problem = str(error)
         if problem is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-        self._results.append(Saved(self._final(step), time.monotonic() - start, problem))
+            shutil.rmtree(save.staging, ignore_errors=True)
+        self._results.append(Saved(self._final(save.step), time.monotonic() - save.start, problem))
+
+    def _write_share(self, save: _Save) -> None:
+        """Write this rank's pieces, and leave their index, or the reason why they could not be written."""
+        rank = self.strategy.rank
+        failed = save.staging / f"rank-{rank}.failed"
+        try:
+            index = write_pieces(save.staging, rank, save.pieces)
+            _publish_file(save.staging / f"rank-{rank}.json", json.dumps(index))
+        except OSError as error:
+            _leave_word(failed, f"{error.strerror or error} ({error.filename or save.staging})")
+        except Exception as error:
+            # Every error is told to rank 0: in a thread it would go unnoticed.
+            _leave_word(failed, f"{type(error).__name__}: {error}")
 
     def _final(self, step: int) -> Path:
         return self.checkpoints / store.name_of(step)
 
-    def _publish(
-        self,
-        staging: Path,
-        step: int,
-        buffers: dict[str, torch.Tensor],
-        texts: dict[str, Any],
-        expected: dict[str, list[int]],
-    ) -> str | None:
-        """Wait for every rank's share, and make a checkpoint of them. Rank 0."""
-        shares: dict[int, dict[str, Any]] = {}
-        ranks, deadline, pause = range(self.strategy.world_size), time.monotonic() + _BEGIN_S, _POLL_S[0]
-        while len(shares) < len(ranks):
-            # NFS brings a listing up to date when the folder is opened; it may answer for a minute that one file is missing
-            names = os.listdir(staging)
-            for rank in (rank for rank in ranks if rank not in shares):
-                done, failed = staging / f"rank-{rank}.json", staging / f"rank-{rank}.failed"
-                if failed.name in names:
-                    time.sleep(_POLL_S[0])  # the reason follows the file
-                    return f"rank {rank}: {read_text(failed) or 'it could not write why; the disk may be full'}"
-                if done.name in names:
-                    shares[rank] = read_json(done)
-                    done.unlink()
-                elif time.monotonic() > deadline and not any(name.startswith(_prefix(rank)) for name in names):
-                    return f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}"
-            if len(shares) < len(ranks):
-                time.sleep(pause)
-                pause = min(2 * pause, _POLL_S[1])
-        indices = [shares[rank] for rank in ranks]
-        texts[INDEX]["pieces"] = merge([index["pieces"] for index in indices], expected)
-        for name, content in texts.items():
-            (staging / name).write_text(json.dumps(content, indent=None if name == INDEX else 1))
-        (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
-        digests = {name: digest for index in indices for name, digest in index["digests"].items()}
-        slices = any(is_slice(entry) for entries in texts[INDEX]["pieces"].values() for entry in entries)
-        as_before = ADAM_STEPS in texts[INDEX] and not slices
-        store.publish(staging, step, digests, 4 if as_before else store.FORMAT_VERSION)
+    def _publish(self, save: _Save) -> None:
+        """Wait for every rank's share, and make a checkpoint of them. Rank 0.
+
+        Raises:
+            CheckpointError: a rank's share is missing, or the shares do not make whole tensors.
+        """
+        indices = self._wait_for_shares(save.staging)
+        pieces = merge([index["pieces"] for index in indices], save.shapes)
+        save.texts[INDEX]["pieces"] = pieces
+        for name, content in save.texts.items():
+            # The index has a line for each number where it is indented, and may list thousands of pieces.
+            indent = None if name == INDEX else 1
+            (save.staging / name).write_text(json.dumps(content, indent=indent))
+        (save.staging / BUFFERS).write_bytes(safetensors.torch.save(save.buffers))
+        digests: dict[str, str] = {}
+        for index in indices:
+            digests |= index["digests"]
+        # Earlier versions read format 4, which has stretches only, and AdamW's state.
+        has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
+        is_format_4 = ADAM_STEPS in save.texts[INDEX] and not has_slices
+        store.publish(save.staging, save.step, digests, 4 if is_format_4 else store.FORMAT_VERSION)
         store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
-        return None
+
+    def _wait_for_shares(self, staging: Path) -> list[dict[str, Any]]:
+        """Wait until every rank has written its share, and return the index of each. Rank 0.
+
+        Raises:
+            CheckpointError: a rank could not write its share, or did not begin to.
+        """
+        ranks = range(self.strategy.world_size)
+        indices: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + _BEGIN_S
+        pause = _FIRST_PAUSE_S
+        while True:
+            # NFS brings a listing up to date when the folder is opened. It may answer for a minute that a single file is
+            # missing.
+            names = os.listdir(staging)
+            for rank in ranks:
+                if rank not in indices:
+                    index = _read_share(staging, rank, names, is_late=time.monotonic() > deadline)
+                    if index is not None:
+                        indices[rank] = index
+            if len(indices) == len(ranks):
+                return [indices[rank] for rank in ranks]
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) -> dict[str, Any] | None:
+    """Return the index of what a rank has written, and delete its file; None if the rank is still writing.
+
+    Args:
+        names: of the files in ``staging``.
+        is_late: every rank should have begun by now.
+
+    Raises:
+        CheckpointError: the rank failed, or it is late and has not begun.
+    """
+    done = staging / f"rank-{rank}.json"
+    failed = staging / f"rank-{rank}.failed"
+    if failed.name in names:
+        # The reason follows the file.
+        time.sleep(_FIRST_PAUSE_S)
+        raise CheckpointError(f"rank {rank}: {read_text(failed) or 'it could not write why; the disk may be full'}")
+    if done.name in names:
+        index: dict[str, Any] = read_json(done)
+        done.unlink()
+        return index
+    if is_late and not any(name.startswith(_prefix(rank)) for name in names):
+        raise CheckpointError(f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}")
+    return None
 
 
 def _make(staging: Path) -> str | None:
@@ -237,7 +315,7 @@ def _appears(staging: Path) -> bool:
         with suppress(OSError):
             if staging.name in os.listdir(staging.parent):
                 return True
-        time.sleep(_POLL_S[1])
+        time.sleep(_LONGEST_PAUSE_S)
     return False
 
 
@@ -253,33 +331,36 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
         ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``, and [offset, shape, file] for a
         slice; ``digests`` of the files.
     """
-    found: dict[str, list] = {}
+    entries: dict[str, list] = {}
     digests: dict[str, str] = {}
     file: _File | None = None
     try:
         for name, key, offset, values in pieces:
-            full = f"{key or 'weight'}/{name}"
-            entry = entry_name(full, offset)
-            if file is not None and not file.has_room(entry, values):
+            tensor_name = f"{key or 'weight'}/{name}"
+            piece_name = entry_name(tensor_name, offset)
+            if file is not None and not file.has_room(piece_name, values):
                 digests[file.path.name] = file.close()
                 file = None
-            file = file or _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
-            file.add(entry, values)
-            stretch = len(offset) == 1
-            place = [offset[0], offset[0] + values.numel()] if stretch else [list(offset), list(values.shape)]
-            found.setdefault(full, []).append([*place, file.path.name])
+            if file is None:
+                file = _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
+            file.add(piece_name, values)
+            if len(offset) == 1:
+                entry = [offset[0], offset[0] + values.numel(), file.path.name]
+            else:
+                entry = [list(offset), list(values.shape), file.path.name]
+            entries.setdefault(tensor_name, []).append(entry)
         if file is not None:
             digests[file.path.name] = file.close()
     except OSError:
         if file is not None:
             file.abandon()
         raise
-    return {"pieces": found, "digests": digests}
+    return {"pieces": entries, "digests": digests}
 
 
-def entry_name(full: str, offset: Sequence[int]) -> str:
+def entry_name(name: str, offset: Sequence[int]) -> str:
     """Return the name of a piece in its file: ``exp_avg/PARAMETER@OFFSET``."""
-    return f"{full}@{','.join(map(str, offset))}"
+    return f"{name}@{','.join(map(str, offset))}"
 
 
 class _File:
@@ -314,16 +395,16 @@ class _File:
     def abandon(self) -> None:
         """Free the file's space: on a full disk, otherwise not even the error could be written."""
         os.truncate(self.path, 0)
-        with suppress(OSError):  # what is buffered does not fit either
+        # What is buffered does not fit either.
+        with suppress(OSError):
             self._file.close()
 
     def close(self) -> str:
         """Make the file durable; returns its digest."""
         header = json.dumps(self._header).encode()
-        room = max(HEADER_BYTES, -(-len(header) // 8) * 8)
-        assert room == HEADER_BYTES, f"{self.path}: a header of {len(header)} bytes"
+        assert len(header) <= HEADER_BYTES, f"{self.path}: a header of {len(header)} bytes"
         self._file.seek(0)
-        self._file.write(room.to_bytes(8, "little") + header.ljust(room))
+        self._file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -337,11 +418,12 @@ def bytes_of_state(strategy: Strategy) -> int:
 
 def _shapes(strategy: Strategy) -> dict[str, list[int]]:
     """Return name -> shape of all tensors of a checkpoint, with names as ``exp_avg/PARAMETER``."""
-    found = {}
+    shapes = {}
     for name, parameter in strategy.trainable():
-        found[f"weight/{name}"] = list(strategy.shape(parameter))
-        found |= {f"{key}/{name}": list(shape) for key, shape in strategy.state_shapes(parameter).items()}
-    return found
+        shapes[f"weight/{name}"] = list(strategy.shape(parameter))
+        for key, shape in strategy.state_shapes(parameter).items():
+            shapes[f"{key}/{name}"] = list(shape)
+    return shapes
 
 
 def _publish_file(file: Path, text: str) -> None:
