@@ -454,7 +454,7 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
         rendered = []
         for row in embedded.rows("chatterbot")[::20]:
             messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
-            assert made._skeleton(messages).whole
+            assert made._skeleton(messages).fits_all
             assert made.render(Chat(messages)) == looks.render(Chat(messages))
             assert made.render(Chat(messages, frozenset({1}))) == looks.render(Chat(messages, frozenset({1})))
             rendered.append(messages)
@@ -472,6 +472,7 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
         "{% for m in messages %}{{ m.content.strip() }}{% endfor %}": True,
         "{% for m in messages %}{{ m.content.strip('x') }}{% endfor %}": False,
         "{% for m in messages %}{{ m.content | trim('x') }}{% endfor %}": False,
+        "{% for m in messages %}{{ m.content | trim(*['x']) }}{% endfor %}": False,
         "{% for m in messages %}{{ m.content.lstrip() }}{% endfor %}": False,
         "{% for m in messages %}{{ m.content[:3] }}{% endfor %}": False,
         "{% for m in messages %}{{ m.content * 2 }}{% endfor %}": False,

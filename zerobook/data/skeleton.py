@@ -8,56 +8,76 @@ and the skeleton only finds their turns, where it matches exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import nodes
 
 Messages = list[dict[str, str]]
 
 
-class Turn(NamedTuple):
-    """Range of characters of an assistant's turn. ``ends``: the last of them are its end-of-turn token."""
+class TurnSpan(NamedTuple):
+    """Range of characters of an assistant's turn. ``has_end``: the last of them are its end-of-turn token."""
 
     start: int
     stop: int
-    ends: bool
+    has_end: bool
 
 
-class Part(NamedTuple):
-    """A turn: the text before its content and, for an assistant's turn, its range relative to its content."""
+class TurnSlot(NamedTuple):
+    """A turn of a skeleton: the text before its content and, for an assistant's turn, its span.
+
+    ``trims``: the template trims the content. ``span``: relative to the content, ``start`` to its first character and
+    ``stop`` to its end.
+    """
 
     lead: str
     trims: bool
-    around: Turn | None
+    span: TurnSpan | None
 
 
 class Skeleton(NamedTuple):
-    """The parts of a chat, and the text after the last. ``whole``: every chat of these roles equals the filled skeleton."""
+    """The turns of a chat, and the text after the last. ``fits_all``: every chat of these roles equals the filled skeleton."""
 
-    parts: list[Part]
+    slots: list[TurnSlot]
     tail: str
-    whole: bool = False
+    fits_all: bool = False
 
-    def fill(self, messages: Messages) -> tuple[str, list[Turn]]:
+    def fill(self, messages: Messages) -> tuple[str, list[TurnSpan]]:
         """Return the chat as text, and the assistant's turns in it."""
         pieces: list[str] = []
-        turns: list[Turn] = []
-        at = 0
-        for (lead, trims, around), message in zip(self.parts, messages, strict=True):
-            content = message["content"].strip() if trims else message["content"]
-            pieces += (lead, content)
-            start = at + len(lead)
-            at = start + len(content)
-            if around:
-                turns.append(Turn(start + around.start, at + around.stop, around.ends))
+        spans: list[TurnSpan] = []
+        position = 0
+        for slot, message in zip(self.slots, messages, strict=True):
+            content = message["content"].strip() if slot.trims else message["content"]
+            pieces += (slot.lead, content)
+            start = position + len(slot.lead)
+            position = start + len(content)
+            if slot.span:
+                spans.append(TurnSpan(start + slot.span.start, position + slot.span.stop, slot.span.has_end))
         pieces.append(self.tail)
-        return "".join(pieces), turns
+        return "".join(pieces), spans
 
-    def place(self, messages: Messages, text: str) -> list[Turn] | None:
+    def find_turns(self, messages: Messages, text: str) -> list[TurnSpan] | None:
         """Return the assistant's turns in ``text``; None where ``text`` is not exactly the filled skeleton."""
-        filled, turns = self.fill(messages)
-        return turns if filled == text else None
+        filled, spans = self.fill(messages)
+        return spans if filled == text else None
+
+
+_NOT_TRACED = (
+    nodes.Macro,
+    nodes.CallBlock,
+    nodes.FilterBlock,
+    nodes.AssignBlock,
+    nodes.Include,
+    nodes.Import,
+    nodes.EvalContextModifier,
+)
+_Kind = Literal["messages", "text", "strip"]
+"""A message or a list of messages; a text that contents are in; the method ``strip`` of such a text."""
+
+
+class _UntracedUse(Exception):
+    """A message or a content is used in a way that cannot be traced to the output."""
 
 
 def only_writes_contents(tree: nodes.Template) -> bool:
@@ -66,82 +86,76 @@ def only_writes_contents(tree: nodes.Template) -> bool:
     True only where every use of a content can be traced to the output, and at most joins the content to other text and
     trims it at both ends. A use that cannot be traced, such as a macro or a whole message passed on, gives False.
     """
-    unfollowed = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Include, nodes.Import,
-                  nodes.EvalContextModifier)  # fmt: skip
-    if any(tree.find_all(unfollowed)):
+    if any(tree.find_all(_NOT_TRACED)):
         return False
-    parents = {id(child): node for node in _all(tree) for child in node.iter_child_nodes()}
-    held: set[str] = {"messages"}  # names of messages and lists of them
-    spoken: set[str] = set()  # names of texts made of contents
-    while True:
-        names = len(held), len(spoken)
-        for node in _all(tree):
-            if _holds(node, held) and not _passed_on(node, parents[id(node)], held):
-                return False
-            if _speaks(node, spoken) and not _written(node, parents, spoken):
-                return False
-        if names == (len(held), len(spoken)):
-            return True
+    variables: dict[str, _Kind] = {"messages": "messages"}
+    traced_variables = 0
+    try:
+        # A line may read a variable that a later one sets, in the pass of a loop before: repeat until no variable is new.
+        while traced_variables < len(variables):
+            traced_variables = len(variables)
+            _trace(tree, variables)
+    except _UntracedUse:
+        return False
+    return True
 
 
-_ASKS_NO_CONTENT = {"defined", "undefined", "none", "string"}  # tests whose answer is known: a content is always a string
+def _trace(node: nodes.Node, variables: dict[str, _Kind]) -> _Kind | None:
+    """Return the kind of the node's value; None for one without messages and contents. Add variables that are set to one.
+
+    Raises:
+        _UntracedUse: a use that is not in the list below.
+    """
+    if isinstance(node, nodes.Name):
+        return variables.get(node.name) if node.ctx == "load" else None
+    value: _Kind | None = "text" if _key(node) == "content" else None
+    for child in node.iter_child_nodes():
+        kind = _trace(child, variables)
+        match kind, node:
+            case None, _:
+                pass
+            case "messages" | "text", nodes.Assign(target=nodes.Name(name=variable)):
+                _set_kind(variable, kind, variables)
+            case "messages", nodes.For(target=nodes.Name(name=variable)) if child is node.iter:
+                _set_kind(variable, kind, variables)
+            case "messages", nodes.Getattr(attr="role" | "content"):
+                pass
+            case "messages", nodes.Getitem() if child is node.node:
+                # A key that is no constant text is an index into the list.
+                if not isinstance(_key(node), str):
+                    value = "messages"
+            case "messages", nodes.Filter(name="length") | nodes.Test(name="defined" | "undefined" | "none"):
+                pass
+            case "text", nodes.Output():
+                pass
+            case "text", nodes.Test(name="defined" | "undefined" | "none" | "string") if _key(child) == "content":
+                # The answer is known: a content is always a string.
+                pass
+            case "text", nodes.Add() | nodes.Concat():
+                value = "text"
+            case "text", nodes.CondExpr() if child is not node.test:
+                value = "text"
+            case "text", nodes.Filter(name="trim", args=[], kwargs=[], dyn_args=None, dyn_kwargs=None):
+                value = "text"
+            case "text", nodes.Getattr(attr="strip"):
+                value = "strip"
+            case "strip", nodes.Call(args=[], kwargs=[], dyn_args=None, dyn_kwargs=None):
+                value = "text"
+            case _:
+                raise _UntracedUse
+    return value
 
 
-def _all(tree: nodes.Node) -> Iterator[nodes.Node]:
-    for child in tree.iter_child_nodes():
-        yield child
-        yield from _all(child)
+def _set_kind(name: str, kind: _Kind, variables: dict[str, _Kind]) -> None:
+    # A variable of both kinds, which no template needs, is not traced.
+    if variables.setdefault(name, kind) != kind:
+        raise _UntracedUse
 
 
 def _key(node: nodes.Node) -> Any:
     """Return the constant key that ``node`` looks up; None where there is none."""
     if isinstance(node, nodes.Getattr):
         return node.attr
-    return node.arg.value if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) else None
-
-
-def _holds(node: nodes.Node, held: set[str]) -> bool:
-    """Return whether ``node`` is a message or a list of messages."""
-    if isinstance(node, nodes.Name):
-        return node.name in held and node.ctx == "load"
-    return isinstance(node, nodes.Getitem) and not isinstance(_key(node), str) and _holds(node.node, held)
-
-
-def _passed_on(node: nodes.Node, parent: nodes.Node, held: set[str]) -> bool:
-    """Return whether the use of a message, or of a list of them, can be traced. Add the names of its variables to ``held``."""
-    target = parent.target if isinstance(parent, nodes.For | nodes.Assign) else None
-    if target is not None and not (isinstance(parent, nodes.For) and node is not parent.iter):
-        if isinstance(target, nodes.Name):
-            held.add(target.name)
-        return isinstance(target, nodes.Name)
-    if isinstance(parent, nodes.Getitem | nodes.Getattr) and node is parent.node:
-        return isinstance(parent, nodes.Getitem) or _key(parent) in ("role", "content")
-    if isinstance(parent, nodes.Filter):
-        return parent.name == "length"
-    return isinstance(parent, nodes.Test) and parent.name in ("defined", "undefined", "none")
-
-
-def _speaks(node: nodes.Node, spoken: set[str]) -> bool:
-    """Return whether ``node`` is a content, or a variable whose text includes contents."""
-    if isinstance(node, nodes.Name):
-        return node.name in spoken and node.ctx == "load"
-    return _key(node) == "content"
-
-
-def _written(node: nodes.Node, parents: dict[int, nodes.Node], spoken: set[str]) -> bool:
-    """Return whether a text with contents reaches the output, at most joined and trimmed. Add its variables to ``spoken``."""
-    parent = parents[id(node)]
-    if isinstance(parent, nodes.Output):
-        return True
-    if isinstance(parent, nodes.Test):
-        return parent.name in _ASKS_NO_CONTENT and _key(node) == "content"
-    if isinstance(parent, nodes.Assign):
-        if isinstance(parent.target, nodes.Name):
-            spoken.add(parent.target.name)
-        return isinstance(parent.target, nodes.Name)
-    joins = isinstance(parent, nodes.Add | nodes.Concat) or (isinstance(parent, nodes.CondExpr) and node is not parent.test)
-    trims = isinstance(parent, nodes.Filter) and parent.name == "trim" and not (parent.args or parent.kwargs)
-    if isinstance(parent, nodes.Getattr) and parent.attr == "strip":
-        parent = parents[id(parent)]
-        trims = isinstance(parent, nodes.Call) and not (parent.args or parent.kwargs or parent.dyn_args or parent.dyn_kwargs)
-    return (joins or trims) and _written(parent, parents, spoken)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return node.arg.value
+    return None

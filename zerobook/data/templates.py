@@ -21,7 +21,7 @@ import numpy as np
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
-from zerobook.data.skeleton import Part, Skeleton, Turn, only_writes_contents
+from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan, only_writes_contents
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
@@ -78,14 +78,16 @@ def paired(
     A pair is a bad sample where one of its samples is bad.
     """
 
-    def joined(one: Encoded | BadSample, other: Encoded | BadSample) -> Encoded | BadSample:
-        if isinstance(one, BadSample):
-            return one
-        if isinstance(other, BadSample):
-            return other
-        return replace(one, extra={f"{prefix}ids": other.input_ids, f"{prefix}labels": other.labels})
-
-    return [joined(*both) for both in zip(first, second, strict=True)]
+    rows: list[Encoded | BadSample] = []
+    for row, partner in zip(first, second, strict=True):
+        if isinstance(row, BadSample):
+            rows.append(row)
+        elif isinstance(partner, BadSample):
+            rows.append(partner)
+        else:
+            extra = {f"{prefix}ids": partner.input_ids, f"{prefix}labels": partner.labels}
+            rows.append(replace(row, extra=extra))
+    return rows
 
 
 class CausalEncoder:
@@ -144,8 +146,9 @@ class CausalEncoder:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
         results: list[Encoded | BadSample] = []
         for sample, text, row in zip(samples, texts, token_ids(self.tokenizer, texts, plain=True), strict=True):
-            around = self._bos if sample.begins else [], self._eos if sample.ends else []
-            ids = np.concatenate([around[0], row, around[1]]).astype(np.int32)
+            before = self._bos if sample.begins else []
+            after = self._eos if sample.ends else []
+            ids = np.concatenate([before, row, after]).astype(np.int32)
             results.append(Encoded(ids, ids.copy(), plain=self._control.named(text)))
         return results
 
@@ -153,25 +156,32 @@ class CausalEncoder:
         return _each_pair(samples, self._control, self._encode_pairs)
 
     def _encode_pairs(self, pairs: list[Pair]) -> list[Encoded]:
-        ids = token_ids(self.tokenizer, [pair.source for pair in pairs] + [pair.target for pair in pairs])
-        return [self._pair(*pair) for pair in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True)]
+        # One call for both sides, since a fast tokenizer works on the texts of a call in parallel.
+        texts = [pair.source for pair in pairs]
+        texts += [pair.target for pair in pairs]
+        ids = token_ids(self.tokenizer, texts)
+        return [self._encode_pair(*pair) for pair in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True)]
 
-    def _pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
+    def _encode_pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
         target = np.array([*target, *self._eos], np.int32)
-        room = len(source) if self.length is None else max(0, self.length - len(self._bos) - len(target))
-        kept = source[max(0, len(source) - room) :]
-        ids = np.concatenate([np.array(self._bos, np.int32), kept, target])
+        cut = False
+        if self.length is not None:
+            # The target is worth more than the beginning of its source.
+            room = max(0, self.length - len(self._bos) - len(target))
+            cut = room < len(source)
+            source = source[max(0, len(source) - room) :]
+        ids = np.concatenate([np.array(self._bos, np.int32), source, target])
         labels = ids.copy()
         labels[: len(ids) - len(target)] = IGNORE
-        return self._cut(ids, labels, cut=len(kept) < len(source))
+        return self._cut(ids, labels, cut=cut)
 
     def _tokens(self, samples: list[Tokens]) -> list[Encoded | BadSample]:
-        known = len(self.tokenizer)
+        vocabulary = len(self.tokenizer)
         results: list[Encoded | BadSample] = []
         for sample in samples:
             highest = max(max(sample.input_ids), max(sample.labels))
-            if highest >= known:
-                results.append(BadSample(f"token id {highest} is outside the tokenizer's {known} ids"))
+            if highest >= vocabulary:
+                results.append(BadSample(f"token id {highest} is outside the tokenizer's {vocabulary} ids"))
             else:
                 results.append(self._cut(np.array(sample.input_ids, np.int32), np.array(sample.labels, np.int32)))
         return results
@@ -182,31 +192,41 @@ class CausalEncoder:
                 "the samples are chats, but the tokenizer has no chat template. "
                 "Give one with --chat_template FILE, or use an instruct model's tokenizer."
             )
-        results: list[Any] = []
+        rendered: list[list[Rendered] | BadSample] = []
         with template_memory():
             for sample in samples:
+                template = self.template if sample.tools is None else self.tool_template
                 try:
-                    template = self.template if sample.tools is None else self.tool_template
-                    results.append(template.render(sample))
+                    rendered.append(template.render(sample))
                 except BadSample as error:
-                    results.append(error)
-        good = [i for i, result in enumerate(results) if not isinstance(result, BadSample)]
-        tokenized = iter(self._turns.encode([row for i in good for row in results[i]]))
-        for i in good:
-            rows = [(row, next(tokenized)) for row in results[i]]
-            bad = next((found for _, found in rows if isinstance(found, BadSample)), None)
-            if bad is None:
-                first, *others = (self._chat(row, found) for row, found in rows if isinstance(found, Tokenized))
-                results[i] = replace(first, others=tuple(others)) if others else first
+                    rendered.append(error)
+
+        # One call for the rows of all chats, since a fast tokenizer works on the texts of a call in parallel.
+        rows: list[Rendered] = []
+        for chat in rendered:
+            if not isinstance(chat, BadSample):
+                rows += chat
+        tokenized = iter(self._turns.encode(rows))
+
+        results: list[Encoded | BadSample] = []
+        for chat in rendered:
+            if isinstance(chat, BadSample):
+                results.append(chat)
             else:
-                results[i] = bad
+                results.append(self._label_chat(chat, [next(tokenized) for _ in chat]))
         return results
 
-    def _chat(self, row: Rendered, found: Tokenized) -> Encoded:
-        labels = np.full(len(found.ids), IGNORE, np.int32)
-        for first, end in found.turns:
-            labels[first:end] = found.ids[first:end]
-        return replace(self._cut(found.ids, labels), added_eos=row.added_eos, shortened=row.shortened)
+    def _label_chat(self, rows: list[Rendered], tokenized: list[Tokenized | BadSample]) -> Encoded | BadSample:
+        """Return the rows of a chat with the loss on their turns, the first row with the others in it."""
+        encoded: list[Encoded] = []
+        for row, tokens in zip(rows, tokenized, strict=True):
+            if isinstance(tokens, BadSample):
+                return tokens
+            labels = np.full(len(tokens.ids), IGNORE, np.int32)
+            for start, end in tokens.turns:
+                labels[start:end] = tokens.ids[start:end]
+            encoded.append(replace(self._cut(tokens.ids, labels), added_eos=row.added_eos, shortened=row.shortened))
+        return replace(encoded[0], others=tuple(encoded[1:]))
 
     def _cut(self, ids: np.ndarray, labels: np.ndarray, *, cut: bool = False) -> Encoded:
         if self.length is None or len(ids) <= self.length:
@@ -262,12 +282,15 @@ class Seq2SeqEncoder:
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order. ``labels`` have their own length and are all supervised."""
-        refuse = {
-            Text: "a document has no target; a seq2seq model needs source and target",
-            Tokens: "ready tokens are for causal models; a seq2seq model needs source and target as text",
-        }
-        kinds = {kind: lambda some, why=why: [BadSample(why) for _ in some] for kind, why in refuse.items()}
-        return _by_kind(samples, kinds | {Pair: self._pairs, Chat: self._chats})
+
+        def refuse_texts(texts: list[Text]) -> list[BadSample]:
+            return [BadSample("a document has no target; a seq2seq model needs source and target") for _ in texts]
+
+        def refuse_tokens(rows: list[Tokens]) -> list[BadSample]:
+            reason = "ready tokens are for causal models; a seq2seq model needs source and target as text"
+            return [BadSample(reason) for _ in rows]
+
+        return _by_kind(samples, {Text: refuse_texts, Tokens: refuse_tokens, Pair: self._pairs, Chat: self._chats})
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         pairs = [_last_turn(chat) for chat in samples]
@@ -280,12 +303,13 @@ class Seq2SeqEncoder:
     def _encode_pairs(self, samples: list[Pair]) -> list[Encoded]:
         sources = self._ids("text", [self.prefix + sample.source for sample in samples], self.max_source_length)
         targets = self._ids("text_target", [sample.target for sample in samples], self.max_target_length)
+        eos = self.tokenizer.eos_token_id
         results = []
         for (ids, source_cut), (labels, target_cut) in zip(sources, targets, strict=True):
-            # not every tokenizer ends a target; in some a language's code follows the end
-            if self.tokenizer.eos_token_id is not None and self.tokenizer.eos_token_id not in labels[-2:]:
+            # Not every tokenizer ends a target; in some a language's code follows the end.
+            if eos is not None and eos not in labels[-2:]:
                 target_cut |= len(labels) == self.max_target_length
-                labels = np.array([*labels[: self.max_target_length - 1], self.tokenizer.eos_token_id], np.int32)
+                labels = np.array([*labels[: self.max_target_length - 1], eos], np.int32)
             results.append(Encoded(ids, labels, source_cut or target_cut))
         return results
 
@@ -293,12 +317,16 @@ class Seq2SeqEncoder:
         rows = self.tokenizer(**{side: texts}, truncation=True, max_length=length, verbose=False)["input_ids"]
         results = []
         for row, text in zip(rows, texts, strict=True):
-            cut = len(row) == length and len(self.tokenizer(**{side: text}, verbose=False)["input_ids"]) > length
+            cut = False
+            # A row of the maximum length may have lost nothing.
+            if len(row) == length:
+                uncut = self.tokenizer(**{side: text}, verbose=False)["input_ids"]
+                cut = len(uncut) > length
             results.append((np.array(row, np.int32), cut))
         return results
 
 
-class Around(NamedTuple):
+class TurnFrame(NamedTuple):
     """The text that a template writes around the last turn of a chat with certain roles.
 
     ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
@@ -309,20 +337,20 @@ class Around(NamedTuple):
     closing: str | None = None
 
 
-class Asked(NamedTuple):
+class GeneratedTurn(NamedTuple):
     """A turn as the model would generate it: ``text`` is the chat up to the turn's end, and the turn begins at ``start``.
 
-    ``ends``: the last characters are an end-of-turn token. ``shortened``: the template left out a part of the content.
+    ``has_end``: the last characters are an end-of-turn token. ``shortened``: the template left out a part of the content.
     """
 
     text: str
     start: int
-    ends: bool
+    has_end: bool
     shortened: bool
 
     @property
-    def turn(self) -> Turn:
-        return Turn(self.start, len(self.text), self.ends)
+    def span(self) -> TurnSpan:
+        return TurnSpan(self.start, len(self.text), self.has_end)
 
 
 _PAST_LIMITS = (DataError, MemoryError)
@@ -345,13 +373,15 @@ class ChatTemplate:
         self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        added_tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._control = ControlTokens(tokenizer)
-        # some models end turns with a token that is added, but not marked as special
-        self._end = any_of(token.content for token in added)
+        # Some models end turns with a token that is added, but not marked as special.
+        self._end_token = any_of(token.content for token in added_tokens)
+        # What was learnt about chats of the same roles, by the roles.
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
-        self._around: dict[tuple[str, ...], Around] = {}
-        self._turn_tokens = any_of(self._written_around_turns({token.content for token in added if not token.special}))
+        self._frames: dict[tuple[str, ...], TurnFrame] = {}
+        ordinary_tokens = {token.content for token in added_tokens if not token.special}
+        self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
         self._writes_only = only_writes_contents(_compiled(source).environment.parse(source))
 
     def render(self, chat: Chat) -> list[Rendered]:
@@ -370,25 +400,32 @@ class ChatTemplate:
         self._check(chat)
         messages = self._with_arguments_as_read(chat)
         self._check_results(messages, chat.tools)
-        spoken = _assistant_turns(messages)
-        supervised = [i not in chat.unsupervised for i in spoken]
+        assistant_turns = _assistant_turns(messages)
+        is_supervised = [index not in chat.unsupervised for index in assistant_turns]
+
+        # The template marks the turns itself.
         if self.marked:
-            text, turns, shortened = self._by_marks(messages, chat.tools)
-            return [self._closed(text, [*compress(turns, supervised)], shortened)]
-        plain = chat.tools is None and all(message.keys() == {"role", "content"} for message in messages)
-        skeleton = self._skeleton(messages) if plain else None
-        if skeleton and skeleton.whole:
-            text, turns = skeleton.fill(messages)
-            return [self._closed(text, [*compress(turns, supervised)])]
+            text, spans, shortened = self._by_marks(messages, chat.tools)
+            return [self._closed(text, list(compress(spans, is_supervised)), shortened)]
+
+        # The text around the turns is the same in all chats of these roles, or at least in this one.
+        has_contents_alone = all(message.keys() == {"role", "content"} for message in messages)
+        skeleton = self._skeleton(messages) if chat.tools is None and has_contents_alone else None
+        if skeleton and skeleton.fits_all:
+            text, spans = skeleton.fill(messages)
+            return [self._closed(text, list(compress(spans, is_supervised)))]
         text = self._text(messages, tools=chat.tools)
-        found = skeleton.place(messages, text) if skeleton else None
-        if found:
-            return [self._closed(text, [*compress(found, supervised)])]
-        rows = _rows(text, [self._asked(messages, i, chat.tools) for i in compress(spoken, supervised)])
-        return [
-            self._closed(whole, [asked.turn for asked in turns], sum(asked.shortened for asked in turns))
-            for whole, turns in rows or [(text, [])]
-        ]
+        fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
+        if fitting_spans:
+            return [self._closed(text, list(compress(fitting_spans, is_supervised)))]
+
+        # Otherwise each turn is found by rendering the chat up to it.
+        turns = [self._generated_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
+        rows = []
+        for row_text, row_turns in _rows(text, turns) or [(text, [])]:
+            shortened = sum(turn.shortened for turn in row_turns)
+            rows.append(self._closed(row_text, [turn.span for turn in row_turns], shortened))
+        return rows
 
     def _check(self, chat: Chat) -> None:
         """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
@@ -399,14 +436,15 @@ class ChatTemplate:
                 if not self._reads(key):
                     way_out = self.way_out if key == "tool_calls" else "write it into the content"
                     raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in message.values()]
-            text = "\n".join([*texts, json.dumps(chat.tools, ensure_ascii=False)] if chat.tools else texts)
+            values = [*message.values(), chat.tools] if chat.tools else list(message.values())
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            text = "\n".join(texts)
             refusal = self._control.refusal(f"turn {number}", text)
             if refusal:
                 raise BadSample(refusal)
-            found = self._turn_tokens.search(text)
-            if found:
-                raise BadSample(f"turn {number} has the text {found[0]!r}, which the chat template begins or ends turns with")
+            token = self._turn_token.search(text)
+            if token:
+                raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
 
     def _with_arguments_as_read(self, chat: Chat) -> list[dict[str, Any]]:
         """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
@@ -448,7 +486,7 @@ class ChatTemplate:
         return re.search(rf"\b{name}\b", self.source) is not None
 
     def _text(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None) -> str:
-        # transformers caches the compiled template; it cannot be pickled, so it is no attribute of this object
+        # transformers caches the compiled template. It cannot be pickled, so it is no attribute of this object.
         compiled = _compiled(self.source)
         try:
             with template_time():
@@ -461,23 +499,28 @@ class ChatTemplate:
         except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
 
-    def _written_around_turns(self, added: set[str]) -> set[str]:
-        """Return which ``added`` tokens the template writes around turns: they act as special tokens do.
+    def _written_around_turns(self, tokens: set[str]) -> set[str]:
+        """Return which of the tokens the template writes around turns: they act as special tokens do.
 
         Pairs of tokens beside the assistant's content, such as ``<think>`` and ``</think>``, are left out: contents may
         have them as well.
         """
-        texts = []
-        for roles in (("user",), ("user", "assistant", "user"), ("user", "assistant")):
-            try:
-                texts.append(self._text(_stand_ins(roles)[0]))
-            except BadSample:
-                texts.append("")
-        asked, *chats = ({token for token in added if token in text} for text in texts)
-        found = chats[0] or chats[1]
-        return asked | {token for token in found if _twin(token) not in found}
 
-    def _by_marks(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[str, list[Turn], int]:
+        def written_around(*roles: str) -> set[str]:
+            messages, _ = _stand_ins(roles)
+            try:
+                text = self._text(messages)
+            except BadSample:
+                return set()
+            return {token for token in tokens if token in text}
+
+        around_user = written_around("user")
+        # Not every template takes a chat that ends with the user's turn.
+        around_both = written_around("user", "assistant", "user") or written_around("user", "assistant")
+        return around_user | {token for token in around_both if _twin(token) not in around_both}
+
+    def _by_marks(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[str, list[TurnSpan], int]:
+        """Return the chat as text, the assistant's turns in it by the template's marks, and how many turns were shortened."""
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -495,141 +538,171 @@ class ChatTemplate:
             raise
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
-        spoken = _assistant_turns(messages)
-        if len(spans) != len(spoken):
-            raise BadSample(f"the chat template marks {len(spans)} turns as generated, the assistant has {len(spoken)}")
+        assistant_turns = _assistant_turns(messages)
+        if len(spans) != len(assistant_turns):
+            raise BadSample(
+                f"the chat template marks {len(spans)} turns as generated, the assistant has {len(assistant_turns)}"
+            )
         roles = tuple(message["role"] for message in messages)
-        turns, shortened = [], 0
-        for (start, stop), i in zip(spans, spoken, strict=True):
-            shortened += _squeezed(messages[i]["content"]) not in _squeezed(text[start:stop])
-            closing = self._around_last(roles[: i + 1]).closing
-            turns.append(self._marked(text, start, stop, messages[i]["content"], closing or self.eos or ""))
+        turns = []
+        shortened = 0
+        for (start, stop), index in zip(spans, assistant_turns, strict=True):
+            content = messages[index]["content"]
+            shortened += _squeezed(content) not in _squeezed(text[start:stop])
+            closing = self._frame(roles[: index + 1]).closing
+            turns.append(self._marked(text, start, stop, content, closing or self.eos or ""))
         return text, turns, shortened
 
-    def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> Turn:
+    def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> TurnSpan:
         """Return a marked turn, including the token that ends it. The marks may exclude this token."""
-        end = self._end.search(closing)
+        end = self._end_token.search(closing)
         if end:
-            for marked in range(len(closing), -1, -1):  # the marks may include any part of ``closing``, from its beginning
-                behind = stop - marked
-                if text[start:stop].endswith(closing[:marked]) and text.startswith(closing[: end.end()], behind):
-                    return Turn(start, behind + end.end(), True)
-            beside = self._end.match(text, stop)  # turns before the last one may end differently
-            if beside:
-                return Turn(start, beside.end(), True)
-        length, ends = self._end_of(text[start:stop], content, None)
-        return Turn(start, start + length, ends)
+            # The marks may include any part of ``closing``, from its beginning.
+            for marked_length in range(len(closing), -1, -1):
+                content_stop = stop - marked_length
+                is_marked = text[start:stop].endswith(closing[:marked_length])
+                if is_marked and text.startswith(closing[: end.end()], content_stop):
+                    return TurnSpan(start, content_stop + end.end(), True)
+            # Turns before the last one may end differently.
+            next_token = self._end_token.match(text, stop)
+            if next_token:
+                return TurnSpan(start, next_token.end(), True)
+        length, has_end = self._end_of(text[start:stop], content, None)
+        return TurnSpan(start, start + length, has_end)
 
-    def _asked(self, messages: list[dict[str, Any]], i: int, tools: list[dict[str, Any]] | None = None) -> Asked:
-        """Return turn ``i`` as the model would generate it, also where the template rewrites it later."""
-        content = messages[i]["content"].strip()
-        after = self._text(messages[: i + 1], tools=tools)
-        prompt = self._prompt_of(messages, i, tools)
-        opened, closing = self._around_last(tuple(message["role"] for message in messages[: i + 1]))
+    def _generated_turn(
+        self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None = None
+    ) -> GeneratedTurn:
+        """Return a turn as the model would generate it, also where the template rewrites it later."""
+        content = messages[index]["content"].strip()
+        text = self._text(messages[: index + 1], tools=tools)
+        prompt = self._prompt_of(messages, index, tools)
+        opened, closing = self._frame(tuple(message["role"] for message in messages[: index + 1]))
+
+        # The text before the turn is the generation prompt, or the prompt without its end where the turn lacks it.
         lead = prompt
-        if opened and prompt.endswith(opened) and not after.startswith(prompt):
+        if opened and prompt.endswith(opened) and not text.startswith(prompt):
             lead = prompt.removesuffix(opened)
-        if not after.startswith(lead):
-            raise BadSample(f"the chat template renders turn {i + 1} differently from its own generation prompt")
-        spoken = after[len(lead) :]
-        if lead != prompt and closing is not None and spoken.endswith(closing):
-            kept = spoken.removesuffix(closing).strip()
-            if content.startswith(opened.strip()) or (kept != content and content.endswith(kept)):
-                # the prompt holds the answer's beginning, which the template leaves out: the content continues the prompt
-                lead, spoken = prompt, content.removeprefix(opened.strip()).lstrip() + closing
-        end, ends = self._end_of(spoken, messages[i]["content"], closing)
-        said = spoken[: [*self._end.finditer(spoken, 0, end)][-1].start()] if ends else spoken[:end]
-        if not said.strip():
-            raise BadSample(f"the chat template leaves turn {i + 1} out")
-        shortened = _squeezed(content) not in _squeezed(lead[len(lead) - len(opened) :] + spoken)
-        return Asked(lead + spoken[:end], len(lead), ends, shortened)
+        if not text.startswith(lead):
+            raise BadSample(f"the chat template renders turn {index + 1} differently from its own generation prompt")
+        turn = text[len(lead) :]
+        if lead != prompt and closing is not None and turn.endswith(closing):
+            written = turn.removesuffix(closing).strip()
+            if content.startswith(opened.strip()) or (written != content and content.endswith(written)):
+                # The prompt has the answer's beginning, which the template leaves out: the content continues the prompt.
+                lead = prompt
+                turn = content.removeprefix(opened.strip()).lstrip() + closing
 
-    def _prompt_of(self, messages: list[dict[str, Any]], i: int, tools: list[dict[str, Any]] | None) -> str:
-        """Return what the model is given before turn ``i``."""
+        end, has_end = self._end_of(turn, messages[index]["content"], closing)
+        answer = turn[:end]
+        if has_end:
+            *_, end_token = self._end_token.finditer(turn, 0, end)
+            answer = turn[: end_token.start()]
+        if not answer.strip():
+            raise BadSample(f"the chat template leaves turn {index + 1} out")
+        shortened = _squeezed(content) not in _squeezed(lead[len(lead) - len(opened) :] + turn)
+        return GeneratedTurn(lead + turn[:end], len(lead), has_end, shortened)
+
+    def _prompt_of(self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None) -> str:
+        """Return the text before a turn that the model continues."""
         try:
-            return self._text(messages[:i], True, tools)
+            return self._text(messages[:index], True, tools)
         except BadSample:
             content = messages[0]["content"]
-            if i > 0 or not content.strip():
+            if index > 0 or not content.strip():
                 raise
         # Many templates look at the first turn, and there is none before a greeting: the prompt is all before its content.
         text = self._text(messages[:1], tools=tools)
         written = content if content in text else content.strip()
         return text.rpartition(written)[0]
 
-    def _around_last(self, roles: tuple[str, ...]) -> Around:
-        if roles not in self._around:
-            self._around[roles] = self._learn_around(roles)
-        return self._around[roles]
+    def _frame(self, roles: tuple[str, ...]) -> TurnFrame:
+        if roles not in self._frames:
+            self._frames[roles] = self._learn_frame(roles)
+        return self._frames[roles]
 
-    def _learn_around(self, roles: tuple[str, ...]) -> Around:
+    def _learn_frame(self, roles: tuple[str, ...]) -> TurnFrame:
         messages, contents = _stand_ins(roles)
         try:
-            prompt, without = self._text(messages[:-1], prompt=True), self._text(messages[:-1])
-            after = self._text(messages)
+            prompt = self._text(messages[:-1], prompt=True)
+            without_prompt = self._text(messages[:-1])
+            text = self._text(messages)
         except BadSample:
-            return Around()
-        if after.count(contents[-1]) != 1:
-            return Around()
-        lead, closing = after.split(contents[-1])
-        lead, closing = lead.removesuffix("\t"), closing.removeprefix("\t")
-        shared = _shared(lead, prompt)
-        if shared < _shared(without, prompt):  # they differ before the generation prompt begins
-            return Around("", closing)
-        return Around(prompt[shared:], closing)
+            return TurnFrame()
+        if text.count(contents[-1]) != 1:
+            return TurnFrame()
+        lead, closing = text.split(contents[-1])
+        lead = lead.removesuffix("\t")
+        closing = closing.removeprefix("\t")
+        shared_length = _shared_length(lead, prompt)
+        # They differ before the generation prompt begins.
+        if shared_length < _shared_length(without_prompt, prompt):
+            return TurnFrame("", closing)
+        return TurnFrame(prompt[shared_length:], closing)
 
     def _skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
         """Return the skeleton that was learnt from a placeholder chat with the same roles; None where there is none."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._skeletons:
-            self._skeletons[roles] = self._learn(roles)
+            self._skeletons[roles] = self._learn_skeleton(roles)
         return self._skeletons[roles]
 
-    def _learn(self, roles: tuple[str, ...]) -> Skeleton | None:
+    def _learn_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
         messages, contents = _stand_ins(roles)
-        spoken = _assistant_turns(messages)
+        assistant_turns = _assistant_turns(messages)
         try:
             text = self._text(messages)
-            rows = _rows(text, [self._asked(messages, i) for i in spoken])
+            rows = _rows(text, [self._generated_turn(messages, index) for index in assistant_turns])
         except BadSample:
             return None
-        if len(rows) > 1 or rows[0][0] != text or any(self._around_last(roles[: i + 1]).opened for i in spoken):
+        if len(rows) > 1 or rows[0][0] != text:
             return None
-        turns = iter([asked.turn for asked in rows[0][1]])
-        parts, at = [], 0
+        if any(self._frame(roles[: index + 1]).opened for index in assistant_turns):
+            return None
+        generated_turns = iter(rows[0][1])
+        slots = []
+        slot_start = 0
         for role, content in zip(roles, contents, strict=True):
             if text.count(content) != 1:
                 return None
-            start, stop = text.index(content), text.index(content) + len(content)
+            start = text.index(content)
+            stop = start + len(content)
+            # A template that trims the content removes the tabs around it, too.
             trims = text[start - 1] != "\t" and text[stop : stop + 1] != "\t"
             if not trims:
-                start, stop = start - 1, stop + 1
-            around = None
+                start -= 1
+                stop += 1
+            span = None
             if role == "assistant":
-                turn = next(turns)
-                around = Turn(turn.start - start, turn.stop - stop, turn.ends)
-            parts.append(Part(text[at:start], trims, around))
-            at = stop
-        return Skeleton(parts, text[at:], self._writes_only)
+                turn = next(generated_turns).span
+                span = TurnSpan(turn.start - start, turn.stop - stop, turn.has_end)
+            slots.append(TurnSlot(text[slot_start:start], trims, span))
+            slot_start = stop
+        return Skeleton(slots, text[slot_start:], self._writes_only)
 
-    def _end_of(self, spoken: str, content: str, closing: str | None) -> tuple[int, bool]:
-        """Return the position in ``spoken`` where the turn ends, and whether a token ends it there.
+    def _end_of(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
+        """Return the position in ``turn`` where it ends, and whether a token ends it there.
 
         The end is the first added token after the content, or the content's last character where there is no such token.
         """
-        if closing is not None and spoken.endswith(closing):
-            behind = len(spoken) - len(closing)
-            end = self._end.search(spoken, behind)
+        if closing is not None and turn.endswith(closing):
+            content_end = len(turn) - len(closing)
+            end = self._end_token.search(turn, content_end)
         else:
-            behind = _behind(spoken, content.strip())
-            ends = list(self._end.finditer(spoken, behind))
-            end = ends[0 if behind else -1] if ends else None
-            behind = _behind(spoken, content)
-        return (end.end(), True) if end else (max(len(spoken.rstrip()), behind), False)
+            trimmed_end = _content_end(turn, content.strip())
+            end_tokens = list(self._end_token.finditer(turn, trimmed_end))
+            end = None
+            if end_tokens:
+                # Where the template changed the content, its tokens may come first.
+                end = end_tokens[0] if trimmed_end else end_tokens[-1]
+            content_end = _content_end(turn, content)
+        if end:
+            return end.end(), True
+        return max(len(turn.rstrip()), content_end), False
 
-    def _closed(self, text: str, turns: list[Turn], shortened: int = 0) -> Rendered:
+    def _closed(self, text: str, turns: list[TurnSpan], shortened: int = 0) -> Rendered:
         """Return the row with an end-of-text token after each turn that no token ends."""
-        if all(turn.ends for turn in turns):
+        if all(turn.has_end for turn in turns):
             return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0, shortened)
         if self.eos is None:
             raise ConfigError(
@@ -637,25 +710,36 @@ class ChatTemplate:
                 "end-of-text token to put there: the model would never learn to stop. "
                 "Give another template with --chat_template FILE, or an instruct model's tokenizer."
             )
-        pieces, spans, at, size = [], [], 0, 0
-        for start, stop, ends in turns:
-            pieces += [text[at:stop], "" if ends else self.eos]
-            spans.append((size + start - at, size := size + len(pieces[-2]) + len(pieces[-1])))
-            at = stop
-        return Rendered("".join([*pieces, text[at:]]), spans, sum(not turn.ends for turn in turns), shortened)
+        pieces = []
+        spans = []
+        copied = 0
+        added_length = 0  # of the end-of-text tokens so far, by which later turns move
+        added_eos = 0
+        for start, stop, has_end in turns:
+            pieces.append(text[copied:stop])
+            copied = stop
+            turn_start = start + added_length
+            if not has_end:
+                pieces.append(self.eos)
+                added_length += len(self.eos)
+                added_eos += 1
+            spans.append((turn_start, stop + added_length))
+        pieces.append(text[copied:])
+        return Rendered("".join(pieces), spans, added_eos, shortened)
 
 
-def _rows(text: str, asked: list[Asked]) -> list[tuple[str, list[Asked]]]:
+def _rows(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[GeneratedTurn]]]:
     """Return as few rows as are needed to supervise every turn: (text, turns) each, the whole chat first.
 
     A row supervises a turn where it begins with exactly the prompt of the model and the turn.
     """
     rows = []
-    for whole in (text, *(turn.text for turn in reversed(asked))):
-        found = [turn for turn in asked if whole.startswith(turn.text)]
-        if found:
-            rows.append((whole, found))
-        asked = [turn for turn in asked if turn not in found]
+    missing = turns
+    for row_text in (text, *(turn.text for turn in reversed(turns))):
+        row_turns = [turn for turn in missing if row_text.startswith(turn.text)]
+        if row_turns:
+            rows.append((row_text, row_turns))
+        missing = [turn for turn in missing if turn not in row_turns]
     return rows
 
 
@@ -665,12 +749,18 @@ def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]
     Tabs around the contents show whether the template trims. No template writes such characters itself.
     """
     contents = [f"\x02{i}\x02" for i in range(len(roles))]
-    return [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)], contents
+    messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
+    return messages, contents
 
 
-def _shared(one: str, other: str) -> int:
+def _shared_length(one_text: str, other_text: str) -> int:
     """Return the length of the common prefix of two texts."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    length = 0
+    for one_character, other_character in zip(one_text, other_text, strict=False):
+        if one_character != other_character:
+            break
+        length += 1
+    return length
 
 
 def _twin(token: str) -> str:
@@ -715,14 +805,15 @@ def _compiled(source: str) -> Template:
     return _compile_jinja_template(source)
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate | None:
-    if given is None and not tokenizer.chat_template:
+def _template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
+    """Return ``override``, or else the tokenizer's chat template; None where there is neither."""
+    if override is None and not tokenizer.chat_template:
         return None
     from jinja2 import TemplateSyntaxError
 
-    where = "--chat_template" if given else "the tokenizer's chat template"
+    where = "--chat_template" if override else "the tokenizer's chat template"
     try:
-        source = tokenizer.get_chat_template(given)
+        source = tokenizer.get_chat_template(override)
         # Jinja computes constant expressions when it compiles, and Python limits how deeply blocks are nested.
         with template_memory(), template_time():
             _compiled(source)
@@ -732,7 +823,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemp
         raise ConfigError(f"{where}: Python cannot compile it: {error.msg}.") from None
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
-    if given is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
+    if override is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
         way_out = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
     else:
         way_out = _OTHER_TEMPLATE
@@ -740,10 +831,10 @@ def _template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemp
         return ChatTemplate(source, tokenizer, way_out)
 
 
-def _tool_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate | None:
+def _tool_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
     """Return the template that transformers takes for chats with tools; None where all chats have the same one."""
     source = _named_templates(tokenizer).get(_TOOL_TEMPLATE)
-    if given is not None or source is None:
+    if override is not None or source is None:
         return None
     return _template(tokenizer, source)
 
@@ -757,10 +848,12 @@ def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:
     results: list[Any] = [None] * len(samples)
     for kind, encode in encoders.items():
-        chosen = [i for i, sample in enumerate(samples) if type(sample) is kind]
-        if chosen:
-            for i, result in zip(chosen, encode([samples[i] for i in chosen]), strict=True):
-                results[i] = result
+        indices = [index for index, sample in enumerate(samples) if type(sample) is kind]
+        if not indices:
+            continue
+        encoded = encode([samples[index] for index in indices])
+        for index, result in zip(indices, encoded, strict=True):
+            results[index] = result
     return results
 
 
@@ -770,8 +863,8 @@ def _each_pair(
     """Encode the pairs that name no special token. The others are bad samples."""
     pairs = [Pair(control.bare(pair.source, ends=False), control.bare(pair.target, begins=False)) for pair in samples]
     refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
-    good = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
-    encoded = iter(encode(good) if good else [])
+    accepted = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
+    encoded = iter(encode(accepted) if accepted else [])
     return [BadSample(refusal) if refusal else next(encoded) for refusal in refusals]
 
 
@@ -793,6 +886,6 @@ def _assistant_turns(messages: list[dict[str, str]]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _behind(text: str, part: str) -> int:
-    """Return the position after ``part``; 0 where ``text`` does not contain it, since a template changed it."""
-    return text.find(part) + len(part) if part in text else 0
+def _content_end(text: str, content: str) -> int:
+    """Return the position after ``content``; 0 where ``text`` does not contain it, since a template changed it."""
+    return text.find(content) + len(content) if content in text else 0

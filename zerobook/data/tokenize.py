@@ -289,18 +289,12 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
             begins.append(begins_sample)
             begins_sample = False
 
+    ids = Ragged.join([document.input_ids for document in documents])
     labels = None
     if reading.format != "text":
         labels = Ragged.join([document.labels for document in documents])
-    return EncodedChunk(
-        ids=Ragged.join([document.input_ids for document in documents]),
-        labels=labels,
-        extra=_join_extra(documents),
-        weights=np.array(weights, np.int32),
-        begins=np.array(begins, bool),
-        bad=bad,
-        counts=counts,
-    )
+    extra = _join_extra(documents)
+    return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 
 
 def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
