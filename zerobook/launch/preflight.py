@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +24,23 @@ from zerobook.utils.versions import versions
 if TYPE_CHECKING:
     from zerobook.strategy import Strategy
 
-OWN_KEYS = ("cache_dir",)
+HOST_KEYS = ("cache_dir",)
 """Keys of the config that may differ from host to host."""
 COMPARED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUBLAS_", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "PYTORCH_", "TOKENIZERS_")
 """Beginnings of environment variables that usually have the same value on all hosts."""
-OWN_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
+HOST_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
 """Variables that name a host's own devices."""
+MUST_AGREE = {
+    "versions": ("version of", "Install the same environment on all hosts."),
+    "code": ("code of", "Update the clone on all hosts, or launch from a disk that they share."),
+    "config": ("config:", "Start all hosts with the same config and flags."),
+}
+"""Table of facts that has to be the same on all hosts -> (beginning of the message, what to do)."""
 CLOCKS_S = 30.0
 """Difference of clocks that is worth a warning: logs and files of hosts are then hard to put in order."""
-UNEQUAL = 2.0
-"""Ratio of free memory between hosts that is worth a warning."""
-HASH = 12
+FREE_RATIO = 2.0
+"""Ratio of free memory, or free disk, between hosts that is worth a warning."""
+HASH_LENGTH = 12
 
 
 def check(strategy: Strategy, config: RecipeConfig) -> None:
@@ -45,11 +52,12 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     """
     if strategy.nodes < 2:
         return
-    strategy.barrier()  # clocks are read at the same moment
-    found = _of_hosts(strategy, lambda: facts(config, strategy.plan.name))
+    # All ranks read their clocks at the same moment.
+    strategy.barrier()
+    hosts = _gather_of_hosts(strategy, lambda: facts(config, strategy.plan.name))
 
     def compare() -> None:
-        problems, warnings = differences(found)
+        problems, warnings = differences(hosts)
         for warning in warnings:
             say(f"  warning: {warning}")
         if problems:
@@ -72,39 +80,46 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
     """
     if strategy.nodes < 2:
         return
-    found = _of_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
+    hosts = _gather_of_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
 
     def compare() -> None:
-        problems = [
-            f"{name}: the fingerprint of the prepared data is {said}. The files, the tokenizer or the chat template differ."
-            for name in fingerprints
-            if (said := _unequal(found, [host["data"].get(name) for host in found]))
-        ]
+        problems = []
+        for name in fingerprints:
+            difference = _difference(hosts, [host["data"].get(name) for host in hosts])
+            if difference:
+                problems.append(
+                    f"{name}: the fingerprint of the prepared data is {difference}. The files, the tokenizer or the chat "
+                    "template differ."
+                )
         if problems:
             raise ConfigError(problems)
 
     strategy.on_main(compare)
 
 
-def _of_hosts(strategy: Strategy, look: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the result of ``look`` on each host, on rank 0; an empty list on the others. Collective."""
-    found = strategy.to_main(look() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None)
-    return [host for host in found or [] if host is not None]
+def _gather_of_hosts(strategy: Strategy, read_facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the result of ``read_facts`` on each host, on rank 0; an empty list on the others. Collective."""
+    # One rank of each host reads the facts. The others take part in the collective with nothing.
+    is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    of_ranks = strategy.to_main(read_facts() if is_first_of_host else None)
+    return [host for host in of_ranks or [] if host is not None]
 
 
 def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dict[str, Any]:
     """Return what is compared of this host. ``recipe`` is the recipe's file; None: this process's program."""
     import psutil
 
-    memory, cache = psutil.virtual_memory(), Path(config.cache_dir or Path.home())
+    memory = psutil.virtual_memory()
+    cache = Path(config.cache_dir or Path.home())
+    config_values = config.model_dump(mode="json")
     return {
         "host": socket.gethostname(),
         "strategy": strategy,
         "versions": versions(),
         "code": code(Path(recipe or sys.argv[0])),
-        "config": {key: value for key, value in config.model_dump(mode="json").items() if key not in OWN_KEYS},
-        "environment": _variables(os.environ),
-        "gpus": _gpus(),
+        "config": {key: value for key, value in config_values.items() if key not in HOST_KEYS},
+        "environment": _compared_variables(os.environ),
+        "gpus": _gpu_names(),
         "driver": gpus.driver_version(),
         "cores": psutil.cpu_count(),
         "memory": memory.total,
@@ -120,75 +135,94 @@ def code(recipe: Path) -> dict[str, str]:
     state = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         state.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
-    own = hashlib.sha256(recipe.read_bytes()).hexdigest()[:HASH] if recipe.is_file() else "none"
-    return {"zerobook": state.hexdigest()[:HASH], recipe.name: own}
+    recipe_hash = hashlib.sha256(recipe.read_bytes()).hexdigest()[:HASH_LENGTH] if recipe.is_file() else "none"
+    return {"zerobook": state.hexdigest()[:HASH_LENGTH], recipe.name: recipe_hash}
 
 
 def differences(hosts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
     """Compare the `facts` of all hosts. Return (problems, warnings), each a sentence with both values and the hosts."""
+    return _find_problems(hosts), _find_warnings(hosts)
+
+
+def _find_problems(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a problem for each difference by which the hosts would train something else."""
     problems: list[str] = []
+    for table, (beginning, advice) in MUST_AGREE.items():
+        for key in _keys([host[table] for host in hosts]):
+            difference = _difference(hosts, [host[table].get(key) for host in hosts])
+            if difference:
+                problems.append(f"{beginning} {key}: {difference}. {advice}")
+    difference = _difference(hosts, [host["strategy"] for host in hosts])
+    if difference:
+        problems.append(f"strategy: {difference}. Start all hosts with the same --config_file.")
+    return problems
+
+
+def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning for each difference by which the run may be slow, or its logs hard to read."""
     warnings: list[str] = []
     names = [host["host"] for host in hosts]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        warnings.append(f"host names: {', '.join(twice)} is the name of several hosts. Reports cannot tell them apart.")
-    for name, what, way_out in (
-        ("versions", "version of", "Install the same environment on all hosts."),
-        ("code", "code of", "Update the clone on all hosts, or launch from a disk that they share."),
-        ("config", "config:", "Start all hosts with the same config and flags."),
-    ):
-        for key in _keys(host[name] for host in hosts):
-            if said := _unequal(hosts, [host[name].get(key) for host in hosts]):
-                problems.append(f"{what} {key}: {said}. {way_out}")
-    if said := _unequal(hosts, [host["strategy"] for host in hosts]):
-        problems.append(f"strategy: {said}. Start all hosts with the same --config_file.")
-    for key in _keys(host["environment"] for host in hosts):
-        if said := _unequal(hosts, [host["environment"].get(key) for host in hosts]):
-            warnings.append(f"environment variable {key}: {said}.")
-    for key, what in (("gpus", "GPUs"), ("driver", "GPU driver"), ("cores", "CPU cores")):
-        if said := _unequal(hosts, [host[key] for host in hosts]):
-            warnings.append(f"{what}: {said}. The slowest host decides the pace of all.")
-    for key, what in (("memory_free", "free memory"), ("disk_free", "free disk for prepared data")):
-        least, most = (choose(hosts, key=lambda host: host[key]) for choose in (min, max))
-        if most[key] > UNEQUAL * max(least[key], 1):
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        warnings.append(f"host names: {', '.join(repeated)} is the name of several hosts. Reports cannot tell them apart.")
+    for key in _keys([host["environment"] for host in hosts]):
+        difference = _difference(hosts, [host["environment"].get(key) for host in hosts])
+        if difference:
+            warnings.append(f"environment variable {key}: {difference}.")
+    for key, title in (("gpus", "GPUs"), ("driver", "GPU driver"), ("cores", "CPU cores")):
+        difference = _difference(hosts, [host[key] for host in hosts])
+        if difference:
+            warnings.append(f"{title}: {difference}. The slowest host decides the pace of all.")
+    for key, title in (("memory_free", "free memory"), ("disk_free", "free disk for prepared data")):
+        least = min(hosts, key=itemgetter(key))
+        most = max(hosts, key=itemgetter(key))
+        if most[key] > FREE_RATIO * max(least[key], 1):
             warnings.append(
-                f"{what}: {size(least[key])} on {least['host']} and {size(most[key])} on {most['host']}. Does another program "
+                f"{title}: {size(least[key])} on {least['host']} and {size(most[key])} on {most['host']}. Does another program "
                 f"use {least['host']}?"
             )
-    early, late = (choose(hosts, key=lambda host: host["clock"]) for choose in (min, max))
-    if late["clock"] - early["clock"] > CLOCKS_S:
-        ahead = late["clock"] - early["clock"]
+    earliest = min(hosts, key=itemgetter("clock"))
+    latest = max(hosts, key=itemgetter("clock"))
+    seconds_ahead = latest["clock"] - earliest["clock"]
+    if seconds_ahead > CLOCKS_S:
         warnings.append(
-            f"clocks: {late['host']} is {ahead:.0f} s ahead of {early['host']}. Set the time by NTP on both; times in logs are "
-            "each host's own."
+            f"clocks: {latest['host']} is {seconds_ahead:.0f} s ahead of {earliest['host']}. Set the time by NTP on both; "
+            "times in logs are each host's own."
         )
-    return problems, warnings
+    return warnings
 
 
 def _keys(tables: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for table in tables for key in table))
 
 
-def _unequal(hosts: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> str | None:
+def _difference(hosts: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> str | None:
     """Return ``2.13.0 on hosta, hostc; 2.12.1 on hostb``, the most frequent value first; None if all are equal."""
-    groups: dict[str, list[str]] = {}
+    names_by_value: dict[str, list[str]] = {}
     for host, value in zip(hosts, values, strict=True):
-        groups.setdefault("not set" if value is None else str(value), []).append(host["host"])
-    if len(groups) == 1:
+        text = "not set" if value is None else str(value)
+        names_by_value.setdefault(text, []).append(host["host"])
+    if len(names_by_value) == 1:
         return None
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return "; ".join(f"{value} on {_few(names)}" for value, names in ordered)
+    ordered = sorted(names_by_value.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{value} on {_shorten(names)}" for value, names in ordered)
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _shorten(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    listed = ", ".join(names[:4])
+    return f"{listed} and {len(names) - 4} more" if len(names) > 4 else listed
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in sorted(environ.items()) if key.startswith(COMPARED) and key not in OWN_VARIABLES}
+def _compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in sorted(environ.items()) if key.startswith(COMPARED) and key not in HOST_VARIABLES}
 
 
-def _gpus() -> str:
+def _gpu_names() -> str:
+    """Return the kinds of this host's GPUs, as ``8 x NVIDIA H100``."""
     import torch
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if not torch.cuda.is_available():
+        return "none"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
