@@ -11,7 +11,8 @@ import pytest
 from tests.test_runlog import run  # noqa: F401  a fixture
 from zerobook.cli.completion import ACTIONS
 from zerobook.cli.main import COMMANDS, HELP, main
-from zerobook.cli.runlog import _ACTIONS as RUNLOG_ACTIONS
+from zerobook.cli.runlog import ACTIONS as RUNLOG_ACTIONS
+from zerobook.cli.runlog import OWN_PARSERS
 
 
 def test_a_wrong_command_is_answered_with_the_nearest(capsys):
@@ -42,7 +43,7 @@ def test_help_names_every_command():
 
 
 @pytest.mark.parametrize("typed, completed", [
-    ("ru", ["runlog"]), ("", list(COMMANDS)), ("runlog sp", ["spikes"]), ("checkpoint p", ["pin", "prune"]),
+    ("ru", ["runlog"]), ("", list(COMMANDS)), ("runlog sh", ["show"]), ("checkpoint p", ["pin", "prune"]),
 ])  # fmt: skip
 def test_bash_completes_commands_and_actions(capsys, typed, completed):
     assert main(["completion", "bash"]) == 0
@@ -57,7 +58,7 @@ def test_bash_completes_commands_and_actions(capsys, typed, completed):
 
 
 def test_completion_knows_the_actions_there_are():
-    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, "compare", "report", "test-detector"}
+    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, *OWN_PARSERS}
 
 
 def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
@@ -66,8 +67,15 @@ def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
         return json.loads(capsys.readouterr().out)
 
     assert told("status")["status"].startswith("Finished: step 40") and told("status")["run_end"]["progress"] == {"step": 40}
-    assert [event["onset"] for event in told("spikes")] == [18]
+    shown = told("show")
+    assert [event["onset"] for event in shown["spikes"]] == [18]
     assert [event["type"] for event in told("why")[0]] == ["spike", "decision", "rollback", "skip", "rollback"]
-    assert told("lost")["steps_given_up"] and told("path")[0]["number"] == 0 and told("skipped")[0]["samples"] == 3
-    assert {event["step"] for event in told("good")} == {10, 30}
-    assert main(["runlog", "note", str(run), "x", "--json"]) == 2 and "it prints no JSON" in capsys.readouterr().err
+    assert shown["time"]["steps_given_up"]
+    assert shown["branches"][0]["number"] == 0
+    assert shown["skipped"][0]["samples"] == 3
+    assert {event["step"] for event in shown["checkpoints"]} == {10, 30}
+    assert main(["runlog", "show", str(run), "spikes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == shown["spikes"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["runlog", "note", str(run), "x", "--json"])
+    assert "--json" in capsys.readouterr().err

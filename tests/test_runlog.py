@@ -451,19 +451,21 @@ def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_pa
 
 
 def test_the_story_is_told_from_every_side(run, capsys):
-    said = {
-        action: told(capsys, action, run)[1]
-        for action in ("status", "why", "spikes", "lost", "good", "skipped", "path", "verify")
-    }
+    said = {action: told(capsys, action, run)[1] for action in ("status", "why", "verify")}
+    views = ("spikes", "time", "checkpoints", "skipped", "branches")
+    said |= {view: told(capsys, "show", run, view)[1] for view in views}
+    said["show"] = told(capsys, "show", run)[1]
+    assert all(said[view].strip() in said["show"] for view in views)
     assert "Finished: step 40 of 10" in said["status"] and "attempt 2, branch 2" in said["status"]
     assert "Held-out loss 1.5000 at step 40" in said["status"] and "Last decision: skip" in said["status"]
     assert "DAMAGE at step 18" in said["why"] and "3 samples of steps 17 to 20 are left out" in said["why"]
     assert said["why"].index("DAMAGE") < said["why"].index("Decision") < said["why"].index("Back at step 10")
     assert "2 -> 3" in said["spikes"] and "skip" in said["spikes"]
-    assert "training given up: rollback" in said["lost"] and "training given up: stop before a save" in said["lost"]
-    assert "proven good" in said["good"] and "not proven yet" in said["good"]
+    assert "training given up: rollback" in said["time"] and "training given up: stop before a save" in said["time"]
+    assert "proven good" in said["checkpoints"] and "not proven yet" in said["checkpoints"]
     assert "5-6, 9" in said["skipped"]
-    assert "step 10" in said["path"] and "Resumed" not in said["path"] and "goes on from step 30" in said["path"]
+    branches = said["branches"]
+    assert "step 10" in branches and "Resumed" not in branches and "goes on from step 30" in branches
     assert "all sound" in said["verify"], said["verify"]
     assert told(capsys, "why", run, 19) == (0, said["why"]) and told(capsys, "why", run, 3)[0] == 1
 
@@ -499,8 +501,8 @@ def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_
     assert found["differing"] == {
         "strategy": ["DDP", "ZeRO-3"], "processes": [2, 4], "deepspeed.zero_optimization.stage": [None, 3],
     }  # fmt: skip
-    for arguments in ((tmp_path, 1, 2), (tmp_path, 2, 1)):
-        text = told(capsys, "diff", *arguments)[1]
+    for attempts in ((1, 2), (2, 1)):
+        text = told(capsys, "compare", tmp_path, "--attempts", *attempts)[1]
         assert "ZeRO-3" in text and "processes" in text and "differ from step 3 on" in text
     told(capsys, "report", tmp_path)
     assert "strategy DDP -&gt; ZeRO-3" in (tmp_path / "runlog" / "report.md").read_text()
@@ -534,10 +536,10 @@ def test_a_command_to_paste_quotes_what_the_log_names(run, tmp_path, capsys):
 
 
 def test_comparing_replaying_and_noting(run, tmp_path, capsys):
-    text = told(capsys, "diff", run, 1, 2)[1]
+    text = told(capsys, "compare", run, "--attempts", 1, 2)[1]
     assert "seed" in text and "strategy" not in text
     assert "losses of the 4 steps that both have are the same" in text, "steps 31 to 34 were done again"
-    assert "the same, bit for bit" in told(capsys, "diff", run, run)[1]
+    assert "the same, bit for bit" in told(capsys, "compare", run, run)[1]
     code, text = told(capsys, "replay", run, 18)
     assert code == 0 and "--resume_from_checkpoint" in text and "step-000010" in text
     assert told(capsys, "replay", run, 300)[0] == 1
@@ -549,10 +551,20 @@ def test_comparing_replaying_and_noting(run, tmp_path, capsys):
     log.take_notes()
     log.close()
     assert [e["text"] for e in read(log.folder / "events.jsonl") if e["type"] == "note"] == ["looks fine", "while it runs"]
-    for wrong in (["diff", run], ["diff", run, 1, 7], ["replay", run], ["why", run, "x"], ["status", tmp_path / "none"],
-                  ["lost", run, "x"], ["note", run, " "]):  # fmt: skip
+    of_the_log = (
+        ["compare", run],
+        ["compare", run, "--attempts", 1, 7],
+        ["compare", run, run, "--attempts", 1, 2],
+        ["status", tmp_path / "none"],
+        ["note", run, " "],
+    )
+    for wrong in of_the_log:
         assert main(["runlog", *map(str, wrong)]) == 2
         assert "RunLogError" in capsys.readouterr().err
+    for wrong in (["replay", run], ["why", run, "x"], ["show", run, "x"], ["status", run, "x"], ["note", run]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["runlog", *map(str, wrong)])
+        assert capsys.readouterr().err.startswith("zerobook runlog")
 
 
 def test_status_reads_little_of_a_long_log(tmp_path, capsys):

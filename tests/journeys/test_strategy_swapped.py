@@ -51,7 +51,7 @@ def test_a_run_that_was_killed_goes_on_under_another_strategy_file(tmp_path, tin
     (changed,) = [event["differing"] for event in mine.events if event["type"] == "launch_diff"]
     assert changed["strategy"] == ["ZeRO-2", "FSDP2"] and "processes" not in changed
     assert next(event["steps"] for event in mine.events if event["type"] == "verify")[0] == 5
-    said = zerobook("runlog", "diff", "mine", "1", "2")
+    said = zerobook("runlog", "compare", "mine", "--attempts", "1", "2")
     assert "ZeRO-2" in said and "FSDP2" in said and ("differ from step" in said or "the same, bit for bit" in said)
     zerobook("runlog", "report", "mine")
     page = (tmp_path / "mine" / "runlog" / "report.html").read_text()

@@ -1,9 +1,12 @@
-"""``zerobook runlog compare A B C ...``: several runs in one table, with what differs in their settings."""
+"""``zerobook runlog compare A B C ...``: several runs in one table, with what differs in their settings.
+
+Of two runs, and of two attempts of one (``compare RUN --attempts 1 2``), it also says from which step on the losses differ.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from zerobook.runlog import compare
 from zerobook.runlog.facts import code_version, run_results, short_name
 from zerobook.runlog.history import History
 from zerobook.utils.terminal import console, say
-from zerobook.utils.units import count, size
+from zerobook.utils.units import count, counted, size
 
 WIDTH = 80
 """Columns of the table where the output is no terminal."""
@@ -22,6 +25,7 @@ RUN_COLUMNS = 11
 """Fewest columns of a run; more runs than fit stand in further tables."""
 IGNORED_SETTINGS = {"output_dir", "resume_from_checkpoint"}
 """Settings that differ between any two runs, and change nothing in what they compute."""
+SAME_SETTINGS = "The settings, the launch and the versions are the same."
 
 RESULTS: dict[str, Callable[[Any], str]] = {
     "held-out loss": lambda run: _number(run["loss"], "{:.4f}"),
@@ -40,49 +44,100 @@ def compare_runs(arguments: list[str]) -> int:
     """Entry of the command; returns the exit code."""
     parser = Parser("zerobook runlog compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
+    parser.add_argument("--attempts", nargs=2, type=int, metavar="N", help="compare two attempts of one run")
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure as a number")
-    known = parser.parse_args(arguments)
-    if len(known.runs) < 2:
-        raise RunLogError(f"zerobook runlog compare: {known.runs[0]} is one run. Give two or more.")
-    histories = [History.read(run) for run in known.runs]
-    settings = _differing_settings(histories)
+    flags = parser.parse_args(arguments)
+    histories = [History.read(run) for run in flags.runs]
+    if flags.attempts is not None:
+        if len(histories) > 1:
+            raise RunLogError(f"zerobook runlog compare --attempts: they are of one run, and {len(histories)} are given.")
+        return _compare_attempts(flags.runs[0], histories[0], flags.attempts, as_json=flags.json)
+    if len(histories) < 2:
+        raise RunLogError(
+            f"zerobook runlog compare: {flags.runs[0]} is one run. Give two or more, or --attempts with the numbers of two."
+        )
+    starts = [history.of("run_start") for history in histories]
+    settings = _differing_settings([_settings(run_starts[-1]) if run_starts else {} for run_starts in starts])
     results = [run_results(history) for history in histories]
-    if known.json:
-        runs = [
-            {"run": run, **result, "settings": {key: values[index] for key, values in settings.items()}}
-            for index, (run, result) in enumerate(zip(known.runs, results, strict=True))
-        ]
+    if flags.json:
+        runs = []
+        for index, run in enumerate(flags.runs):
+            run_settings = {key: values[index] for key, values in settings.items()}
+            runs.append({"run": run, **results[index], "settings": run_settings})
         print(json.dumps(runs, indent=2, default=str))
         return 0
-    names = _names(known.runs)
+    names = _names(flags.runs)
     _print_tables(names, settings, results)
     _say_best(names, results)
+    if len(histories) == 2:
+        _say_where_losses_differ(*(_losses(history.steps(living=True)) for history in histories))
     return 0
 
 
-def _differing_settings(histories: Sequence[History]) -> dict[str, list[Any]]:
+def _compare_attempts(run: str, history: History, numbers: Sequence[int], *, as_json: bool) -> int:
+    starts = {event["attempt"]: event for event in history.of("run_start")}
+    for number in numbers:
+        if number not in starts:
+            raise RunLogError(f"{run}: it has no attempt {number}, only {', '.join(map(str, starts))}.")
+    settings = _differing_settings([_settings(starts[number]) for number in numbers])
+    if as_json:
+        attempts = []
+        for index, number in enumerate(numbers):
+            attempt_settings = {key: values[index] for key, values in settings.items()}
+            attempts.append({"run": run, "attempt": number, "settings": attempt_settings})
+        print(json.dumps(attempts, indent=2, default=str))
+        return 0
+    _print_tables([f"attempt {number}" for number in numbers], settings, [])
+    _say_where_losses_differ(*(_losses(step for step in history.steps() if step["attempt"] == number) for number in numbers))
+    return 0
+
+
+def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return setting -> its value in each run, of the settings, launches and versions that are not the same in all runs."""
-    settings = [_settings(history) for history in histories]
     keys = sorted(set().union(*settings))
     # Settings of the config stand first, then those of the launch and the versions.
     keys.sort(key=lambda key: key.startswith(("launch.", "version.")))
-    columns = {key: [one.get(key) for one in settings] for key in keys}
-    return {
-        key: values for key, values in columns.items() if any(compare.differences({key: values[0]}, {key: v}) for v in values)
-    }
+    differing = {}
+    for key in keys:
+        values = [run_settings.get(key) for run_settings in settings]
+        if any(compare.differences({key: values[0]}, {key: value}) for value in values[1:]):
+            differing[key] = values
+    return differing
 
 
-def _settings(history: History) -> dict[str, Any]:
-    """Return the settings of a run's newest attempt by name."""
-    starts = history.of("run_start")
-    if not starts:
-        return {}
-    start = starts[-1]
-    found = {key: value for key, value in start["config"].items() if key not in IGNORED_SETTINGS}
-    found |= {f"launch.{key}": value for key, value in compare.launch(start).items()}
-    found |= {f"version.{key}": value for key, value in start["versions"].items()}
-    version = code_version(start)
-    return found | ({"code": version} if version else {})
+def _settings(run_start: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an attempt by name, those of its launch and its versions with a prefix."""
+    settings = {key: value for key, value in run_start["config"].items() if key not in IGNORED_SETTINGS}
+    for key, value in compare.launch(run_start).items():
+        settings[f"launch.{key}"] = value
+    for library, version in run_start["versions"].items():
+        settings[f"version.{library}"] = version
+    commit = code_version(run_start)
+    if commit:
+        settings["code"] = commit
+    return settings
+
+
+def _losses(steps: Iterable[Mapping[str, Any]]) -> dict[int, float | None]:
+    """Return step -> loss; of a step that was done twice, the last one."""
+    return {step["step"]: step["loss"] for step in steps}
+
+
+def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[int, float | None]) -> None:
+    shared = sorted(set(first) & set(second))
+    if not shared:
+        say("They have no step in common.")
+        return
+    step = compare.first_apart(first, second)
+    if step is None:
+        say(f"The losses of the {counted(len(shared), 'step')} that both have are the same, bit for bit.")
+        return
+    # A loss that is not finite is recorded as null.
+    largest = max(shared, key=lambda number: abs((first[number] or 0) - (second[number] or 0)))
+    say(
+        f"The losses differ from step {step} on ({first[step]} and {second[step]}), most at step {largest} "
+        f"({first[largest]} and {second[largest]})."
+    )
 
 
 def _names(runs: Sequence[str]) -> list[str]:
@@ -92,26 +147,35 @@ def _names(runs: Sequence[str]) -> list[str]:
 
 
 def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results: Sequence[dict[str, Any]]) -> None:
-    """Print one row for each figure and setting, and one column for each run."""
+    """Print one row for each figure and setting, and one column for each run.
+
+    Args:
+        results: of each run; empty where the columns are attempts, which have no results of their own.
+    """
     from rich import box
     from rich.table import Table
 
+    if not results and not settings:
+        say(SAME_SETTINGS)
+        return
     out = console(WIDTH)
-    places = max(1, (out.width - LABEL_COLUMNS) // (RUN_COLUMNS + 2))
-    for start in range(0, len(names), places):
-        shown = range(start, min(start + places, len(names)))
+    runs_per_table = max(1, (out.width - LABEL_COLUMNS) // (RUN_COLUMNS + 2))
+    for start in range(0, len(names), runs_per_table):
+        indices = range(start, min(start + runs_per_table, len(names)))
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("", overflow="fold", style="dim")
-        for index in shown:
+        for index in indices:
             table.add_column(names[index], overflow="fold", justify="right")
-        for label, text in RESULTS.items():
-            table.add_row(label, *(text(results[index]) for index in shown))
-        table.add_section()
+        if results:
+            for label, text in RESULTS.items():
+                table.add_row(label, *(text(results[index]) for index in indices))
+            table.add_section()
         for key, values in settings.items():
-            table.add_row(key.removeprefix("launch.").removeprefix("version."), *(_cell(values, index) for index in shown))
+            label = key.removeprefix("launch.").removeprefix("version.")
+            table.add_row(label, *(_cell(values, index) for index in indices))
         out.print(table)
     if not settings:
-        out.print("The settings, the launch and the versions are the same.")
+        say(SAME_SETTINGS)
 
 
 def _cell(values: Sequence[Any], index: int) -> str:

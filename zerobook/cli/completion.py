@@ -13,7 +13,7 @@ from zerobook.cli.arguments import Parser
 ACTIONS = {
     "data": "prepare inspect",
     "checkpoint": "list verify inspect pin unpin prune",
-    "runlog": "compare status why spikes lost good skipped path diff note verify export replay report test-detector",
+    "runlog": "status why show compare note verify export report replay test-detector",
     "completion": "bash zsh",
 }
 SCRIPT = """_zerobook() {{
