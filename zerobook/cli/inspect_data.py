@@ -19,7 +19,7 @@ from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
-from zerobook.data.examine import BadSamples, Examined, Places, examine, held_out_twice, in_both
+from zerobook.data.examine import BadSamples, Examined, Locations, examine, held_out_twice, in_both
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder, describe_default_template
@@ -28,8 +28,8 @@ from zerobook.utils.chat_template import template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
 
-PLACES_OF_REASON = 5
-"""Places that are listed for each reason why samples cannot be used."""
+LOCATIONS_OF_REASON = 5
+"""Locations that are listed for each reason why samples cannot be used."""
 
 
 def inspect(arguments: list[str]) -> int:
@@ -58,7 +58,7 @@ def inspect(arguments: list[str]) -> int:
     elif splits.train.lone_text:
         # The end of the text is held out.
         held_out_count = 0
-        both = Places()
+        both = Locations()
     else:
         held_out_count, both = held_out_twice(train, share / 100, flags.seed)
 
@@ -81,7 +81,7 @@ def inspect(arguments: list[str]) -> int:
             chosen_by = f"--validation_split_percentage {share}, --seed {flags.seed}"
             say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
         _list("held-out samples that are training samples too", both)
-        rows = [(place, {"input_ids": row.input_ids, "labels": row.labels}) for place, row in train.first]
+        rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
     problem = _held_out_problem(held_out, flags.max_seq_length)
@@ -168,23 +168,23 @@ def _print_findings(data: Examined, length: int) -> None:
 
 
 def _list_bad_samples(bad: BadSamples) -> None:
-    """Print the reasons why samples cannot be used, each with its first places."""
+    """Print the reasons why samples cannot be used, each with its first locations."""
     if not bad.count:
         return
     say(f"{bad.count:,} samples that cannot be used:")
-    for reason, places in bad.by_reason.items():
-        listed = "; ".join(places.first[:PLACES_OF_REASON])
-        if places.count > PLACES_OF_REASON:
-            listed += f" and {places.count - PLACES_OF_REASON:,} more"
-        say(f"    {places.count:,} x {reason}")
+    for reason, locations in bad.by_reason.items():
+        listed = "; ".join(locations.first[:LOCATIONS_OF_REASON])
+        if locations.count > LOCATIONS_OF_REASON:
+            listed += f" and {locations.count - LOCATIONS_OF_REASON:,} more"
+        say(f"    {locations.count:,} x {reason}")
         say(f"        {listed}")
 
 
-def _list(what: str, places: Places) -> None:
-    """Print a number of places and the first ones; nothing where there are none."""
-    if places.count:
-        say(f"{places.count:,} {what}:")
-        for place in places.first:
-            say(f"    {place}")
-        if places.count > len(places.first):
-            say(f"    and {places.count - len(places.first):,} more")
+def _list(what: str, locations: Locations) -> None:
+    """Print a number of locations and the first ones; nothing where there are none."""
+    if locations.count:
+        say(f"{locations.count:,} {what}:")
+        for location in locations.first:
+            say(f"    {location}")
+        if locations.count > len(locations.first):
+            say(f"    and {locations.count - len(locations.first):,} more")

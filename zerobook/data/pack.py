@@ -40,41 +40,46 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
         return Packing(np.zeros(1, np.int64), np.empty(0, np.int64))
     if lengths.min() < 1 or lengths.max() > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit into rows of 1 to {capacity} tokens")
-    order = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), np.int64)  # by position in ``order``
-    with_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # room left -> rows
+    row_of = np.empty(len(lengths), np.int64)  # by position among the sorted items
+    rows_by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
     has_rows = np.zeros(capacity + 1, bool)
-    rows = placed = 0
+    row_count = 0
+    placed_count = 0
 
-    def place(chosen: np.ndarray, each: int, room: int, length: int, count: int) -> None:
-        """Put ``count`` items of ``length`` into ``chosen`` rows with ``room``, up to ``each`` a row, in their order."""
-        nonlocal placed
-        row_of[placed : placed + count] = np.repeat(chosen, each)[:count]
-        placed += count
-        whole, rest = divmod(count, each)
-        for group, taken in ((chosen[:whole], each), (chosen[whole:][: rest > 0], rest), (chosen[whole + (rest > 0) :], 0)):
+    def place(rows: np.ndarray, room: int, length: int, count: int) -> None:
+        """Put ``count`` items of ``length`` into ``rows`` with ``room`` each: as many as fit into the first, then the next."""
+        nonlocal placed_count
+        per_row = room // length
+        row_of[placed_count : placed_count + count] = np.repeat(rows, per_row)[:count]
+        placed_count += count
+        full_count, rest = divmod(count, per_row)
+        partial_count = 1 if rest else 0
+        full, partial, untouched = np.split(rows, [full_count, full_count + partial_count])
+        for group, items in ((full, per_row), (partial, rest), (untouched, 0)):
             if len(group):
-                left = room - taken * length
-                with_room[left].append(group)
-                has_rows[left] = True
+                room_left = room - items * length
+                rows_by_room[room_left].append(group)
+                has_rows[room_left] = True
 
-    distinct, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    distinct_lengths, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        # Fill the rows with the least room first.
         for room in (np.flatnonzero(has_rows[length:]) + length).tolist():
             if not count:
                 break
-            chosen = np.concatenate(with_room[room])
-            with_room[room], has_rows[room] = [], False
-            here = min(count, len(chosen) * (room // length))
-            place(chosen, room // length, room, length, here)
-            count -= here
+            rows = np.concatenate(rows_by_room[room])
+            rows_by_room[room] = []
+            has_rows[room] = False
+            fitting_count = min(count, len(rows) * (room // length))
+            place(rows, room, length, fitting_count)
+            count -= fitting_count
         if count:
-            each = capacity // length
-            opened = np.arange(rows, rows + -(-count // each))
-            rows += len(opened)
-            place(opened, each, capacity, length, count)
+            new_count = -(-count // (capacity // length))
+            place(np.arange(row_count, row_count + new_count), capacity, length, count)
+            row_count += new_count
 
+    by_length = np.argsort(-lengths, kind="stable")
     by_row = np.argsort(row_of, kind="stable")
-    offsets = np.zeros(rows + 1, np.int64)
-    np.cumsum(np.bincount(row_of, minlength=rows), out=offsets[1:])
-    return Packing(offsets, order[by_row])
+    offsets = np.zeros(row_count + 1, np.int64)
+    np.cumsum(np.bincount(row_of, minlength=row_count), out=offsets[1:])
+    return Packing(offsets, by_length[by_row])
