@@ -123,73 +123,84 @@ def examine(
         DataError: no sample fits a format.
     """
     examined = Examined(source.name)
-    cutting_encoder = copy.copy(encoder)
-    cutting_encoder.length = length
-    lengths: list[int] = []
-    digests: list[int] = []
-    is_kept: list[bool] = []
-    locations: dict[int, str] = {}  # digest -> the first sample of that content
-    reading: Reading | None = None
+    examiner: _Examiner | None = None
     bar = tqdm(total=source.total, desc=f"reading {source.name}", unit=source.unit.strip(), unit_scale=True, leave=False)
     for chunk in chunks(source.read(), bar):
-        if reading is None:
-            reading = _detect_reading(source, chunk, encoder, format, columns or {})
-            examined.format = reading.format
+        if examiner is None:
+            examined.format = format or detect(chunk, columns or {}, {}, skip=True)
+            reading = Reading(
+                examined.format, columns or {}, encoder, NextToken(), detected=format is None, is_held_out=source.is_held_out
+            )
             examined.unread = ignored(chunk, reading)
-        for where, sample, encoded in _encoded(chunk, reading):
-            if isinstance(encoded, BadSample):
-                examined.bad.add_reason(where, str(encoded))
-                continue
-            examined.has_chats |= isinstance(sample, formats.Chat)
-            if len(examined.first) < rows:
-                examined.first.append((where, encoded))
-
-            digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))
-            digests.append(digest)
-            if digest in locations:
-                examined.duplicates.add(f"{where} (as {locations[digest]})")
-            locations.setdefault(digest, where)
-
-            documents = [encoded, *encoded.others]
-            longest = max(len(document.input_ids) for document in documents)
-            lengths.append(longest)
-            examined.supervised += sum(int((document.labels != IGNORE).sum()) for document in documents)
-            if examined.format == "text":
-                is_kept.append(True)
-                continue
-            result = cutting_encoder.encode([sample])[0] if longest > length else encoded
-            is_kept.append(_is_supervised(result, reading))
-            if not is_kept[-1]:
-                examined.dropped.add(f"{where} ({longest} tokens)")
-            elif longest > length:
-                examined.cut.add(f"{where} ({longest} tokens)")
+            examiner = _Examiner(examined, reading, encoder, length, rows)
+        examiner.add_chunk(chunk)
     bar.close()
-    if reading is None:
+    if examiner is None:
         raise DataError(f"{source.name}: the dataset is empty, there is nothing to train on.")
-    examined.lengths = np.array(lengths, np.int32)
-    examined.digests = np.array(digests, np.uint64)
-    examined.is_kept = np.array(is_kept, bool)
+    examiner.finish()
     return examined
 
 
-def _detect_reading(
-    source: Source, chunk: Chunk, encoder: CausalEncoder, format: str | None, columns: dict[str, str | None]
-) -> Reading:
-    return Reading(
-        format=format or detect(chunk, columns, {}, skip=True),
-        columns=columns,
-        encoder=encoder,
-        objective=NextToken(),
-        detected=format is None,
-        is_held_out=source.is_held_out,
-    )
+class _Examiner:
+    """Adds the samples of a source to an `Examined`."""
 
+    def __init__(self, examined: Examined, reading: Reading, encoder: CausalEncoder, length: int, rows: int):
+        self.examined = examined
+        self.reading = reading
+        self.length = length
+        self.rows = rows
+        self.cutting_encoder = copy.copy(encoder)
+        self.cutting_encoder.length = length
+        self.lengths: list[int] = []
+        self.digests: list[int] = []
+        self.is_kept: list[bool] = []
+        self.locations: dict[int, str] = {}  # digest -> the first sample with that content
 
-def _is_supervised(encoded: Encoded | BadSample, reading: Reading) -> bool:
-    """Return whether a sample has a supervised token in any of its documents."""
-    if isinstance(encoded, BadSample):
-        return False
-    return any(reading.weigh(document) for document in (encoded, *encoded.others))
+    def add_chunk(self, chunk: Chunk) -> None:
+        for where, sample, encoded in _encoded(chunk, self.reading):
+            if isinstance(encoded, BadSample):
+                self.examined.bad.add_reason(where, str(encoded))
+            else:
+                self._add_sample(where, sample, encoded)
+
+    def _add_sample(self, where: str, sample: formats.Sample, encoded: Encoded) -> None:
+        examined = self.examined
+        examined.has_chats |= isinstance(sample, formats.Chat)
+        if len(examined.first) < self.rows:
+            examined.first.append((where, encoded))
+
+        digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))
+        self.digests.append(digest)
+        if digest in self.locations:
+            examined.duplicates.add(f"{where} (as {self.locations[digest]})")
+        self.locations.setdefault(digest, where)
+
+        documents = [encoded, *encoded.others]
+        longest = max(len(document.input_ids) for document in documents)
+        self.lengths.append(longest)
+        examined.supervised += sum(int((document.labels != IGNORE).sum()) for document in documents)
+
+        # Running text is cut into blocks, and loses nothing.
+        if examined.format == "text":
+            self.is_kept.append(True)
+            return
+        result = self.cutting_encoder.encode([sample])[0] if longest > self.length else encoded
+        self.is_kept.append(self._is_supervised(result))
+        if not self.is_kept[-1]:
+            examined.dropped.add(f"{where} ({longest} tokens)")
+        elif longest > self.length:
+            examined.cut.add(f"{where} ({longest} tokens)")
+
+    def _is_supervised(self, encoded: Encoded | BadSample) -> bool:
+        """Return whether a sample has a supervised token in any of its documents."""
+        if isinstance(encoded, BadSample):
+            return False
+        return any(self.reading.weigh(document) for document in (encoded, *encoded.others))
+
+    def finish(self) -> None:
+        self.examined.lengths = np.array(self.lengths, np.int32)
+        self.examined.digests = np.array(self.digests, np.uint64)
+        self.examined.is_kept = np.array(self.is_kept, bool)
 
 
 def _encoded(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, Any]]:

@@ -40,7 +40,17 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
         return Packing(np.zeros(1, np.int64), np.empty(0, np.int64))
     if lengths.min() < 1 or lengths.max() > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit into rows of 1 to {capacity} tokens")
-    row_of = np.empty(len(lengths), np.int64)  # by position among the sorted items
+    row_of, row_count = _assign_rows(lengths, capacity)
+    by_length = np.argsort(-lengths, kind="stable")
+    by_row = np.argsort(row_of, kind="stable")
+    offsets = np.zeros(row_count + 1, np.int64)
+    np.cumsum(np.bincount(row_of, minlength=row_count), out=offsets[1:])
+    return Packing(offsets, by_length[by_row])
+
+
+def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Return (the row of each item, in the order of the items from the longest to the shortest; the number of rows)."""
+    row_of = np.empty(len(lengths), np.int64)
     rows_by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
     has_rows = np.zeros(capacity + 1, bool)
     row_count = 0
@@ -77,9 +87,4 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
             new_count = -(-count // (capacity // length))
             place(np.arange(row_count, row_count + new_count), capacity, length, count)
             row_count += new_count
-
-    by_length = np.argsort(-lengths, kind="stable")
-    by_row = np.argsort(row_of, kind="stable")
-    offsets = np.zeros(row_count + 1, np.int64)
-    np.cumsum(np.bincount(row_of, minlength=row_count), out=offsets[1:])
-    return Packing(offsets, by_length[by_row])
+    return row_of, row_count
