@@ -42,7 +42,8 @@ class CheckpointManager:
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig):
-        self.strategy, self.config = strategy, config
+        self.strategy = strategy
+        self.config = config
         self.folder = store.folder_of(config.output_dir)
         self.saver = Saver(strategy, config.output_dir, keep=config.kept_checkpoints, background=config.async_save)
         self.skipped: dict[Path, str] = {}
@@ -68,8 +69,12 @@ class CheckpointManager:
         """Return the steps of earlier checkpoints that automatic saves must not prune: a person set when they were saved."""
         if not self.config.limits_checkpoints_itself:
             return []
-        there = store.complete(self.folder)
-        return [store.step_of(c) for c in there if store.read_json(c / "config.json")["config"].get("save_steps") != AUTOMATIC]
+        steps = []
+        for checkpoint in store.complete(self.folder):
+            saved_config = store.read_json(checkpoint / "config.json")["config"]
+            if saved_config.get("save_steps") != AUTOMATIC:
+                steps.append(store.step_of(checkpoint))
+        return steps
 
     def _finish_rollback(self) -> None:
         """Finish a rollback that the last attempt decided on and did not carry out: set the later checkpoints aside. Rank 0.
@@ -79,15 +84,17 @@ class CheckpointManager:
         step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
         if step is None or store.damage(self._of(step), thorough=True) is not None:
             return
-        aside = store.set_aside(self.folder, step)
-        if aside:
-            tqdm.write(f"the last attempt ended during a rollback to step {step}: set aside {', '.join(c.name for c in aside)}")
+        new_paths = store.set_aside(self.folder, step)
+        if new_paths:
+            names = ", ".join(path.name for path in new_paths)
+            tqdm.write(f"the last attempt ended during a rollback to step {step}: set aside {names}")
 
     @property
     def goes_on_in_place(self) -> bool:
         """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
-        found = self.checkpoint
-        return found is not None and found.resolve() == self._of(store.step_of(found)).resolve()
+        if self.checkpoint is None:
+            return False
+        return self.checkpoint.resolve() == self._of(store.step_of(self.checkpoint)).resolve()
 
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
@@ -98,34 +105,39 @@ class CheckpointManager:
             result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
             has_held_out: there are held-out data, so that one checkpoint is the best.
         """
-        config, strategy = self.config, self.strategy
-        one = bytes_of_state(strategy)
+        config = self.config
+        strategy = self.strategy
+        checkpoint_bytes = bytes_of_state(strategy)
         is_saved = steps == 0 and self.goes_on_in_place
-        most = 0 if is_saved else config.checkpoints_at_once(steps, has_held_out=has_held_out)
-        assert most is not None, "the number of steps is known here"
+        count = 0 if is_saved else config.checkpoints_at_once(steps, has_held_out=has_held_out)
+        assert count is not None, "the number of steps is known here"
+        # Pruning the checkpoints that are there makes room.
         prunable = 0
-        if config.kept_checkpoints and not is_saved:  # pruning what is there makes room
+        if config.kept_checkpoints and not is_saved:
             prunable = strategy.on_main(self._prunable_bytes)
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        if most * one + result_bytes <= free + prunable:
+        needed = count * checkpoint_bytes + result_bytes
+        if needed <= free + prunable:
             return
-        place = f"{Path(config.output_dir).absolute()} has {size(free)} free"
+
+        # They do not fit.
+        disk = f"{Path(config.output_dir).absolute()} has {size(free)} free"
         result = f"the {config.result} of {size(result_bytes)}"
-        if config.limits_checkpoints_itself and most > 0:
-            room = (free + prunable - result_bytes) // one
+        if config.limits_checkpoints_itself and count > 0:
+            room = (free + prunable - result_bytes) // checkpoint_bytes
             loss = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
             if loss is not None:
-                self._warn(f"{place}, and a checkpoint takes {size(one)} beside {result}. {loss}")
+                self._warn(f"{disk}, and a checkpoint takes {size(checkpoint_bytes)} beside {result}. {loss}")
                 return
             problem = (
-                f"{place}, and one checkpoint of {size(one)} does not fit beside {result}. Nothing could be saved: a run that "
-                "is killed could not resume, a spike could not be rolled back, and the trained weights might be lost at the "
-                "end. Free some space, or give another --output_dir. --on_low_disk warn trains all the same."
+                f"{disk}, and one checkpoint of {size(checkpoint_bytes)} does not fit beside {result}. Nothing could be saved: "
+                "a run that is killed could not resume, a spike could not be rolled back, and the trained weights might be "
+                "lost at the end. Free some space, or give another --output_dir. --on_low_disk warn trains all the same."
             )
         else:
             problem = (
-                f"{counted(most, 'checkpoint')} of {size(one)} each and {result} need {size(most * one + result_bytes)}, and "
-                f"{place}. Lower --save_total_limit (one more is on disk while it is written), save less often (--save_steps "
+                f"{counted(count, 'checkpoint')} of {size(checkpoint_bytes)} each and {result} need {size(needed)}, and "
+                f"{disk}. Lower --save_total_limit (one more is on disk while it is written), save less often (--save_steps "
                 "0: at the end only, and a killed run is lost), give another --output_dir, or pass --on_low_disk warn."
             )
         if config.on_low_disk == "error":
@@ -160,9 +172,11 @@ class CheckpointManager:
 
     def _prunable_bytes(self) -> int:
         """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
-        there = store.complete(self.folder)
-        prunable = [c for c in there if not store.is_pinned(c) and store.step_of(c) not in self._saved_at_set_steps]
-        return sum(map(store.bytes_of, prunable))
+        total = 0
+        for checkpoint in store.complete(self.folder):
+            if not store.is_pinned(checkpoint) and store.step_of(checkpoint) not in self._saved_at_set_steps:
+                total += store.bytes_of(checkpoint)
+        return total
 
     def _warn(self, words: str) -> None:
         if self.strategy.is_main:
@@ -176,26 +190,34 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint if step is None else self._of(step)
         assert checkpoint is not None
-        progress, mine = state.load(self.strategy, checkpoint)
-        return progress, self.strategy.gather(mine)
+        progress, bytes_read = state.load(self.strategy, checkpoint)
+        return progress, self.strategy.gather(bytes_read)
 
     def take_back(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
-        found = self.checkpoint
-        if found is not None and found.parent.resolve() == self.folder.resolve() and store.step_of(found) < 0:
-            store.take_back(found, store.read_json(found / store.MANIFEST)["step"])
+        checkpoint = self.checkpoint
+        if checkpoint is None or checkpoint.parent.resolve() != self.folder.resolve():
+            return
+        was_set_aside = store.step_of(checkpoint) < 0
+        if was_set_aside:
+            store.take_back(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
 
     # --- checkpoints for rollbacks; on rank 0, except `is_whole`
     def steps(self) -> tuple[list[int], list[int]]:
         """Return (steps of the checkpoints proven good, steps of the other complete checkpoints)."""
-        there = [store.step_of(c) for c in store.complete(self.folder)]
-        return [s for s in there if s in self.proven], [s for s in there if s not in self.proven]
+        proven: list[int] = []
+        unproven: list[int] = []
+        for checkpoint in store.complete(self.folder):
+            step = store.step_of(checkpoint)
+            (proven if step in self.proven else unproven).append(step)
+        return proven, unproven
 
     def prove(self, steps: Collection[int], log: RunLog | None) -> None:
         """Mark the checkpoints of ``steps`` as proven good. The newest one is not pruned until another one is proven."""
         if log is None:
             return
-        for step in sorted(set(steps) & set(self.steps()[1])):
+        _, unproven = self.steps()
+        for step in sorted(set(steps) & set(unproven)):
             self.proven.add(step)
             log.event("checkpoint", state="proven_good", step=step)
         self.protect()
@@ -203,37 +225,43 @@ class CheckpointManager:
     def is_whole(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
-        def look() -> bool:
+        def check() -> bool:
             reason = store.damage(self._of(step), thorough=True)
             if reason is not None:
                 self.skipped[self._of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
             return reason is None
 
-        return self.strategy.on_main(look)
+        return self.strategy.on_main(check)
 
     def protect(self, *steps: int) -> None:
         """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
-        proven = self.steps()[0][-1:] if self._keeps_proven else []
-        self.saver.protected = frozenset([*proven, *steps, *self._saved_at_set_steps])
+        proven, _ = self.steps()
+        newest_proven = proven[-1:] if self._keeps_proven else []
+        self.saver.protected = frozenset([*newest_proven, *steps, *self._saved_at_set_steps])
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""
-        whole = [checkpoint for checkpoint in store.complete(self.folder) if store.step_of(checkpoint) < step]
-        return whole[-1] if whole else None
+        earlier = [checkpoint for checkpoint in store.complete(self.folder) if store.step_of(checkpoint) < step]
+        return earlier[-1] if earlier else None
 
     def reads_before(self, step: int) -> Callable[[str, int], float] | None:
         """Return a function (weight's name, place in it) -> value in the checkpoint before ``step``; None without a checkpoint.
 
-        The value of a frozen weight is NaN."""
+        The value of a frozen weight is NaN.
+        """
         checkpoint = self.before(step)
         if checkpoint is None:
             return None
         reader = state.Reader(checkpoint)
-        held = reader.index["pieces"]
-        return lambda name, place: (
-            float(reader.read(f"weight/{name}", place, place + 1)[0]) if f"weight/{name}" in held else math.nan
-        )
+
+        def read_weight(name: str, position: int) -> float:
+            tensor_name = f"weight/{name}"
+            if tensor_name not in reader.index["pieces"]:
+                return math.nan
+            return float(reader.read(tensor_name, position, position + 1)[0])
+
+        return read_weight
 
     def _of(self, step: int) -> Path:
         return self.folder / store.name_of(step)
@@ -280,16 +308,18 @@ class CheckpointManager:
             step = store.step_of(folder)
             assert log is not None
             if problem is None:
-                self.proven.discard(step)  # after a rollback, a step is saved again
+                # After a rollback, a step is saved again: what was known of the earlier checkpoint is not true of this one.
+                self.proven.discard(step)
                 self.skipped.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 self._warn_of_a_slow_save(seconds)
                 continue
-            whole = store.complete(folder.parent)
-            last = f"the last complete one is {whole[-1].name}" if whole else "there is no complete one yet"
-            log.event("save_failed", step=step, reason=problem, last_complete=whole[-1].name if whole else None)
-            message = f"{folder}: it could not be saved ({problem}); {last}."
+            complete = store.complete(folder.parent)
+            last_complete = complete[-1].name if complete else None
+            log.event("save_failed", step=step, reason=problem, last_complete=last_complete)
+            fallback = f"the last complete one is {last_complete}" if complete else "there is no complete one yet"
+            message = f"{folder}: it could not be saved ({problem}); {fallback}."
             if self.config.on_save_error == "stop":
                 raise CheckpointError(
                     f"{message} Free some space, and resume with --resume_from_checkpoint auto. With --on_save_error "

@@ -13,7 +13,8 @@ from zerobook.utils.reading import open_regular, read_safetensors_header
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_SAMPLES, _SAMPLE = 64, 1 << 16
+_BLOCKS = 64
+_BLOCK_BYTES = 1 << 16
 """Number of blocks of a weights file in its digest, and bytes of each: 4 MiB, which is fast for the largest model too."""
 _SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
 _NOT_GENERATION = ("top_k", "pad_token_id", "decoder_start_token_id")
@@ -27,7 +28,7 @@ def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]
         model_config: transformers' config, as the model was found.
         folder: folder of its weights, for adapters; None if the checkpoint holds all weights itself.
     """
-    # the text of an object could hold its address
+    # The text of an object could hold its address, so its class stands for it.
     config = json.loads(json.dumps(model_config.to_dict(), default=lambda value: type(value).__name__, skipkeys=True))
     return {"config": config, "weights": None if folder is None else weights_digest(folder)}
 
@@ -36,49 +37,54 @@ def weights_digest(folder: Path) -> str | None:
     """Return a digest of a folder's weights that is cheap for large files; None where it finds none.
 
     It covers the files' names and sizes, the headers of safetensors files (names, shapes and dtypes of the tensors), and
-    `_SAMPLES` blocks spread over each file: reading all of a large base would take as long as loading it. Files of up to 4 MiB
-    are read whole. Further training of a model changes nearly all of its numbers, so samples tell the two apart; a change of a
+    `_BLOCKS` blocks spread over each file: reading all of a large base would take as long as loading it. Files of up to 4 MiB
+    are read whole. Further training of a model changes nearly all of its numbers, so blocks tell the two apart; a change of a
     few rows of one tensor may not be noticed. The path of the folder is not covered.
     """
     import xxhash
 
-    wanted = hub.needed(sorted(file.name for file in folder.iterdir()), weights=True)
-    files = [folder / name for name in wanted if name.endswith((".safetensors", ".bin"))]
-    found = xxhash.xxh3_128()
+    names = hub.needed(sorted(file.name for file in folder.iterdir()), weights=True)
+    files = [folder / name for name in names if name.endswith((".safetensors", ".bin"))]
+    if not files:
+        return None
+    digest = xxhash.xxh3_128()
     for file in files:
         try:
-            _add_samples(found, file)
+            _add_file(digest, file)
         except OSError as error:
             raise ConfigError(f"{file}: it is no file of weights that can be read: {error.strerror}.") from None
-    return found.hexdigest() if files else None
+    return digest.hexdigest()
 
 
-def _add_samples(digest: Any, file: Path) -> None:
+def _add_file(digest: Any, file: Path) -> None:
     """Add a file's name, size, header and blocks to a digest."""
     size = file.stat().st_size
     digest.update(f"{file.name} {size}\n".encode())
     if file.suffix == ".safetensors":
         digest.update(read_safetensors_header(file))
     with open_regular(file) as handle:
-        for number in range(_SAMPLES):
-            handle.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
-            digest.update(handle.read(_SAMPLE))
+        # The first block begins where the file begins, and the last one ends where it ends.
+        for number in range(_BLOCKS):
+            handle.seek(max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+            digest.update(handle.read(_BLOCK_BYTES))
 
 
-def check(checkpoint: Path, kept: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:
+def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:
     """Refuse a model with which the weights of ``checkpoint`` would compute another function than the trained one.
 
     Args:
-        kept: the content of the checkpoint's config.json. It has no ``base`` in older checkpoints.
+        saved: the content of the checkpoint's config.json. It has no ``base`` in older checkpoints.
         now: `facts` of the model.
         weights: compare the weights' digests too, where both are known. Two equal commits of the hub need no other proof.
     """
-    how = None if now is None or not kept.get("base") else difference(kept["base"], now, weights=weights)
-    if how is not None:
-        config = kept["config"]
+    if now is None or not saved.get("base"):
+        return
+    problem = difference(saved["base"], now, weights=weights)
+    if problem is not None:
+        config = saved["config"]
         raise CheckpointError(
-            f"{checkpoint}: made by another model: {how}. Its weights would compute something else with this model. Use the "
-            f"model that it was trained from, {config['model_name_or_path'] or config.get('config_name')}; it may lie at "
+            f"{checkpoint}: made by another model: {problem}. Its weights would compute something else with this model. Use "
+            f"the model that it was trained from, {config['model_name_or_path'] or config.get('config_name')}; it may lie at "
             "another path."
         )
 
@@ -89,10 +95,10 @@ def difference(was: dict[str, Any], now: dict[str, Any], *, weights: bool = True
     Args:
         weights: compare the digests of the weights too, where both are known.
     """
-    same = was["config"].get("transformers_version") == now["config"].get("transformers_version")
-    found = _differing(was["config"], now["config"], _ignored(), strict=same)
-    if found:
-        return "; ".join(f"{key} was {a!r} and is {b!r} now" for key, (a, b) in found.items())
+    is_same_version = was["config"].get("transformers_version") == now["config"].get("transformers_version")
+    differing = _differing(was["config"], now["config"], _ignored(), strict=is_same_version)
+    if differing:
+        return "; ".join(f"{key} was {before!r} and is {after!r} now" for key, (before, after) in differing.items())
     if weights and was["weights"] and now["weights"] and was["weights"] != now["weights"]:
         return f"the digest of its weights was {was['weights']} and is {now['weights']} now"
     return None
@@ -111,15 +117,18 @@ def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, s
     A key that only one config has is ignored: versions of transformers add keys, with values that change nothing. Inside a
     setting, such as the parameters of rotary positions, it is a difference if the same version wrote both (``strict``).
     """
-    a_config = "model_type" in was and "model_type" in now
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted({*was, *now} if strict and not a_config else was.keys() & now.keys()):
-        # dropout is a training setting, and may be changed like a learning rate
+    is_whole_config = "model_type" in was and "model_type" in now
+    keys = {*was, *now} if strict and not is_whole_config else was.keys() & now.keys()
+    differing: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(keys):
+        # Dropout is a training setting, and may be changed like a learning rate.
         if key in ignored or key.startswith("_") or "drop" in key:
             continue
-        a, b = was.get(key), now.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found |= {f"{key}.{k}": v for k, v in _differing(a, b, ignored, strict=strict).items()}
-        elif a != b:
-            found[key] = a, b
-    return found
+        before = was.get(key)
+        after = now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            for inner_key, values in _differing(before, after, ignored, strict=strict).items():
+                differing[f"{key}.{inner_key}"] = values
+        elif before != after:
+            differing[key] = (before, after)
+    return differing

@@ -71,12 +71,18 @@ class Progress:
         Args:
             least: difference by which the loss has to be below the best one to count as progress.
         """
-        better = self.best_eval_loss is None or not self.best_eval_loss - loss <= least
-        self.evaluations_without_progress = 0 if better and math.isfinite(loss) else self.evaluations_without_progress + 1
+        best = self.best_eval_loss
+        # Records of earlier versions may hold a NaN. Comparisons with it are false, so they ask for the opposite.
+        is_progress = best is None or not best - loss <= least
+        is_best = best is None or not best <= loss
+        if is_progress and math.isfinite(loss):
+            self.evaluations_without_progress = 0
+        else:
+            self.evaluations_without_progress += 1
         if math.isfinite(loss):
             self.eval_loss = loss
-            best = self.best_eval_loss
-            self.best_eval_loss = loss if best is None or not best <= loss else best  # earlier records may hold a NaN
+            if is_best:
+                self.best_eval_loss = loss
 
     def use_held_out_data(self, fingerprint: str) -> bool:
         """Record the held-out data that the next losses are measured on. Losses of other data are forgotten.
@@ -99,8 +105,9 @@ class Progress:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Progress:
         """Return the record. Raises `CheckpointError` if keys are missing or unknown: part of a record would resume wrongly."""
-        known = {f.name for f in fields(cls)}
-        missing, unknown = known - set(record) - _NEW, set(record) - known
+        names = {field.name for field in fields(cls)}
+        missing = names - set(record) - _NEW
+        unknown = set(record) - names
         if missing or unknown:
             raise CheckpointError(
                 f"the progress record does not match this version: missing {sorted(missing)}, unknown {sorted(unknown)}."

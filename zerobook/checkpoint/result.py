@@ -37,14 +37,15 @@ def find_result(name: str) -> Result:
         raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {how_to_export(folder)}")
     if (folder / "config.json").exists():
         return Result(name)
-    inside = [folder / part for part in ("model", "adapter") if holds_result(folder / part)]
-    if len(inside) > 1:
-        raise ConfigError(f"{name}: it holds both {inside[0]} and {inside[1]}. Name one of them.")
-    if inside:
-        return find_result(str(inside[0]))
-    saved = store.complete(store.folder_of(name))
-    if saved:
-        raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {how_to_export(saved[-1])}")
+    # A run's folder.
+    results = [folder / result for result in ("model", "adapter") if holds_result(folder / result)]
+    if len(results) > 1:
+        raise ConfigError(f"{name}: it holds both {results[0]} and {results[1]}. Name one of them.")
+    if results:
+        return find_result(str(results[0]))
+    checkpoints = store.complete(store.folder_of(name))
+    if checkpoints:
+        raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {how_to_export(checkpoints[-1])}")
     raise ConfigError(
         f"{name}: found neither config.json (a model) nor adapter_config.json (an adapter), here or in model/ or adapter/, and "
         "no checkpoint in checkpoints/. A run writes them when it ends."
@@ -70,7 +71,8 @@ def holds_whole_modules(adapter: Path) -> bool:
     try:
         return bool(read_json(adapter / "adapter_config.json").get("modules_to_save"))
     except (OSError, ValueError, AttributeError):
-        return False  # refused where the adapter is loaded
+        # It is refused where the adapter is loaded.
+        return False
 
 
 def base_of(adapter: Path) -> str:

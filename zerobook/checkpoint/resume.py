@@ -20,13 +20,13 @@ def earlier_run(config: RecipeConfig) -> str | None:
     """
     if config.resume_from_checkpoint is not None:
         return None
-    found = store.complete(store.folder_of(config.output_dir))
-    if not found:
+    checkpoints = store.complete(store.folder_of(config.output_dir))
+    if not checkpoints:
         problem = none_usable(config.output_dir)
         return None if problem is None else f"output_dir: {problem}"
     return (
-        f"output_dir: {config.output_dir} holds {counted(len(found), 'checkpoint')} of an earlier run, the newest "
-        f"{found[-1].name}. Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
+        f"output_dir: {config.output_dir} holds {counted(len(checkpoints), 'checkpoint')} of an earlier run, the newest "
+        f"{checkpoints[-1].name}. Resume from it with --resume_from_checkpoint auto, or give this run another --output_dir."
     )
 
 
@@ -35,7 +35,8 @@ def earlier_result(config: RecipeConfig) -> str | None:
 
     A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
     """
-    result, base = Path(config.output_dir) / config.result, config.model_name_or_path
+    result = Path(config.output_dir) / config.result
+    base = config.model_name_or_path
     if base is not None and Path(base).exists() and Path(base).resolve().is_relative_to(result.resolve()):
         return (
             f"output_dir: the run ends by writing {result}, and that is model_name_or_path {base}, which it is trained from. "
@@ -46,7 +47,8 @@ def earlier_result(config: RecipeConfig) -> str | None:
     try:
         checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     except CheckpointError:
-        return None  # a problem of its own, which `zerobook.launch.resolve` reports
+        # A problem of its own, which `zerobook.launch.resolve` reports.
+        return None
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (
@@ -71,7 +73,8 @@ def written_before(config: RecipeConfig, key: str) -> bool:
     try:
         checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     except CheckpointError:
-        return False  # a problem of its own
+        # A problem of its own, which `zerobook.launch.resolve` reports.
+        return False
     return checkpoint is not None and key not in store.read_json(checkpoint / "config.json").get("config", {})
 
 
@@ -89,12 +92,13 @@ def other_optimizer(config: RecipeConfig) -> str | None:
 
 def differing_optimizer(checkpoint: Path, name: str) -> str | None:
     """Return the error message for ``checkpoint`` if it lacks state of the optimizer ``name``; else None."""
-    said = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
-    if optimizer_name(said) == name or said in RESUMES.get(name, ()):
+    # Checkpoints of the first versions, which had AdamW only, do not name it.
+    saved_optimizer = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
+    if optimizer_name(saved_optimizer) == name or saved_optimizer in RESUMES.get(name, ()):
         return None
     return (
-        f"{checkpoint}: it was written with the optimizer {said}, and this run's is {name}, which has another state. Pass "
-        f"--optimizer {said} to resume, or start a new run from the exported model."
+        f"{checkpoint}: it was written with the optimizer {saved_optimizer}, and this run's is {name}, which has another "
+        f"state. Pass --optimizer {saved_optimizer} to resume, or start a new run from the exported model."
     )
 
 
@@ -112,22 +116,30 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
     checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     if checkpoint is None:
         return None
-    before = store.read_json(checkpoint / "config.json")["asked"]
-    wanted = int(store.read_json(checkpoint / store.PROGRESS)["global_batch"])
-    micro, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    now = micro * accumulation * world_size
-    if now == wanted:
+    earlier = store.read_json(checkpoint / "config.json")["asked"]
+    earlier_batch = int(store.read_json(checkpoint / store.PROGRESS)["global_batch"])
+    micro = config.per_device_train_batch_size
+    accumulation = config.gradient_accumulation_steps
+    batch = micro * accumulation * world_size
+    if batch == earlier_batch:
         return None
-    changed = (before["per_device_train_batch_size"], before["gradient_accumulation_steps"]) != (micro, accumulation)
-    if changed:
-        return f"global batch: {now} samples a step from here on, {wanted} before {checkpoint.name} (sizes were changed)"
+    earlier_sizes = (earlier["per_device_train_batch_size"], earlier["gradient_accumulation_steps"])
+    if earlier_sizes != (micro, accumulation):
+        return (
+            f"global batch: {batch} samples a step from here on, {earlier_batch} before {checkpoint.name} (sizes were changed)"
+        )
+
+    # The largest micro-batch, up to the one that fits into memory, by which the global batch can be divided.
     for smaller in range(micro, 0, -1):
-        if wanted % (smaller * world_size) == 0:
-            steps = wanted // (smaller * world_size)
+        if earlier_batch % (smaller * world_size) == 0:
+            steps = earlier_batch // (smaller * world_size)
             source = f"{checkpoint.name}, to keep its global batch"
             draft.set(source, per_device_train_batch_size=smaller, gradient_accumulation_steps=steps)
             return (
-                f"global batch kept at {wanted} on {counted(world_size, 'process')}: {smaller} x {steps} accumulation x "
+                f"global batch kept at {earlier_batch} on {counted(world_size, 'process')}: {smaller} x {steps} accumulation x "
                 f"{world_size}"
             )
-    return f"global batch: {wanted} samples cannot be divided among {world_size} processes; {now} samples a step from here on"
+    return (
+        f"global batch: {earlier_batch} samples cannot be divided among {world_size} processes; {batch} samples a step from "
+        "here on"
+    )
