@@ -79,8 +79,7 @@ class SpikeMonitor:
         )  # fmt: skip
         self.history: deque[Done] = deque(maxlen=_HISTORY)
         self._cursors: dict[int, tuple[int, int]] = {}  # kept over rollbacks: a step's samples stay in place
-        self.said: list[str] = []
-        """sentences for experiment trackers, on rank 0; the caller that passes them on empties the list"""
+        self._messages: list[str] = []
         self.seq: int | None = None
         """seq of the event that led to the measure which `see` returned"""
         self._fp16 = strategy.plan.precision == "fp16"
@@ -93,6 +92,12 @@ class SpikeMonitor:
         norm, loss = float(record.grad_norm), float(record.loss)
         masked = not self._fp16 and not (math.isfinite(norm) and math.isfinite(loss))
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=masked)
+
+    def take_messages(self) -> list[str]:
+        """Return the sentences for experiment trackers since the last call; on rank 0 only."""
+        messages = self._messages
+        self._messages = []
+        return messages
 
     def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
         """Process the steps since the last log point; return a measure, mostly None. Collective if it is not None.
@@ -200,7 +205,7 @@ class SpikeMonitor:
 
     def _say(self, sentence: str) -> None:
         tqdm.write(sentence)
-        self.said.append(sentence.strip())
+        self._messages.append(sentence.strip())
 
     # --- checkpoints
     def saved(self, step: int) -> None:

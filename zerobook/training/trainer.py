@@ -99,16 +99,25 @@ class Trainer:
         watch: Watch | None = None,
         recipe_file: Path | None = None,
     ):
-        self.config, self.objective, self.save_results = config, objective, True
+        self.config = config
+        self.strategy = strategy
+        self.data = data
+        self.collate = collate
+        self.objective = objective
+        self.scorers = scorers
         self.recipe_file = recipe_file
-        self.strategy, self.data, self.collate, self.scorers = strategy, data, collate, scorers
+        self.save_results = True
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)
-        strategy, data = self.strategy, self.data  # a hook may have replaced them
+        # A hook may have replaced them.
+        strategy = self.strategy
+        data = self.data
         if config.padding_free and not getattr(self.collate, "flatten", False):
             raise ConfigError(
                 f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
             )
+
+        # The run's folder, locked, and the checkpoint to resume from.
         self.pace = Pace(strategy.device)
         self.console = Console(silent=not strategy.is_main)
         self.manager = CheckpointManager(strategy, config)
@@ -117,14 +126,18 @@ class Trainer:
         self.watch = watch
         if watch:
             watch.report = lambda verdict, text: hang(self.log, config.output_dir, strategy.rank, describe(verdict), text)
-        self.state, tried = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
+
+        # The state, without weights: new, or the checkpoint's with what was decided after it.
+        self.state, ladder = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
         progress = self.progress
-        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=tried)
-        in_head = head.install(model) is not None
+        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=ladder)
+
+        # The model, distributed.
+        has_own_head = head.install(model) is not None
         with freed_blocks_returned():
             strategy.prepare(model, config, self.state.total_steps)
-        parts = [data.train, *data.held_out.values()]
-        note = pin_rotary(strategy.unwrapped, max(part.longest_sample for part in parts))
+        longest_sample = max(part.longest_sample for part in (data.train, *data.held_out.values()))
+        note = pin_rotary(strategy.unwrapped, longest_sample)
         if note:
             self.console.say(f"  note: {note}")
         self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
@@ -134,17 +147,11 @@ class Trainer:
             )
         strategy.model.train()
         check_split(strategy, self.objective)
-        keep_mask = self.objective.needs_attention_mask(strategy.model)
-        supervised = in_head and self.objective.takes_positions and strategy.token_split is None
-        self.collate = self.state.collate = settled(
-            strategy, self.collate, keep_mask=keep_mask, supervised=supervised, flag=config.rows_shared_by
-        )
+        self._settle_collator(has_own_head)
         if config.torch_compile:
-            count = compile_layers(strategy.unwrapped)
-            name = type(strategy.unwrapped).__name__
-            if not count and sources["torch_compile"] != FAST:
-                raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
-            self.console.say(f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run")
+            self._compile(sources)
+
+        # What works on the model.
         self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
         self.evaluator = Evaluator(
             config,
@@ -160,13 +167,7 @@ class Trainer:
         self._pending: list[StepRecord] = []
         self._metrics: dict[str, SupportsFloat] = {}
         self._add_own_hooks(sources)
-        if self.manager.checkpoint:
-            resume.load(self.state, self.manager, strategy, self.log)
-            self.monitor.saved(progress.step)  # the last attempt may have ended before it proved this checkpoint good
-            self.evaluation = strategy.on_main(lambda: resume.evaluation_of(self.log, progress))
-            self._evaluated = None if self.evaluation is None else progress.step
-        elif config.resume_from_checkpoint:
-            self.console.say(f"nothing to resume in {config.output_dir}: starting at step 0")
+        self._load_checkpoint()
         self._plan_saves()
         progress.total_steps = self.state.total_steps
         progress.global_batch = self.state.layout.global_batch
@@ -176,11 +177,50 @@ class Trainer:
     def progress(self) -> Progress:
         return self.state.progress
 
+    def _settle_collator(self, has_own_head: bool) -> None:
+        """Replace the collator by its cheapest form for the prepared model.
+
+        Args:
+            has_own_head: the model's output layer computes the loss itself, so it can leave out positions without a label.
+        """
+        strategy = self.strategy
+        self.collate = settled(
+            strategy,
+            self.collate,
+            keep_mask=self.objective.needs_attention_mask(strategy.model),
+            supervised=has_own_head and self.objective.takes_positions and strategy.token_split is None,
+            flag=self.config.rows_shared_by,
+        )
+        self.state.collate = self.collate
+
+    def _compile(self, sources: ConfigSources) -> None:
+        """Compile the model's layers. A model without layers is an error only if a person asked for it, not ``--fast``."""
+        model = self.strategy.unwrapped
+        count = compile_layers(model)
+        name = type(model).__name__
+        if not count and sources["torch_compile"] != FAST:
+            raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
+        self.console.say(f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run")
+
+    def _load_checkpoint(self) -> None:
+        """Load the checkpoint to resume from, if there is one, and its evaluation. Collective."""
+        step = self.progress.step
+        if self.manager.checkpoint:
+            resume.load(self.state, self.manager, self.strategy, self.log)
+            # The last attempt may have ended before it proved this checkpoint good.
+            self.monitor.saved(step)
+            self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
+            self._evaluated = None if self.evaluation is None else step
+        elif self.config.resume_from_checkpoint:
+            self.console.say(f"nothing to resume in {self.config.output_dir}: starting at step 0")
+
     def _plan_saves(self) -> None:
         """Decide when the run evaluates and saves. Where that is automatic, measured times change it later."""
-        config, total_steps = self.config, self.state.total_steps
+        config = self.config
+        total_steps = self.state.total_steps
         save_seconds = bytes_of_state(self.strategy) / WRITE_SPEED
-        self._save_clock, self._steps_of_attempt = SaveClock(save_seconds), 0
+        self._save_clock = SaveClock(save_seconds)
+        self._steps_of_attempt = 0
         self._step_seconds = 0.0
         self._automatic_saves: AutomaticSaves | None = None
         if self.manager.save_steps == AUTOMATIC and self.save_results:
@@ -202,21 +242,23 @@ class Trainer:
         self._saves = Schedule(self.manager.save_steps, total_steps)
 
     def _open_log(self) -> None:
-        self.log = RunLog(self.config.output_dir)  # not returned: a result is sent to all ranks, and a log cannot be
+        # Not returned: what `Strategy.on_main` returns is sent to all ranks, and a log cannot be.
+        self.log = RunLog(self.config.output_dir)
 
     def _add_own_hooks(self, sources: ConfigSources) -> None:
         """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
-        trackers = (
-            [Trackers(self.strategy, self.config, resumed=self.manager.goes_on_in_place)] if self.config.report_to else []
-        )
+        hooks: list[Hook] = [MemoryRecord(self.log), self.console]
+        if self.config.report_to:
+            hooks.append(Trackers(self.strategy, self.config, resumed=self.manager.goes_on_in_place))
         self.logbook = Logbook(self.log) if self.log else None
         if self.log and self.logbook:
             self.logbook.begin(self, sources)
             self.hooks.add(self.logbook, resume.ResumeCheck(self.log))
         self.console.introduce(self)
         steps = self.config.profiled_steps
-        profiler = [Profiler(*steps, Path(self.config.output_dir) / "runlog")] if steps else []
-        self.hooks.add(MemoryRecord(self.log), self.console, *trackers, *profiler)
+        if steps is not None:
+            hooks.append(Profiler(*steps, Path(self.config.output_dir) / "runlog"))
+        self.hooks.add(*hooks)
 
     # --- training
     def run(self, save_result: Callable[[], Any] = lambda: None) -> Progress:
@@ -226,9 +268,12 @@ class Trainer:
             save_result: writes the trained model. The run counts as finished when it has returned; one that is killed in it
                 resumes at its end, and writes the model then.
         """
-        progress, strategy = self.progress, self.strategy
-        self.preemption = Preemption(strategy, settle=lambda: float(self._pending[-1].loss) if self._pending else None)
-        self.pace.flops, self.pace.peak, self.pace.devices = model_flops(strategy), peak_flops(strategy), strategy.world_size
+        progress = self.progress
+        strategy = self.strategy
+        self.preemption = Preemption(strategy, settle=self._wait_for_device)
+        self.pace.flops = model_flops(strategy)
+        self.pace.peak = peak_flops(strategy)
+        self.pace.devices = strategy.world_size
         self.pace.start()
         if self.config.early_stopping_patience and not self.data.held_out:
             raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
@@ -237,8 +282,10 @@ class Trainer:
             if self.config.eval_on_start and progress.step == 0:
                 self.evaluate()
             strategy.model.train()
-            while (action := self._until_trouble()) is not None:
+            action = self._train_until_action()
+            while action is not None:
                 self._recover(action)
+                action = self._train_until_action()
             self.console.close()
             if self._out_of_patience() and progress.step < self.state.end_step:
                 self._stop_early()
@@ -273,41 +320,51 @@ class Trainer:
         if hasattr(self, "preemption"):
             self.preemption.restore()
 
-    def _until_trouble(self) -> RecoveryAction | None:
-        """Train until the end, or until a spike needs a measure. Return the measure; None at the end."""
-        config, progress, state = self.config, self.progress, self.state
+    def _wait_for_device(self) -> None:
+        """Wait until the device has done the steps that were given to it, by reading the loss of the last one."""
+        if self._pending:
+            float(self._pending[-1].loss)
+
+    def _train_until_action(self) -> RecoveryAction | None:
+        """Train until the end, or until a spike needs a recovery action. Return the action; None at the end."""
+        config = self.config
+        progress = self.progress
+        state = self.state
         steps = iter(state.loader)
         while progress.step < state.end_step and not self._out_of_patience():
             enter("data", progress.step + 1)
             with self.pace.waiting():
-                found = next(steps, None)
-            if found is None:
+                planned_step = next(steps, None)
+            if planned_step is None:
                 break
+            plan, micro_batches = planned_step
             passes_before = progress.epoch
-            self._pending.append(self.train_step(*found))
+            self._pending.append(self.train_step(plan, micro_batches))
             step = progress.step
-            last = step >= state.end_step
-            if not last:
+            is_last = step >= state.end_step
+            if not is_last:
                 self._measure_first_steps()
             evaluates = self._evaluations.is_due(step, passes_before, progress.epoch)
             saves = self._is_save_due(passes_before, evaluates)
-            if last or evaluates or saves or step % config.logging_steps == 0:
+            if is_last or evaluates or saves or step % config.logging_steps == 0:
                 action = self._log_point()
                 if action is not None:
                     return action
             # Again: the log point has measured how long steps and saves take.
             saves = saves and self._is_save_due(passes_before, evaluates)
-            if last or evaluates or (saves and self._is_evaluation_due()):
-                self.evaluate()  # before the save: the checkpoint records its held-out loss
+            # Before the save: the checkpoint records its held-out loss.
+            if is_last or evaluates or (saves and self._is_evaluation_due()):
+                self.evaluate()
             if saves:
                 action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
-                if not last:  # `run` saves the end
+                # `run` saves the end.
+                if not is_last:
                     self.save()
             if config.async_save and self.log:
                 self.manager.report(self.log)
-            if not last and self.preemption.due(step):
+            if not is_last and self.preemption.due(step):
                 self._leave_early()
         return None
 
@@ -356,13 +413,17 @@ class Trainer:
             plan: the samples of the step over all ranks, and the sum of their loss weights.
             micro_batches: micro-batches of this rank.
         """
-        strategy, state, progress = self.strategy, self.state, self.progress
+        strategy = self.strategy
+        state = self.state
+        progress = self.progress
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
-        # also within a group that shares a row: its processes drop out different tokens' activations
+        # Also within a group that shares a row: its processes drop out different tokens' activations.
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
-        total: torch.Tensor | None = None
+
+        # Forward and backward passes.
+        total_loss: torch.Tensor | None = None
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             with strategy.micro_batch(last=index == state.layout.accumulation - 1):
@@ -373,14 +434,17 @@ class Trainer:
                 enter("backward")
                 strategy.backward(loss)
             enter("data")
-            part = loss.detach().float()
-            total = part if total is None else total + part
+            detached_loss = loss.detach().float()
+            total_loss = detached_loss if total_loss is None else total_loss + detached_loss
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
+        assert total_loss is not None, "a step has at least one micro-batch"
+
+        # The update.
         enter("optimizer")
         self.hooks("on_gradients_ready", self)
         norm = strategy.optimizer_step(rate)
-        before = progress.cursor
+        cursor_before = progress.cursor
         progress.step += 1
         progress.eval_loss = None
         progress.cursor = plan.cursor
@@ -388,52 +452,67 @@ class Trainer:
         progress.samples += plan.samples
         progress.tokens += plan.tokens
         self.pace.count(plan.tokens, plan.all_tokens, plan.samples)
-        assert total is not None, "a step has at least one micro-batch"
         record = StepRecord(
-            step=progress.step, loss=total, grad_norm=norm, learning_rate=rate, tokens=plan.tokens, ids=plan.ids,
-            cursor=(before, plan.cursor), metrics=self._metrics, sums=sums,
-        )  # fmt: skip
+            step=progress.step,
+            loss=total_loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=plan.tokens,
+            ids=plan.ids,
+            cursor=(cursor_before, plan.cursor),
+            metrics=self._metrics,
+            sums=sums,
+        )
         self.hooks("after_step", self, record)
         return record
 
     def _loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Metrics]:
         """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows, or its tokens of them."""
-        with self.strategy.split_tokens(to_device(batch, self.strategy.device)) as part:
-            found = self.objective.loss(self.strategy.model, part)
-        return found if isinstance(found, tuple) else (found, {})
+        with self.strategy.split_tokens(to_device(batch, self.strategy.device)) as rank_batch:
+            result = self.objective.loss(self.strategy.model, rank_batch)
+        return result if isinstance(result, tuple) else (result, {})
 
     def add_metric(self, name: str, value: SupportsFloat) -> None:
         """See `zerobook.training.hooks.TrainerView.add_metric`."""
         self._metrics[name] = value
 
     def _log_point(self) -> RecoveryAction | None:
-        """Read losses and norms, and run the hooks and the spike monitor. Return the measure to carry out, if any.
+        """Read losses and norms, and run the hooks and the spike monitor. Return the recovery action to carry out, if any.
 
         The trainer waits for the device here only.
         """
-        records, self._pending = self._pending, []
+        records = self._pending
+        self._pending = []
         if not records:
             return None
         enter("reduce")
         self._read(records)
         self.pace.measure(log_point(self.progress.step))
-        for slow in self.watch.take_slow() if self.watch else ():
-            self._report_slow(slow)
-        asked = self.hooks("on_log", self, records)
+        if self.watch:
+            for slow in self.watch.take_slow():
+                self._report_slow(slow)
+        hook_actions = self.hooks("on_log", self, records)
         action = self.monitor.see(records)
-        messages, self.monitor.said = self.monitor.said, []
+        messages = self.monitor.take_messages()
         if messages:
             self.hooks("on_alert", self, messages)
         if action is None and self.monitor.dead():
-            way_on = "There is no checkpoint: start again with"
-            if self.strategy.on_main(lambda: bool(store.complete(self.manager.folder))):
-                way_on = "Go on with --resume_from_checkpoint auto and"
-            raise DivergenceError(
-                f"step {records[-1].step}: the loss is {records[-1].loss}, and none was finite for a while; nothing was saved "
-                f"since. {way_on} a lower --learning_rate than {self.config.learning_rate}, or "
-                "more --num_warmup_steps."
-            )
-        return action or next((measure for measure in asked if measure.kind != "none"), None)
+            raise DivergenceError(self._describe_broken_model(records[-1]))
+        # An action of the spike monitor comes before those of hooks.
+        if action is not None:
+            return action
+        return next((hook_action for hook_action in hook_actions if hook_action.kind != "none"), None)
+
+    def _describe_broken_model(self, record: StepRecord) -> str:
+        """Return the error message for a model whose losses are not finite. Collective."""
+        way_on = "There is no checkpoint: start again with"
+        if self.strategy.on_main(lambda: bool(store.complete(self.manager.folder))):
+            way_on = "Go on with --resume_from_checkpoint auto and"
+        return (
+            f"step {record.step}: the loss is {record.loss}, and none was finite for a while; nothing was saved "
+            f"since. {way_on} a lower --learning_rate than {self.config.learning_rate}, or "
+            "more --num_warmup_steps."
+        )
 
     def _report_slow(self, slow: Slow) -> None:
         if self.log:
@@ -445,30 +524,36 @@ class Trainer:
         losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
         norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
         mesh = self.strategy.mesh
-        if mesh.rank != 0:  # every rank has the same norms; the first rank's are taken
+        # Every rank has the same norms. The sum over the ranks takes the first rank's.
+        if mesh.rank != 0:
             norms = torch.zeros_like(norms)
         names = sorted(records[0].sums)
-        if other := next((sorted(record.sums) for record in records if sorted(record.sums) != names), None):
-            raise ConfigError(
-                f"{type(self.objective).__name__}.loss returned the metrics {names} in one step and {other} in another. It has "
-                "to return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
-            )
+        for record in records:
+            if sorted(record.sums) != names:
+                raise ConfigError(
+                    f"{type(self.objective).__name__}.loss returned the metrics {names} in one step and {sorted(record.sums)} "
+                    "in another. It has to return the same metrics for every batch, since they are summed over the ranks; a "
+                    "metric may be 0."
+                )
         sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
         # One more row carries what rank 0 has measured, so that all ranks decide the same about saves without a collective.
         clock = losses.new_zeros(2 + len(sums))
         if mesh.rank == 0:
             clock[:2] = torch.tensor(self._save_clock.read(self.progress.step))
         values = torch.cat([torch.stack([losses, norms, *sums], dim=1), clock[None]])
-        *rows, (step_seconds, save_seconds, *_) = mesh.sum_over_samples(values).tolist()
-        self._take_measured(step_seconds, save_seconds)
-        for record, (loss, norm, *summed) in zip(records, rows, strict=True):
-            record.loss, record.grad_norm, record.sums = loss, norm, {}
+        *step_rows, clock_row = mesh.sum_over_samples(values).tolist()
+        self._take_measured(clock_row[0], clock_row[1])
+        for record, (loss, norm, *metric_values) in zip(records, step_rows, strict=True):
+            record.loss = loss
+            record.grad_norm = norm
+            record.sums = {}
             record.metrics = {name: float(value) for name, value in record.metrics.items()}
-            record.metrics |= dict(zip(names, summed, strict=True))
+            record.metrics |= dict(zip(names, metric_values, strict=True))
 
     def _stop_early(self) -> None:
         """Write that early stopping ends the run."""
-        step, best = self.progress.step, self.progress.best_eval_loss
+        step = self.progress.step
+        best = self.progress.best_eval_loss
         count = self.progress.evaluations_without_progress
         if self.log:
             self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
@@ -477,7 +562,7 @@ class Trainer:
         )
 
     def _recover(self, action: RecoveryAction) -> None:
-        """Carry out a measure against a spike. Call on every rank with the same ``action``."""
+        """Carry out a recovery action. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
         if action.kind == "stop":
             self._save_before_stop(action)
@@ -487,11 +572,13 @@ class Trainer:
         with during("roll back"):
             self.recovery.act(action)
         if action.goes_back:
-            self._evaluated = self._saved = None
+            self._evaluated = None
+            self._saved = None
             self._save_clock.start(self.progress.step)
-            for automatic in (self._automatic_saves, self._automatic_evaluations):
-                if automatic is not None:
-                    automatic.went_back(self.progress.step)
+            if self._automatic_saves is not None:
+                self._automatic_saves.went_back(self.progress.step)
+            if self._automatic_evaluations is not None:
+                self._automatic_evaluations.went_back(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
         self.hooks("on_rollback", self, action)
@@ -503,7 +590,8 @@ class Trainer:
         Returns:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
         """
-        self._evaluated, self.evaluation = self.progress.step, None
+        self._evaluated = self.progress.step
+        self.evaluation = None
         with during("evaluate", self.progress.step), self.pace.apart():
             record = self.evaluator.evaluate(self.progress.step)
         if record is None:
@@ -521,7 +609,8 @@ class Trainer:
         """Save a checkpoint of this step, if its loss and gradient were finite. Otherwise a good one might be pruned for it."""
         if not self.save_results:
             return
-        step, last = self.progress.step, self.monitor.history[-1] if self.monitor.history else None
+        step = self.progress.step
+        last = self.monitor.history[-1] if self.monitor.history else None
         if last is not None and (last.masked or not math.isfinite(last.loss)):
             if self.log:
                 self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
@@ -552,7 +641,8 @@ class Trainer:
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
-        step, reason = self.progress.step, self.preemption.received
+        step = self.progress.step
+        reason = self.preemption.received
         if self._log_point() is None and self._saved != step:
             self.save()
         self.manager.finish(self.log)
