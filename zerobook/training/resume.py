@@ -67,34 +67,62 @@ def compare_held_out_data(progress: Progress, data: PreparedData, log: RunLog | 
     """Forget the held-out losses of the checkpoint where they were measured on other data. Rank 0 warns."""
     if not data.held_out:
         return
-    earlier, fingerprint = progress.held_out_fingerprint, data.held_out_fingerprint
+    earlier = progress.held_out_fingerprint
+    fingerprint = data.held_out_fingerprint
     if progress.use_held_out_data(fingerprint) and log:
         names = ", ".join(data.held_out)
-        known = f"fingerprint {earlier}" if earlier else "data that the checkpoint does not name"
+        earlier_data = f"fingerprint {earlier}" if earlier else "data that the checkpoint does not name"
         tqdm.write(
             f"WARNING: the held-out data ({names}, fingerprint {fingerprint}) is not what the earlier losses were measured on "
-            f"({known}). Losses of different data are not compared: the best checkpoint and early stopping go by the losses "
-            "from here on."
+            f"({earlier_data}). Losses of different data are not compared: the best checkpoint and early stopping go by the "
+            "losses from here on."
         )
 
 
-DATA_SETTINGS = frozenset({
-    "model_name_or_path", "tokenizer_name", "model_revision", "dataset_name", "dataset_config_name", "datasets", "train_file",
-    "validation_file", "validation_split_percentage", "streaming", "max_train_samples", "format", "text_column",
-    "summary_column", "chat_template", "on_bad_sample", "packing", "seed", "new_tokens",
-})  # fmt: skip
+DATA_SETTINGS = frozenset(
+    {
+        "model_name_or_path",
+        "tokenizer_name",
+        "model_revision",
+        "dataset_name",
+        "dataset_config_name",
+        "datasets",
+        "train_file",
+        "validation_file",
+        "validation_split_percentage",
+        "streaming",
+        "max_train_samples",
+        "format",
+        "text_column",
+        "summary_column",
+        "chat_template",
+        "on_bad_sample",
+        "packing",
+        "seed",
+        "new_tokens",
+    }
+)
 """Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too."""
 
 
 def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
     """Return the settings about data that differ from the checkpoint's, in words."""
-    saved, now = store.read_json(checkpoint / "config.json")["config"], config.model_dump(mode="json")
-    own = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
-    kept = {key for key in now if key in saved and (key in own or key in DATA_SETTINGS)}
-    found = differences({key: saved[key] for key in kept}, {key: now[key] for key in kept})
-    if not found:
+    saved = store.read_json(checkpoint / "config.json")["config"]
+    now = config.model_dump(mode="json")
+    recipe_settings = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
+    # Settings that the checkpoint's version did not have are left out.
+    names = (DATA_SETTINGS | recipe_settings) & saved.keys() & now.keys()
+    changed = differences({name: saved[name] for name in names}, {name: now[name] for name in names})
+    if not changed:
         return "The settings are the same: a data file, a dataset or the tokenizer has other content. Bring it back."
-    return f"Changed: {', '.join(f'{key} {was} -> {here}' for key, (was, here) in found.items())}. Restore these values."
+    changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())
+    return f"Changed: {changes}. Restore these values."
+
+
+ADAPTER_SETTINGS = ("adapter", "lora_r", "lora_alpha", "lora_target_modules", "modules_to_save")
+"""Settings that decide what adapters compute."""
+ADAPTER_FACTS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
+"""The same in the config of an adapter that is trained further."""
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
@@ -107,29 +135,47 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
     """
     if checkpoint is None:
         return
-    kept, values = store.read_json(checkpoint / "config.json"), config.model_dump()
-    facts, adapts = getattr(model, "base_facts", None), config.trains_adapters
-    for key in ("adapter", "lora_r", "lora_alpha", "lora_target_modules", "modules_to_save") if adapts else ():
-        before, here = kept["config"].get(key), values[key]
-        if before is not None and (set(before) != set(here) if isinstance(here, list) else before != here):
+    saved = store.read_json(checkpoint / "config.json")
+    values = config.model_dump()
+    facts = getattr(model, "base_facts", None)
+
+    # The settings of new adapters.
+    if config.trains_adapters:
+        for name in ADAPTER_SETTINGS:
+            before = saved["config"].get(name)
+            now = values[name]
+            # Lists of modules have no order.
+            is_same = set(before or ()) == set(now) if isinstance(now, list) else before == now
+            if before is not None and not is_same:
+                raise CheckpointError(
+                    f"{checkpoint}: the output of its adapters depends on {name}, which was {before} and is {now} now. Restore "
+                    "the old value, or start a new run from the exported model."
+                )
+
+    # The adapter that is trained further.
+    saved_adapter = _adapter_facts(saved.get("base"))
+    adapter = _adapter_facts(facts)
+    for name in ADAPTER_FACTS:
+        if saved_adapter.get(name) != adapter.get(name):
             raise CheckpointError(
-                f"{checkpoint}: the output of its adapters depends on {key}, which was {before} and is {here} now. Restore "
-                "the old value, or start a new run from the exported model."
+                f"{checkpoint}: its adapter was continued from one whose {name} was {saved_adapter.get(name)}, and "
+                f"--adapter_path {values.get('adapter_path')} has {adapter.get(name)}. Bring that adapter back."
             )
-    recorded, found = ((part or {}).get("adapter") or {} for part in (kept.get("base"), facts))
-    for key in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save"):
-        if recorded.get(key) != found.get(key):
-            raise CheckpointError(
-                f"{checkpoint}: its adapter was continued from one whose {key} was {recorded.get(key)}, and --adapter_path "
-                f"{values.get('adapter_path')} has {found.get(key)}. Bring that adapter back."
-            )
-    was, now = kept.get("base_commit"), getattr(model, "base_commit", None)
-    if adapts and was and now and was != now:
+
+    # The model below them.
+    saved_commit = saved.get("base_commit")
+    commit = getattr(model, "base_commit", None)
+    if config.trains_adapters and saved_commit and commit and saved_commit != commit:
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained beside commit {was} of {config.model_name_or_path}, and "
-            f"--model_revision {config.model_revision} is commit {now} now. Pass --model_revision {was}."
+            f"{checkpoint}: its adapters were trained beside commit {saved_commit} of {config.model_name_or_path}, and "
+            f"--model_revision {config.model_revision} is commit {commit} now. Pass --model_revision {saved_commit}."
         )
-    origin.check(checkpoint, kept, facts, weights=not (was and now))
+    origin.check(checkpoint, saved, facts, weights=not (saved_commit and commit))
+
+
+def _adapter_facts(base_facts: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the config of the adapter among the facts of a base; nothing where there is none."""
+    return (base_facts or {}).get("adapter") or {}
 
 
 def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
@@ -140,16 +186,18 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     Returns:
         The state of the earlier attempts' ladder of measures.
     """
-    before = Decided(**strategy.on_main(lambda: decided(log.folder)._asdict()))  # type: ignore[union-attr]  # rank 0 has a log
-    progress.redone = max(progress.redone, before.redone + max(0, before.step - progress.step))
+    earlier = Decided(**strategy.on_main(lambda: decided(log.folder)._asdict()))  # type: ignore[union-attr]  # rank 0 has a log
+    lost_steps = max(0, earlier.step - progress.step)
+    progress.redone = max(progress.redone, earlier.redone + lost_steps)
     if manager.checkpoint is None:
         return {}
-    progress.skip_ranges = joined(progress.skip_ranges, before.skips)
-    for cut in before.cuts:  # the same cut may occur twice
-        if progress.rate_cuts.count(cut) < before.cuts.count(cut):
+    progress.skip_ranges = joined(progress.skip_ranges, earlier.skips)
+    # The same cut may occur twice.
+    for cut in earlier.cuts:
+        if progress.rate_cuts.count(cut) < earlier.cuts.count(cut):
             progress.rate_cuts.append(cut)
-    manager.proven = set(before.proven)
-    return before.ladder
+    manager.proven = set(earlier.proven)
+    return earlier.ladder
 
 
 def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None) -> int:
@@ -160,11 +208,12 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
     """
     if checkpoint is None:
         return state.end_step
-    progress, config = state.progress, state.config
+    progress = state.progress
+    config = state.config
     saved = store.read_json(checkpoint / "config.json")["config"]
-    before = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
-    now = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
-    if now == before:
+    saved_length = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
+    length = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
+    if length == saved_length:
         return progress.total_steps
     if log and state.end_step != progress.total_steps:
         tqdm.write(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
@@ -181,18 +230,25 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     if log is None:
         return
     tqdm.write(f"resumed {manager.checkpoint} at step {progress.step}")
-    aside = store.set_aside(manager.folder, progress.step, manager.skipped)
+    new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
     log.event(
-        "resume", checkpoint=str(manager.checkpoint), step=progress.step, cursor=progress.cursor, samples=progress.samples,
+        "resume",
+        checkpoint=str(manager.checkpoint),
+        step=progress.step,
+        cursor=progress.cursor,
+        samples=progress.samples,
         world_size={"before": progress.world_size, "now": strategy.world_size},
         global_batch={"before": progress.global_batch, "now": state.layout.global_batch},
-        set_aside=[str(folder) for folder in aside], passed_over=[*manager.skipped.values()],
-        bytes_read=bytes_read, verified=verified, differing=differing,
-    )  # fmt: skip
+        set_aside=[str(path) for path in new_paths],
+        passed_over=list(manager.skipped.values()),
+        bytes_read=bytes_read,
+        verified=verified,
+        differing=differing,
+    )
     tqdm.write(f"  as recorded: {', '.join(verified)}")
-    for key, (was, now) in differing.items():
-        tqdm.write(f"  differs from the checkpoint's record: {key} of the next step is {now}; recorded: {was}")
+    for name, (recorded, now) in differing.items():
+        tqdm.write(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
         tqdm.write("  an earlier version wrote the checkpoint; its warm-up was one step behind this one's")
     state.earlier_losses = _losses_behind(log, progress.step)
@@ -208,11 +264,11 @@ def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool
 def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | None:
     """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
     assert log is not None
-    found = last_of(log.folder / EVENTS, ["eval"]).get("eval")
+    event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
     # The checkpoint names its own loss: a branch that was given up may have been evaluated at the same step.
-    if found is None or (found["step"], found.get("loss")) != (progress.step, progress.eval_loss):
+    if event is None or (event["step"], event.get("loss")) != (progress.step, progress.eval_loss):
         return None
-    return {key: found[key] for key in ("loss", "perplexity", "tokens", "datasets", "metrics") if key in found}
+    return {name: event[name] for name in ("loss", "perplexity", "tokens", "datasets", "metrics") if name in event}
 
 
 class ResumeCheck(Hook):
@@ -222,18 +278,28 @@ class ResumeCheck(Hook):
         self.log = log
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        before, trainer.state.earlier_losses = trainer.state.earlier_losses, {}
-        pairs = {record.step: (float(record.loss), before[record.step]) for record in records if record.step in before}
-        if pairs:
-            largest = max(abs(loss - was) / max(abs(was), 1e-30) for loss, was in pairs.values())
-            apart = first_apart(
-                {step: was for step, (_, was) in pairs.items()}, {step: loss for step, (loss, _) in pairs.items()}
-            )
-            first, last = min(pairs), max(pairs)
-            self.log.event("verify", after="steps done again", steps=[first, last], largest_relative_difference=largest,
-                           first_apart=apart)  # fmt: skip
-            steps = f"step {first}" if first == last else f"steps {first} to {last}"
-            tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")
+        recorded = trainer.state.earlier_losses
+        trainer.state.earlier_losses = {}
+        earlier_losses: dict[int, float] = {}
+        losses: dict[int, float] = {}
+        for record in records:
+            if record.step in recorded:
+                earlier_losses[record.step] = recorded[record.step]
+                losses[record.step] = float(record.loss)
+        if not losses:
+            return
+        largest = max(abs(losses[step] - earlier) / max(abs(earlier), 1e-30) for step, earlier in earlier_losses.items())
+        first = min(losses)
+        last = max(losses)
+        self.log.event(
+            "verify",
+            after="steps done again",
+            steps=[first, last],
+            largest_relative_difference=largest,
+            first_apart=first_apart(earlier_losses, losses),
+        )
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")
 
 
 def amount(samples: int) -> str:
@@ -243,10 +309,12 @@ def amount(samples: int) -> str:
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
     """Return step -> loss that earlier attempts recorded after ``step``, from the newest part of the log."""
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     for record in backwards(log.folder / STEPS):
+        # A record that cannot be read ends the newest part.
         if record is None or record["step"] <= step:
             break
         if record["loss"] is not None:
-            found.setdefault(record["step"], record["loss"])
-    return found
+            # The newest loss of a step comes first.
+            losses.setdefault(record["step"], record["loss"])
+    return losses
