@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerobook.config import RecipeConfig
+from zerobook.data.prepare import PreparedData
 from zerobook.evaluation import held_out
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
@@ -46,10 +47,11 @@ class Console(Hook):
         """Print the strategy, the batch, the number of steps and the data."""
         if self.silent:
             return
-        config, state, data = trainer.config, trainer.state, trainer.data
-        live = trainer.strategy.describe()
+        config = trainer.config
+        state = trainer.state
+        data = trainer.data
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
-        self.say(f"running: {_live(live)}")
+        self.say(f"running: {_describe_strategy(trainer.strategy.describe())}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
             self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
@@ -61,25 +63,45 @@ class Console(Hook):
             self.say(
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
             )
-        for part, report in data.report.items():
-            known = [f"format {data.formats[part][0]}"] if part in data.formats else []
-            self.say(f"{part}: " + ", ".join([*known, *(f"{number:,} {what}" for what, number in report.items() if number)]))
-            if part in data.formats and (ignored := data.formats[part][1]):
-                self.say(f"  note: columns of {part} that are not read: {', '.join(ignored)}")
-        asked = config.per_device_eval_batch_size
-        if data.held_out and (rows := trainer.evaluator.rows_at_once) < asked:
-            logits = f"could have more than {held_out.LOGITS:,} logits"
-            why = "would make longer rows than training does (padding_free)" if rows == config.eval_rows else logits
-            at_once = counted(rows, "row")
-            self.say(f"  note: an evaluation takes {at_once} at once; {asked}, as per_device_eval_batch_size asks, {why}")
+        self._introduce_data(data)
+        if data.held_out:
+            self._introduce_evaluation(config, trainer.evaluator.rows_at_once)
         if state.progress.step < state.end_step:
-            padding = 0.0 if config.padding_free else state.loader.padding()
-            self.say(f"{padding:.1%} of a batch's tokens are padding")
-            if padding >= MUCH_PADDING:
-                is_seq2seq = getattr(trainer.strategy.unwrapped.config, "is_encoder_decoder", False)
-                self.say(f"  note: {_less_padding(config, is_seq2seq)}")
+            self._introduce_padding(trainer)
         else:
             self.say(f"step {state.progress.step} was the last one; nothing is left to train")
+
+    def _introduce_data(self, data: PreparedData) -> None:
+        """Print for each dataset its format, its counts, and the columns that are not read."""
+        for name, counts in data.report.items():
+            facts = [f"{count:,} {what}" for what, count in counts.items() if count]
+            if name not in data.formats:
+                self.say(f"{name}: {', '.join(facts)}")
+                continue
+            format_name, ignored = data.formats[name]
+            self.say(f"{name}: {', '.join([f'format {format_name}', *facts])}")
+            if ignored:
+                self.say(f"  note: columns of {name} that are not read: {', '.join(ignored)}")
+
+    def _introduce_evaluation(self, config: RecipeConfig, rows: int) -> None:
+        """Print a note where an evaluation takes fewer rows at once than the config asks for."""
+        requested = config.per_device_eval_batch_size
+        if rows >= requested:
+            return
+        if rows == config.eval_rows:
+            why = "would make longer rows than training does (padding_free)"
+        else:
+            why = f"could have more than {held_out.LOGITS:,} logits"
+        rows_at_once = counted(rows, "row")
+        self.say(f"  note: an evaluation takes {rows_at_once} at once; {requested}, as per_device_eval_batch_size asks, {why}")
+
+    def _introduce_padding(self, trainer: TrainerView) -> None:
+        """Print how much of a batch is padding, and flags against it where that is much."""
+        padding = 0.0 if trainer.config.padding_free else trainer.state.loader.padding()
+        self.say(f"{padding:.1%} of a batch's tokens are padding")
+        if padding >= MUCH_PADDING:
+            is_seq2seq = getattr(trainer.strategy.unwrapped.config, "is_encoder_decoder", False)
+            self.say(f"  note: {_less_padding(trainer.config, is_seq2seq)}")
 
     def on_start(self, trainer: TrainerView) -> None:
         # A file gets the lines of `on_log` only: a bar is made to be written over.
@@ -129,9 +151,13 @@ def describe_sample(sample: dict[str, Any], width: int) -> str:
     for name, value in sample.items():
         # A text from a model or a data file may have newlines, which would look like lines of the program.
         text = plain(str(value), lines=False)
-        parts = textwrap.wrap(text, max(width - label_width - 2, 20), max_lines=SAMPLE_LINES, placeholder=" ...") or [""]
-        labels = [name, *[""] * (len(parts) - 1)]
-        lines += [f"  {label:<{label_width}}{part}" for label, part in zip(labels, parts, strict=True)]
+        text_width = max(width - label_width - 2, 20)
+        text_lines = textwrap.wrap(text, text_width, max_lines=SAMPLE_LINES, placeholder=" ...") or [""]
+        # The label stands before the first line only.
+        label = name
+        for line in text_lines:
+            lines.append(f"  {label:<{label_width}}{line}")
+            label = ""
     return "\n".join(lines)
 
 
@@ -145,6 +171,7 @@ def _less_padding(config: RecipeConfig, is_seq2seq: bool) -> str:
     return f"most of the time is spent on padding. {', and '.join(flags) or 'A smaller batch would have less'}"
 
 
-def _live(live: dict[str, Any]) -> str:
+def _describe_strategy(live: dict[str, Any]) -> str:
+    """Return the strategy in words, as it was read from the live objects."""
     processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
     return f"{live['strategy']}{processes}, master weights in {live['master_dtype']}"

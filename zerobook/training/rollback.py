@@ -1,4 +1,4 @@
-"""Carry out measures against a spike: leave samples out, roll back to a checkpoint, lower the rate, or stop the run."""
+"""Carry out recovery actions against a spike: leave samples out, roll back to a checkpoint, lower the rate, or stop the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerobook.utils.units import counted
 
 
 class Recovery:
-    """Carries out the measures of the spike monitor. Call the methods on every rank.
+    """Carries out the recovery actions of the spike monitor. Call the methods on every rank.
 
     Args:
         state: its step, sample order and learning rate are changed.
@@ -32,130 +32,179 @@ class Recovery:
     def __init__(
         self, state: RunState, strategy: Strategy, manager: CheckpointManager, monitor: SpikeMonitor, log: RunLog | None
     ):
-        self.state, self.strategy, self.manager, self.monitor, self.log = state, strategy, manager, monitor, log
+        self.state = state
+        self.strategy = strategy
+        self.manager = manager
+        self.monitor = monitor
+        self.log = log
 
-    def checked(self, measure: RecoveryAction) -> RecoveryAction:
-        """Return ``measure``, or a measure that stops the run if ``measure`` would leave no samples to train on."""
-        left_out = self._samples_of(measure)
+    def checked(self, action: RecoveryAction) -> RecoveryAction:
+        """Return ``action``, or one that stops the run if ``action`` would leave no samples to train on."""
+        left_out = self._samples_of(action)
         if left_out and self.state.data.train.skipping(joined(self.state.progress.skip_ranges, left_out)).is_empty:
-            return replace(measure, kind="stop", rule="all samples of the data would be left out")
-        return measure
+            return replace(action, kind="stop", rule="all samples of the data would be left out")
+        return action
 
-    def act(self, measure: RecoveryAction) -> None:
-        """Carry out ``measure``, whose kind is not ``stop``. It is logged before it is carried out."""
-        state, log, cause = self.state, self.log, self.monitor.seq
-        left_out = self._samples_of(measure)
-        skip_ranges = joined(state.progress.skip_ranges, left_out)
-        cut = [measure.to_step, measure.rate_factor, state.config.rollback_lr_steps] if measure.rate_factor else None
-        intent = None
-        if log:
-            if measure.goes_back:
-                cause = intent = log.event(
-                    "rollback", phase="intent", parent=cause, measure=measure.kind, from_step=state.progress.step,
-                    to_step=measure.to_step, why=measure.reason,
-                )  # fmt: skip
-            if left_out and measure.steps:
-                count = sum(b - a for a, b in left_out)
-                log.event("skip", parent=cause, ranges=left_out, samples=count, steps=measure.steps, why=measure.reason)
-                tqdm.write(
-                    f"  left out from now on: {counted(count, 'sample')} of steps {measure.steps[0]} to {measure.steps[1]}"
-                )
-            if cut:
-                log.event("lr_change", parent=cause, cut=cut, why=measure.reason)
-                tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
-        if measure.goes_back:
-            self.go_back(measure, intent, skip_ranges, [*state.progress.rate_cuts, *([cut] if cut else [])])
+    def act(self, action: RecoveryAction) -> None:
+        """Carry out ``action``, whose kind is not ``stop``. It is logged before it is carried out."""
+        state = self.state
+        progress = state.progress
+        left_out = self._samples_of(action)
+        skip_ranges = joined(progress.skip_ranges, left_out)
+        cut: list[Any] | None = None
+        if action.rate_factor:
+            cut = [action.to_step, action.rate_factor, state.config.rollback_lr_steps]
+        intent = None if self.log is None else self._log_intent(self.log, action, left_out, cut)
+        if action.goes_back:
+            rate_cuts = list(progress.rate_cuts)
+            if cut is not None:
+                rate_cuts.append(cut)
+            self.go_back(action, intent, skip_ranges, rate_cuts)
         else:
-            state.progress.skip_ranges = skip_ranges
+            progress.skip_ranges = skip_ranges
             state.build_loader()
-        if log and left_out and state.end_step < state.total_steps:
+        if self.log and left_out and state.end_step < state.total_steps:
             tqdm.write(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
 
+    def _log_intent(self, log: RunLog, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
+        """Log what is to be done, and say it. Return the number of the rollback's event; None for no rollback. Rank 0."""
+        cause = self.monitor.seq
+        intent = None
+        if action.goes_back:
+            intent = log.event(
+                "rollback",
+                phase="intent",
+                parent=cause,
+                measure=action.kind,
+                from_step=self.state.progress.step,
+                to_step=action.to_step,
+                why=action.reason,
+            )
+            cause = intent
+        if left_out and action.steps:
+            count = sum(end - start for start, end in left_out)
+            log.event("skip", parent=cause, ranges=left_out, samples=count, steps=action.steps, why=action.reason)
+            tqdm.write(f"  left out from now on: {counted(count, 'sample')} of steps {action.steps[0]} to {action.steps[1]}")
+        if cut is not None:
+            log.event("lr_change", parent=cause, cut=cut, why=action.reason)
+            tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
+        return intent
+
     def go_back(
-        self, measure: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
+        self, action: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
     ) -> None:
         """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector."""
-        to_step = measure.to_step
+        to_step = action.to_step
         assert to_step is not None
-        state, manager, log = self.state, self.manager, self.log
-        start, progress = time.monotonic(), state.progress
-        manager.finish(log)  # a save in progress belongs to the steps that are given up
+        state = self.state
+        progress = state.progress
+        manager = self.manager
+        start = time.monotonic()
+        # A save in progress belongs to the steps that are given up.
+        manager.finish(self.log)
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
-        # after loading: if that fails, a restart still finds the later checkpoints
-        aside = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
-        given_up = progress.step - loaded.step
-        kept = {"skip_ranges": skip_ranges, "rate_cuts": rate_cuts, "redone": progress.redone + given_up,
-                "total_steps": progress.total_steps, "world_size": progress.world_size,
-                "global_batch": progress.global_batch}  # fmt: skip
-        vars(progress).update(vars(loaded) | kept)
+        # After loading: if that fails, a restart still finds the later checkpoints.
+        new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
+
+        # The progress is the checkpoint's, but for what was decided since, and for what belongs to this attempt.
+        steps_given_up = progress.step - loaded.step
+        vars(progress).update(
+            vars(loaded)
+            | {
+                "skip_ranges": skip_ranges,
+                "rate_cuts": rate_cuts,
+                "redone": progress.redone + steps_given_up,
+                "total_steps": progress.total_steps,
+                "world_size": progress.world_size,
+                "global_batch": progress.global_batch,
+            }
+        )
         if state.data.held_out:
             # The checkpoint may be from before a resume with other held-out data.
             progress.use_held_out_data(state.data.held_out_fingerprint)
-        losses = self.monitor.back(measure, loaded.detector, intent)
-        if measure.rate_factor:  # after the first update at the lower rate, losses differ
+
+        # The losses of the next steps are compared with those of the branch that is given up.
+        losses = self.monitor.back(action, loaded.detector, intent)
+        if action.rate_factor:
+            # After the first update at the lower rate, losses differ.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         state.earlier_losses = losses
         state.build_loader()
         verified, differing = state.verify(loaded.following)
         seconds = time.monotonic() - start
-        if log:
-            log.branch += 1
-            log.event(
-                "rollback", phase="outcome", parent=intent, step=progress.step, steps_given_up=given_up,
-                seconds=round(seconds, 3), bytes_read=bytes_read, set_aside=[str(folder) for folder in aside],
-                verified=verified, differing=differing,
-            )  # fmt: skip
-            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(given_up, 'step')}")
+        if self.log:
+            self.log.branch += 1
+            self.log.event(
+                "rollback",
+                phase="outcome",
+                parent=intent,
+                step=progress.step,
+                steps_given_up=steps_given_up,
+                seconds=round(seconds, 3),
+                bytes_read=bytes_read,
+                set_aside=[str(path) for path in new_paths],
+                verified=verified,
+                differing=differing,
+            )
+            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(steps_given_up, 'step')}")
 
-    def protect_before(self, measure: RecoveryAction) -> None:
+    def protect_before(self, action: RecoveryAction) -> None:
         """Protect the newest checkpoint from before the spike from being pruned by the next save."""
         if self.log:
-            checkpoint = self._before(measure)
-            self.manager.protect(*([] if checkpoint is None else [store.step_of(checkpoint)]))
+            checkpoint = self._before(action)
+            steps = [] if checkpoint is None else [store.step_of(checkpoint)]
+            self.manager.protect(*steps)
 
-    def hand_over(self, measure: RecoveryAction) -> None:
+    def hand_over(self, action: RecoveryAction) -> None:
         """Set aside what was saved since the spike began, and write a report of the spike and of what was tried.
 
         ``auto`` then resumes from before the spike. The caller ends the process with `EXIT_CODE`.
         """
-        log, step, config, manager = self.log, self.state.progress.step, self.state.config, self.manager
+        log = self.log
+        config = self.state.config
+        manager = self.manager
+        step = self.state.progress.step
         manager.finish(log)
         if log is None:
             return
-        checkpoint = self._before(measure)
+        checkpoint = self._before(action)
         last_good_step = 0 if checkpoint is None else store.step_of(checkpoint)
-        aside = store.set_aside(manager.folder, last_good_step, manager.skipped)
+        new_paths = store.set_aside(manager.folder, last_good_step, manager.skipped)
         log.event(
             "stop",
             parent=self.monitor.seq,
             step=step,
-            rule=measure.rule,
-            why=measure.reason,
+            rule=action.rule,
+            why=action.reason,
             exit_code=EXIT_CODE,
             go_on_from=None if checkpoint is None else str(checkpoint),
-            set_aside=[str(folder) for folder in aside],
+            set_aside=[str(path) for path in new_paths],
         )
         way_on = "Go on from there with --resume_from_checkpoint auto and"
         if checkpoint is None:
             way_on = "There is nothing to go back to, so start again with"
-        since = f" Saved since it began: {', '.join(map(str, aside))}." if aside else ""
+        saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
         tqdm.write(
-            f"STOPPED at step {step}: {measure.reason}.\n  {measure.rule}. The last checkpoint before it: "
-            f"{checkpoint or 'none'}.{since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
+            f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. The last checkpoint before it: "
+            f"{checkpoint or 'none'}.{saved_since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
             f"more --num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
             "tells the whole story."
         )
         write_page(log)
 
-    def _before(self, measure: RecoveryAction) -> Path | None:
+    def _before(self, action: RecoveryAction) -> Path | None:
         """Return the newest complete checkpoint from before the spike. Rank 0."""
-        return self.manager.before(measure.onset - LEAD + 1)
+        return self.manager.before(action.onset - LEAD + 1)
 
-    def _samples_of(self, measure: RecoveryAction) -> list[list[int]]:
-        """Return [start, end) ranges of the samples that ``measure`` leaves out: all samples in the rows of its steps."""
-        if measure.kind == "stop" or not measure.steps:
+    def _samples_of(self, action: RecoveryAction) -> list[list[int]]:
+        """Return [start, end) ranges of the samples that ``action`` leaves out: all samples in the rows of its steps."""
+        if action.kind == "stop" or not action.steps:
             return []
-        loader, global_batch = self.state.loader, self.state.layout.global_batch
-        rows = [loader.order.take(a, global_batch, b)[0] for a, b in self.monitor.cursors(*measure.steps)]
-        return ranges([sample for ids in rows for row in ids.tolist() for sample in loader.part.samples_of(row)])
+        loader = self.state.loader
+        samples: list[int] = []
+        for start, end in self.monitor.cursors(*action.steps):
+            rows, _ = loader.order.take(start, self.state.layout.global_batch, end)
+            for row in rows.tolist():
+                samples += loader.part.samples_of(row)
+        return ranges(samples)

@@ -37,24 +37,27 @@ class Trackers(Hook):
         """
         self.accelerator = strategy.accelerator
         file = Path(config.output_dir) / "runlog" / IDENTITIES
-        kept = _read_identities(file) if resumed else {}
+        identities = _read_identities(file) if resumed else {}
+        # The config was logged by the attempt that began the run in these trackers.
+        is_config_logged = set(config.report_to) <= identities.keys()
+        wandb_id = os.environ.get("WANDB_RUN_ID") or identities.get("wandb") or uuid.uuid4().hex[:8]
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
         name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
-        identity = os.environ.get("WANDB_RUN_ID") or kept.get("wandb") or uuid.uuid4().hex[:8]
         options: dict[str, dict[str, Any]] = {
-            "wandb": {"name": name, "id": identity, "resume": "allow"},
-            "mlflow": {"run_id": kept["mlflow"]} if "mlflow" in kept else {"run_name": name},
+            "wandb": {"name": name, "id": wandb_id, "resume": "allow"},
+            "mlflow": {"run_id": identities["mlflow"]} if "mlflow" in identities else {"run_name": name},
             "swanlab": {"experiment_name": name},
             "trackio": {"name": name},
         }
-        known = set(config.report_to) <= kept.keys()
-        self.accelerator.init_trackers(project, config=None if known else _flat(config.model_dump()), init_kwargs=options)
+        logged_config = None if is_config_logged else _flat(config.model_dump())
+        self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
         if strategy.is_main:
-            found = dict.fromkeys(config.report_to, "") | kept | {"wandb": identity}
+            # Trackers without ids have an empty one, which says that they have logged the config.
+            identities = dict.fromkeys(config.report_to, "") | identities | {"wandb": wandb_id}
             for tracker in self.accelerator.trackers:
                 if tracker.name == "mlflow":
-                    found["mlflow"] = tracker.active_run.info.run_id
-            write_whole(file, json.dumps(found))
+                    identities["mlflow"] = tracker.active_run.info.run_id
+            write_whole(file, json.dumps(identities))
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         last = records[-1]
@@ -68,8 +71,10 @@ class Trackers(Hook):
             "epoch": trainer.progress.epoch,
             "step": last.step,
         }
-        known = {"mfu": trainer.pace.mfu, "tflops": trainer.pace.tflops}
-        values |= {name: value for name, value in known.items() if value is not None}
+        if trainer.pace.mfu is not None:
+            values["mfu"] = trainer.pace.mfu
+        if trainer.pace.tflops is not None:
+            values["tflops"] = trainer.pace.tflops
         values |= {f"train/{name}": value for name, value in last.metrics.items()}
         self.accelerator.log(values, step=_step(trainer, last.step))
 
@@ -85,7 +90,8 @@ class Trackers(Hook):
         self.accelerator.log(held_out.tracked(record.result), step=_step(trainer, record.step))
 
     def on_end(self, trainer: TrainerView) -> None:
-        for tracker in self.accelerator.trackers:  # end_training would end the process group too
+        # `Accelerator.end_training` would end the process group too.
+        for tracker in self.accelerator.trackers:
             tracker.finish()
 
 
@@ -106,8 +112,10 @@ def _read_identities(file: Path) -> dict[str, str]:
 
 
 def _step(trainer: TrainerView, step: int) -> int:
+    """Return the trackers' number of a step, which never goes back."""
     return step + trainer.progress.redone
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
+    """Return the values as numbers and texts, which every tracker takes."""
+    return {name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in values.items()}
