@@ -116,7 +116,6 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     run.print_dry_run(config, sources, plan)
     assert capsys.readouterr().out.count(BRACKETS) == 2
     monkeypatch.setattr(doctor, "inspect_launch", lambda *_: (plan, [BRACKETS], config, sources))
-    monkeypatch.setattr(doctor, "_machine", lambda *_: [])
     assert doctor.doctor(["--x"]) == 1
     assert capsys.readouterr().out.count(BRACKETS) == 3
 

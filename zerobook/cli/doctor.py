@@ -55,34 +55,25 @@ def doctor(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    as_json, argv = "--json" in argv, [token for token in argv if token != "--json"]
+    as_json = "--json" in argv
+    all_ranks = "--all_ranks" in argv
+    argv = [token for token in argv if token not in ("--json", "--all_ranks")]
     out = console()
     out.quiet = as_json
-    plan: LaunchPlan | None = None
     hardware = Hardware.detect()
-    problems = _machine(out, hardware)
-    all_ranks, argv = "--all_ranks" in argv, [token for token in argv if token != "--all_ranks"]
+    problems = _machine_problems(out, hardware)
+    plan: LaunchPlan | None = None
     if argv:
-        plan, config_problems, config, sources = inspect_launch(argv, hardware)
-        problems += config_problems + (plan.problems if plan else [])
-        if plan is not None:
-            _strategy(out, plan, config, sources)
-            if not problems:
-                launch_flags, _, _ = split_at_recipe(argv)
-                environ, _ = worker_environment(launch_flags)
-                flags = [*launch_flags, "script.py"]
-                out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
-        if type(config) is not RecipeConfig and (earlier := earlier_run(config) or earlier_result(config)):
-            problems.append(earlier)
-        if all_ranks and not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems):
-            problems += _hosts(out, argv, plan, config)
+        plan, launch_problems = _examine_launch(out, argv, hardware, all_ranks=all_ranks)
+        problems += launch_problems
     elif all_ranks:
         problems.append("--all_ranks: give the flags of the launch as well.")
     elif hardware.unused:
         problems.append(hardware.unused)
     if as_json:
-        line, notes = (plan.line, plan.notes) if plan else (None, [])
-        print(json.dumps({"strategy": line, "notes": notes, "problems": problems}))
+        strategy = plan.line if plan else None
+        notes = plan.notes if plan else []
+        print(json.dumps({"strategy": strategy, "notes": notes, "problems": problems}))
     for number, problem in enumerate(problems, 1):
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)
@@ -91,6 +82,32 @@ def doctor(argv: list[str]) -> int:
     else:
         out.print("no problems found", style="bold green")
     return 1 if problems else 0
+
+
+def _examine_launch(
+    out: Console, argv: list[str], hardware: Hardware, *, all_ranks: bool
+) -> tuple[LaunchPlan | None, list[str]]:
+    """Print how a launch is resolved; with ``all_ranks``, meet its other machines. Return (plan, problems)."""
+    plan, problems, config, sources = inspect_launch(argv, hardware)
+    if plan is not None:
+        problems = problems + plan.problems
+        _print_strategy(out, plan, config, sources)
+        # What becomes of each key is known only of a launch that starts.
+        if not problems:
+            launch_flags, _, _ = split_at_recipe(argv)
+            environ, _ = worker_environment(launch_flags)
+            flags = [*launch_flags, "script.py"]
+            out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
+    has_recipe = type(config) is not RecipeConfig
+    if has_recipe:
+        earlier = earlier_run(config) or earlier_result(config)
+        if earlier:
+            problems.append(earlier)
+    # Without a correct address or rank, the machines cannot meet.
+    can_meet = not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems)
+    if all_ranks and can_meet:
+        problems += _host_problems(out, argv, plan, config)
+    return plan, problems
 
 
 def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, ConfigSources]:
@@ -110,45 +127,56 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
         except ConfigError as error:
             config_problems = error.problems
     workers = inspect(launch_flags)
-    environ = workers.environ
-    plan, config, sources = resolve(environ, hardware, config, sources, workers.precision, starts=False)
+    plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = together(config_problems, workers.problems)
     # The plan has problems of its own, which the caller adds to the others.
     plan.problems = together(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources
-    if note := loopback_note(plan, environ):
-        plan.notes.append(note)
+    loopback = loopback_note(plan, workers.environ)
+    if loopback:
+        plan.notes.append(loopback)
     if config.model_name_or_path and config.base_format is None and not problems:
         name = config.model_name_or_path
         folder = embedded.converted(name) or hub.folder(name, config.model_revision)
-        copies = plan.copies_at_load(int(environ.get("LOCAL_WORLD_SIZE", 1)))
-        if warning := too_many_copies(folder, config.dtype, copies):
+        copies = plan.copies_at_load(int(workers.environ.get("LOCAL_WORLD_SIZE", 1)))
+        warning = too_many_copies(folder, config.dtype, copies)
+        if warning:
             plan.notes.append(warning)
     return plan, problems, config, sources
 
 
-def _machine(out: Console, hardware: Hardware) -> list[str]:
+def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
+    """Print what the machine has, and return the problems found."""
     import psutil
     from rich.table import Table
 
     from zerobook.utils.versions import versions
 
-    table = Table(title="this machine", title_justify="left", show_header=False)
-    gpu = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}" if hardware.gpus else "none"
-    gpu = "none that torch sees" if hardware.unused else gpu
-    table.add_row("GPUs", gpu)
-    missing = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
-    table.add_row("flash attention 2", "runs here" if hardware.flash_attention else f"does not run here: {missing}")
+    if hardware.unused:
+        gpus = "none that torch sees"
+    elif hardware.gpus:
+        gpus = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}"
+    else:
+        gpus = "none"
+    if hardware.flash_attention:
+        flash_attention = "runs here"
+    else:
+        reason = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
+        flash_attention = f"does not run here: {reason}"
     memory = psutil.virtual_memory()
-    table.add_row(
-        "CPU cores, RAM", f"{psutil.cpu_count()}, {memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
-    )
+    ram = f"{memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
+    compiled_ops = sorted({library.parent.name for library in ops.cache_root().glob("**/*.so")})
+
+    table = Table(title="this machine", title_justify="left", show_header=False)
+    table.add_row("GPUs", gpus)
+    table.add_row("flash attention 2", flash_attention)
+    table.add_row("CPU cores, RAM", f"{psutil.cpu_count()}, {ram}")
     table.add_row("free disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB")
-    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in versions().items()))
-    compiled = sorted({p.parent.name for p in ops.cache_root().glob("**/*.so")}) if ops.cache_root().is_dir() else []
-    table.add_row("compiled ops", ", ".join(compiled) or "none yet; make setup compiles them")
+    table.add_row("versions", ", ".join(f"{library} {version}" for library, version in versions().items()))
+    table.add_row("compiled ops", ", ".join(compiled_ops) or "none yet; make setup compiles them")
     out.print(table)
+
     problems = []
     for lock in ops.locks():
         if ops.is_stale(lock):
@@ -161,36 +189,42 @@ def _machine(out: Console, hardware: Hardware) -> list[str]:
     return problems
 
 
-def _hosts(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
+def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
     """Meet the other machines, print them, and return the problems found."""
     from rich.table import Table
 
     launch_flags, recipe, _ = split_at_recipe(argv)
     try:
         here = host_check.place(launch_flags)
-        own = preflight.facts(config, plan.name if plan else "unknown", recipe)
+        facts = preflight.facts(config, plan.name if plan else "unknown", recipe)
         with out.status(f"waiting for {here.hosts} machines at {here.where}"):
-            found = host_check.check(here, own, Path(config.output_dir) if recipe else None)
+            findings = host_check.check(here, facts, Path(config.output_dir) if recipe else None)
     except ConfigError as error:
         return error.problems
-    if found.hosts:
-        table = Table(
-            "rank", "host", "address", "GPUs", "driver", "memory, GiB", "clock", title="machines", title_justify="left"
-        )
-        for number, host in enumerate(found.hosts):
-            memory, clock = f"{host['memory'] / 2**30:.0f}", time.strftime("%H:%M:%S", time.gmtime(host["clock"]))
-            table.add_row(str(number), host["host"], host["address"], host["gpus"], str(host["driver"] or "-"), memory, clock)
+    if findings.hosts:
+        columns = ("rank", "host", "address", "GPUs", "driver", "memory, GiB", "clock")
+        table = Table(*columns, title="machines", title_justify="left")
+        for number, host in enumerate(findings.hosts):
+            table.add_row(
+                str(number),
+                host["host"],
+                host["address"],
+                host["gpus"],
+                str(host["driver"] or "-"),
+                f"{host['memory'] / 2**30:.0f}",
+                time.strftime("%H:%M:%S", time.gmtime(host["clock"])),
+            )
         out.print(table)
-        out.print(found.links)
+        out.print(findings.links)
     elif here.number:
         out.print(f"the findings about all machines are printed on the first one, {here.address}")
-    for warning in found.warnings:
+    for warning in findings.warnings:
         out.print("warning:", style="yellow", end=" ")
         out.print(warning)
-    return found.problems
+    return findings.problems
 
 
-def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
+def _print_strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     from rich.table import Table
 
     from zerobook.data.batch_loader import BatchLayout
@@ -203,9 +237,12 @@ def _strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: Con
         accumulation=config.gradient_accumulation_steps,
         sharing=plan.world_size // plan.data_parallel_size,
     )
+    processes = f"{plan.world_size} on {plan.device}"
+    if plan.backend:
+        processes += f" over {plan.backend}"
     rows = {
         "strategy": plan.name,
-        "processes": f"{plan.world_size} on {plan.device}" + (f" over {plan.backend}" if plan.backend else ""),
+        "processes": processes,
         "ZeRO stage": "-" if plan.zero_stage is None else plan.zero_stage,
         "optimizer state in": "device memory" if plan.offload_optimizer == "none" else plan.offload_optimizer,
         "parameters in": "device memory" if plan.offload_param == "none" else plan.offload_param,
