@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,6 +252,15 @@ def view_of_a_run(step: int, total: int):
     return record, trainer
 
 
+def read_to_the_end(reader: int) -> str:
+    """Return what was written to a pseudo-terminal, whose other end is closed. One read may return a part of it."""
+    written = b""
+    with suppress(OSError):
+        while chunk := os.read(reader, 1 << 16):
+            written += chunk
+    return written.decode()
+
+
 def test_the_bar_of_a_long_run_leaves_room_for_itself_at_80_columns(monkeypatch):
     reader, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
@@ -263,7 +273,7 @@ def test_the_bar_of_a_long_run_leaves_room_for_itself_at_80_columns(monkeypatch)
         console.on_log(trainer, [record])
         console.bar.refresh()
         console.close()
-        written = os.read(reader, 1 << 16).decode()
+    written = read_to_the_end(reader)
     os.close(reader)
     bars = [line for line in re.split(r"[\r\n]", written) if "loss 3.4161" in line and "|" in line]
     assert bars and all(len(line) <= 80 for line in bars)
