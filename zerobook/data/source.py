@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Item = tuple[str, Any, int]
-"""(the place, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
+"""(the location, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Source:
     """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
 
     ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
-    start at other places than the beginning.
+    start elsewhere than at the beginning.
     """
 
     name: str
@@ -73,20 +73,20 @@ class Splits:
         return ", ".join(words)
 
 
-def not_utf8(place: int | None) -> str:
-    """Return the error message for text that is not UTF-8 from byte ``place`` on."""
-    where = "" if place is None else f" from byte {place} on"
+def not_utf8(position: int | None) -> str:
+    """Return the error message for text that is not UTF-8 from byte ``position`` on."""
+    where = "" if position is None else f" from byte {position} on"
     return (
         f"not UTF-8{where}. If it is Latin-1 or Windows-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8. "
         "The encoding of other files has to be known"
     )
 
 
-def digest_of(*parts: bytes) -> str:
-    """Return one digest (xxh3_128) of all parts."""
+def digest_of(*contents: bytes) -> str:
+    """Return one digest (xxh3_128) of all contents."""
     import xxhash
 
     digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
+    for content in contents:
+        digest.update(content)
     return digest.hexdigest()

@@ -74,7 +74,7 @@ def _only_train(path: str, split: str | None) -> None:
 
 
 def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> Source:
-    def piece(start: int, stop: int) -> Source:
+    def make_source(start: int, stop: int) -> Source:
         def read() -> Iterator[Item]:
             for index in range(start, stop):
                 yield f"sample {index}", without_padding(rows[index]), 1
@@ -82,9 +82,9 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> 
         return Source(name=name, read=read, digest=digest, total=stop - start, unit=" samples", cut=cut)
 
     def cut() -> list[Source]:
-        return [piece(start, min(start + SHARD_ROWS, len(rows))) for start in range(0, len(rows), SHARD_ROWS)]
+        return [make_source(start, min(start + SHARD_ROWS, len(rows))) for start in range(0, len(rows), SHARD_ROWS)]
 
-    return piece(0, len(rows))
+    return make_source(0, len(rows))
 
 
 # --- folders and the hub
@@ -148,17 +148,22 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
             if split in available:
                 return split, None
         raise DataError(f"{name}: there is no split {request!r}, only {', '.join(available)}. Name one with split.")
-    # train_sft and the like are training splits of datasets that are published for several methods
-    training = ["train"] if "train" in available else [split for split in available if _TRAINING.match(split)]
+    # train_sft and the like are training splits of datasets that are published for several methods.
+    training = [split for split in available if _TRAINING.match(split)]
+    if "train" in available:
+        training = ["train"]
     if len(training) != 1:
         reason = "several training splits" if training else "no split 'train'"
         raise DataError(
             f"{name}: it has {reason}; its splits are {', '.join(available)}. Name the one to train on with split, in an entry "
             "under datasets in the YAML."
         )
+    # The held-out split of the same method comes first: test_sft beside train_sft.
     suffix = training[0].removeprefix("training").removeprefix("train")
-    candidates = [held_out + ending for ending in (suffix, "") for held_out in _HELD_OUT_SPLITS]
-    return training[0], next((split for split in candidates if split in available), None)
+    candidates = [split + suffix for split in _HELD_OUT_SPLITS]
+    candidates += _HELD_OUT_SPLITS
+    held_out = next((split for split in candidates if split in available), None)
+    return training[0], held_out
 
 
 def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | None = None) -> Source:
@@ -170,18 +175,18 @@ def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | Non
 def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
     """Return a source that reads a dataset from the hub during use. Its shards are the dataset's files on the hub."""
 
-    def piece(part: IterableDataset, number: str) -> Source:
+    def make_source(rows: IterableDataset, prefix: str) -> Source:
         def read() -> Iterator[Item]:
-            for index, row in enumerate(part):
-                yield f"{number}sample {index}", without_padding(row), 1
+            for index, row in enumerate(rows):
+                yield f"{prefix}sample {index}", without_padding(row), 1
 
-        return Source(name=name, read=read, digest=lambda: f"{revision} {name} {number}", total=0, unit=" samples", cut=cut)
+        return Source(name=name, read=read, digest=lambda: f"{revision} {name} {prefix}", total=0, unit=" samples", cut=cut)
 
     def cut() -> list[Source]:
         count = dataset.num_shards
-        return [piece(dataset.shard(num_shards=count, index=i), f"shard {i}, ") for i in range(count)]
+        return [make_source(dataset.shard(num_shards=count, index=i), f"shard {i}, ") for i in range(count)]
 
-    return piece(dataset, "")
+    return make_source(dataset, "")
 
 
 def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
@@ -199,7 +204,7 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         if split is None and not any(map(_TRAINING.match, files)):
             return _without_train(path, files, layout.rest)
         if split is not None and split not in files and same_split(split) not in files:
-            # the user may name any split that files are named after
+            # The user may name any split that files are named after.
             members = named_after(path, layout.rest, split)
             if members:
                 files[split] = members
@@ -222,16 +227,18 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
 
     Of several kinds of files, one is taken: JSON lines, else Parquet, else the one with the most files.
     """
-    by_kind = [[file for file in rest if suffix_of(file) in kind] for kind in _KINDS]
+    by_kind: list[list[Path]] = []
+    for suffixes in _KINDS:
+        by_kind.append([file for file in rest if suffix_of(file) in suffixes])
     chosen = by_kind[0] or by_kind[1] or max(by_kind[2:], key=len)
     if not chosen:
         raise _nothing_to_train_on(path, splits)
     held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
     unused = [_count(name, members) for name, members in splits.items() if name != held_out]
     unused += _others(set(rest) - set(chosen))
-    # in a folder of files alone, nothing was chosen
+    # In a folder of files alone, nothing was chosen.
     train_name = _files(len(chosen)) if splits or unused else ""
-    train = _joined(path, [replace(file_source(file), lone_text=False) for file in chosen])
+    train = _join_sources(path, [replace(file_source(file), lone_text=False) for file in chosen])
     return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
 
 
@@ -280,22 +287,30 @@ def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
     if len(files) == 1:
         return file_source(files[0])
-    return _joined(folder, [replace(file_source(f), lone_text=False) for f in files])
+    return _join_sources(folder, [replace(file_source(file), lone_text=False) for file in files])
 
 
-def _joined(folder: Path, parts: list[Source]) -> Source:
+def _join_sources(folder: Path, files: list[Source]) -> Source:
+    """Return the files of a folder as one source, read one after another."""
+
     def read() -> Iterator[Item]:
-        for part in parts:
-            for where, row, cost in part.read():
-                yield f"{Path(part.name).name}, {where}", row, cost
+        for file in files:
+            for where, row, cost in file.read():
+                yield f"{Path(file.name).name}, {where}", row, cost
 
     def digest() -> str:
-        return digest_of(*(f"{part.name}:{part.digest()}".encode() for part in parts))
+        digests = [f"{file.name}:{file.digest()}".encode() for file in files]
+        return digest_of(*digests)
 
     def sketch() -> str:
-        return digest_of(*(f"{Path(part.name).name}:{(part.sketch or part.digest)()}".encode() for part in parts))
+        sketches = []
+        for file in files:
+            make_sketch = file.sketch or file.digest
+            sketches.append(f"{Path(file.name).name}:{make_sketch()}".encode())
+        return digest_of(*sketches)
 
-    return Source(
-        name=str(folder), read=read, digest=digest, total=sum(p.total for p in parts), unit=parts[0].unit, sketch=sketch,
-        cut=lambda: [shard for part in parts for shard in part.shards()],
-    )  # fmt: skip
+    def cut() -> list[Source]:
+        return [shard for file in files for shard in file.shards()]
+
+    total = sum(file.total for file in files)
+    return Source(name=str(folder), read=read, digest=digest, total=total, unit=files[0].unit, sketch=sketch, cut=cut)

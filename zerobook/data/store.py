@@ -48,7 +48,7 @@ class TokenWriter:
         self._lengths: dict[str, list[np.ndarray]] = {"input_ids": [], "labels": []}
         self._weights: list[np.ndarray] = []
         self._begins: list[np.ndarray] = []
-        self._alike = True  # labels have equalled the ids so far
+        self._labels_equal_ids = True  # in all documents so far
 
     @property
     def tokens(self) -> int:
@@ -85,7 +85,7 @@ class TokenWriter:
                 "document needs the same arrays; an array may be empty."
             )
         self._begins.append(np.ones(len(ids.lengths), bool) if begins is None else begins)
-        self._alike = self._alike and labels is None
+        self._labels_equal_ids = self._labels_equal_ids and labels is None
         for name, ragged in {"input_ids": ids, "labels": labels or ids, **(extra or {})}.items():
             if name not in self._files:
                 self._files[name] = (self.folder / f"{name}.bin").open("xb")
@@ -98,24 +98,32 @@ class TokenWriter:
         """Write the remaining files. ``meta`` is JSON; counts, sizes and digests are added to it."""
         for file in self._files.values():
             file.close()
-        lengths = {name: np.concatenate([np.zeros(1, np.int64), *parts]) for name, parts in self._lengths.items()}
-        offsets = {name: np.cumsum(parts) for name, parts in lengths.items()}
-        if self._alike:
+        offsets = {}
+        for name, lengths in self._lengths.items():
+            offsets[name] = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
+
+        # Files are left out where readers can use another one in their place.
+        if self._labels_equal_ids:
             (self.folder / "labels.bin").unlink()
-        if not np.array_equal(offsets["input_ids"], offsets["labels"]):
-            np.save(self.folder / "labels.offsets.npy", offsets["labels"])
+        has_own_offsets = not np.array_equal(offsets["input_ids"], offsets["labels"])
         for name in offsets:
-            if name != "labels":
+            if name != "labels" or has_own_offsets:
                 np.save(self.folder / f"{name}.offsets.npy", offsets[name])
         weights = np.concatenate([np.zeros(0, np.int32), *self._weights])
         np.save(self.folder / "supervised.npy", weights)
         begins = np.concatenate([np.zeros(0, bool), *self._begins])
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
-        counts: dict[str, int | list[str]]
-        counts = {"documents": len(weights), "tokens": int(offsets["input_ids"][-1]), "supervised": int(weights.sum())}
-        if extra := sorted(set(offsets) - {"input_ids", "labels"}):
+
+        counts: dict[str, int | list[str]] = {
+            "documents": len(weights),
+            "tokens": int(offsets["input_ids"][-1]),
+            "supervised": int(weights.sum()),
+        }
+        extra = sorted(set(offsets) - {"input_ids", "labels"})
+        if extra:
             counts["extra"] = extra
+        # Sizes and digests are of the complete files.
         sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
         digest, digests = self._digests()
         write_meta(self.folder, meta | counts | {"digest": digest, "bytes": sizes, "xxh3_128": digests})
@@ -174,14 +182,18 @@ class TokenStore:
     @cached_property
     def label_offsets(self) -> np.ndarray:
         """int64 [documents + 1]"""
-        own = self.folder / "labels.offsets.npy"
-        return np.load(own, mmap_mode="r") if own.exists() else self.offsets
+        file = self.folder / "labels.offsets.npy"
+        return np.load(file, mmap_mode="r") if file.exists() else self.offsets
 
     @cached_property
     def extra(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """name -> (values int32, offsets int64 [documents + 1]) of the arrays besides ids and labels"""
         names = self.meta.get("extra", [])
-        return {name: (self._map(name), np.load(self.folder / f"{name}.offsets.npy", mmap_mode="r")) for name in names}
+        arrays = {}
+        for name in names:
+            offsets = np.load(self.folder / f"{name}.offsets.npy", mmap_mode="r")
+            arrays[name] = (self._map(name), offsets)
+        return arrays
 
     @cached_property
     def loss_weights(self) -> np.ndarray:
@@ -191,8 +203,8 @@ class TokenStore:
     @cached_property
     def samples(self) -> np.ndarray:
         """int64 [documents], the number of the sample that each document belongs to"""
-        own = self.folder / "samples.npy"
-        return np.load(own, mmap_mode="r") if own.exists() else np.arange(len(self))
+        file = self.folder / "samples.npy"
+        return np.load(file, mmap_mode="r") if file.exists() else np.arange(len(self))
 
     def _map(self, name: str) -> np.ndarray:
         file = self.folder / f"{name}.bin"

@@ -12,8 +12,14 @@ from zerobook.data.samples import BadSample, Tokens
 from zerobook.data.values import kind_of
 
 LOSS_MASKS = (
-    "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask", "loss_weights", "loss_scale",
-)  # fmt: skip
+    "completion_mask",
+    "assistant_masks",
+    "assistant_mask",
+    "assistant_tokens_mask",
+    "loss_mask",
+    "loss_weights",
+    "loss_scale",
+)
 """Columns of 0 and 1 that say which tokens are supervised, by the names of TRL, transformers, ms-swift and others."""
 PADDING_MASK = "attention_mask"
 TOKEN_COLUMNS = ("labels", PADDING_MASK, *LOSS_MASKS)
@@ -34,7 +40,7 @@ def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
     labels = _labels(row, ids)
     for column in LOSS_MASKS:
         mask = _mask(row, column, len(ids))
-        labels = [label if keeps else IGNORE for label, keeps in zip(labels, mask, strict=True)]
+        labels = [label if is_supervised else IGNORE for label, is_supervised in zip(labels, mask, strict=True)]
     start, stop = _without_padding(_mask(row, PADDING_MASK, len(ids)))
     return Tokens(ids[start:stop], labels[start:stop])
 
@@ -83,7 +89,8 @@ def _without_padding(mask: list[bool]) -> tuple[int, int]:
     """Return where the tokens that are no padding begin and end."""
     if not any(mask):
         raise BadSample(f"{PADDING_MASK} is 0 for all tokens")
-    start, stop = mask.index(True), len(mask) - mask[::-1].index(True)
+    start = mask.index(True)
+    stop = len(mask) - mask[::-1].index(True)
     if not all(mask[start:stop]):
         raise BadSample(f"{PADDING_MASK} is 0 between tokens that it is 1 for; padding stands at an end")
     return start, stop

@@ -60,8 +60,9 @@ def in_order_of_calls(messages: list[Message]) -> list[Message]:
             calls = message.get("tool_calls", [])
             answered = 0
             continue
-        known = any(call.get("id") == message.get("tool_call_id") for call in calls if "id" in call)
-        if known and answered < len(calls):
+        # A result of no known call stays as it is.
+        is_known = any(call.get("id") == message.get("tool_call_id") for call in calls if "id" in call)
+        if is_known and answered < len(calls):
             changed[index] = _as_answer_to(message, calls[answered])
         answered += 1
     return changed

@@ -18,10 +18,23 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, read_json
 
 META = "meta.json"
-FACTS = frozenset({
-    "settings", "source_name", "format", "ignored_columns", "lone_text", "report", "bad_samples", "documents", "tokens",
-    "supervised", "digest", "bytes", "xxh3_128",
-})  # fmt: skip
+FACTS = frozenset(
+    {
+        "settings",
+        "source_name",
+        "format",
+        "ignored_columns",
+        "lone_text",
+        "report",
+        "bad_samples",
+        "documents",
+        "tokens",
+        "supervised",
+        "digest",
+        "bytes",
+        "xxh3_128",
+    }
+)
 """Keys that every ``meta.json`` has, besides its own digest."""
 _META_DIGEST = "meta_xxh3_128"
 _VALID_S = 24 * 60 * 60
@@ -64,13 +77,11 @@ def find_damage(folder: Path, *, silent: bool = False) -> str | None:
         stats = _stats(folder, names)
         if _is_stamped(folder, stats):
             return None
-        bar = tqdm(
-            total=sum(meta["bytes"].values()), desc="verifying prepared data", unit="B", unit_scale=True, leave=False,
-            disable=silent,
-        )  # fmt: skip
-        with bar:
+        total = sum(meta["bytes"].values())
+        with tqdm(total=total, desc="verifying prepared data", unit="B", unit_scale=True, leave=False, disable=silent) as bar:
             for name in names:
-                digest, expected = file_digest(folder / name, bar.update), meta["xxh3_128"].get(name)
+                digest = file_digest(folder / name, bar.update)
+                expected = meta["xxh3_128"].get(name)
                 if digest != expected:
                     return f"{folder / name}: its content is damaged: digest {digest}, {META} says {expected}"
     except OSError as error:
@@ -145,6 +156,7 @@ def _is_stamped(folder: Path, stats: dict[str, list[int]]) -> bool:
 def _write_stamp(folder: Path, stats: dict[str, list[int]]) -> None:
     file = _stamp_of(folder)
     staging = file.with_name(f".{file.name}.{os.getpid()}")
-    with suppress(OSError):  # a folder that is only read has no stamps
+    # A folder that can only be read has no stamps.
+    with suppress(OSError):
         staging.write_text(json.dumps({"time": time.time(), "files": stats}))
         staging.replace(file)
