@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,7 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
     def compare() -> None:
         problems = []
         for name in fingerprints:
-            difference = _difference(hosts, [host["data"].get(name) for host in hosts])
+            difference = _difference(hosts, "data", name)
             if difference:
                 problems.append(
                     f"{name}: the fingerprint of the prepared data is {difference}. The files, the tokenizer or the chat "
@@ -148,11 +148,11 @@ def _find_problems(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a problem for each difference by which the hosts would train something else."""
     problems: list[str] = []
     for table, (beginning, advice) in MUST_AGREE.items():
-        for key in _keys([host[table] for host in hosts]):
-            difference = _difference(hosts, [host[table].get(key) for host in hosts])
+        for key in _keys(hosts, table):
+            difference = _difference(hosts, table, key)
             if difference:
                 problems.append(f"{beginning} {key}: {difference}. {advice}")
-    difference = _difference(hosts, [host["strategy"] for host in hosts])
+    difference = _difference(hosts, "strategy")
     if difference:
         problems.append(f"strategy: {difference}. Start all hosts with the same --config_file.")
     return problems
@@ -165,12 +165,12 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         warnings.append(f"host names: {', '.join(repeated)} is the name of several hosts. Reports cannot tell them apart.")
-    for key in _keys([host["environment"] for host in hosts]):
-        difference = _difference(hosts, [host["environment"].get(key) for host in hosts])
+    for key in _keys(hosts, "environment"):
+        difference = _difference(hosts, "environment", key)
         if difference:
             warnings.append(f"environment variable {key}: {difference}.")
     for key, title in (("gpus", "GPUs"), ("driver", "GPU driver"), ("cores", "CPU cores")):
-        difference = _difference(hosts, [host[key] for host in hosts])
+        difference = _difference(hosts, key)
         if difference:
             warnings.append(f"{title}: {difference}. The slowest host decides the pace of all.")
     for key, title in (("memory_free", "free memory"), ("disk_free", "free disk for prepared data")):
@@ -192,14 +192,22 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     return warnings
 
 
-def _keys(tables: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for table in tables for key in table))
+def _keys(hosts: Sequence[Mapping[str, Any]], table: str) -> list[str]:
+    """Return the keys that any host has in a table of its facts, each once."""
+    return list(dict.fromkeys(key for host in hosts for key in host[table]))
 
 
-def _difference(hosts: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> str | None:
-    """Return ``2.13.0 on hosta, hostc; 2.12.1 on hostb``, the most frequent value first; None if all are equal."""
+def _difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
+    """Compare the fact at ``path`` (a key, or a table and its key) of all hosts.
+
+    Returns:
+        ``2.13.0 on hosta, hostc; 2.12.1 on hostb``, the most frequent value first; None if all are equal.
+    """
     names_by_value: dict[str, list[str]] = {}
-    for host, value in zip(hosts, values, strict=True):
+    for host in hosts:
+        value: Any = host
+        for key in path:
+            value = value.get(key)
         text = "not set" if value is None else str(value)
         names_by_value.setdefault(text, []).append(host["host"])
     if len(names_by_value) == 1:
