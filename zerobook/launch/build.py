@@ -51,10 +51,10 @@ def resolve_this_process(
     from zerobook.checkpoint.resume import earlier_result, earlier_run
 
     flags = parent_flags()
-    precision = None
     environ = dict(os.environ)
-    check = flag_checks.check(parsed(flags), starts=False) if flags else FileCheck([], True)
-    if not check.is_resolvable:
+    precision = None
+    file_check = flag_checks.check(parsed(flags), starts=False) if flags else FileCheck([], True)
+    if not file_check.is_resolvable:
         environ = plain_environment({})
     elif flags:
         precision, unsaid = left_unsaid(flags)
@@ -64,17 +64,20 @@ def resolve_this_process(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
     if plan.offload_optimizer != "none" and chose_threads():
-        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        plan.host_threads = max(1, usable_cores() // local_processes)
         plan.notes.append(
             f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
             "cores, shared by its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
         )
-    if note := loopback_note(plan, environ):
+    note = loopback_note(plan, environ)
+    if note:
         plan.notes.append(note)
-    earlier = trains and (earlier_run(config) or earlier_result(config))
-    if earlier:
-        plan.problems.append(earlier)
-    plan.problems = together(config_problems, check.problems, plan.problems)
+    if trains:
+        earlier = earlier_run(config) or earlier_result(config)
+        if earlier:
+            plan.problems.append(earlier)
+    plan.problems = together(config_problems, file_check.problems, plan.problems)
     if plan.problems:
         raise ConfigError(plan.problems)
     return plan, config, sources
@@ -88,10 +91,39 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     all the data), DeepSpeed is set to use a CPU, and FSDP2, which accelerate offers to
     accelerators only, gets the small shim below.
     """
+    _prepare_process(plan)
+    if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _has_wandb_key():
+        # A prompt for a key would stop an unattended run.
+        os.environ["WANDB_MODE"] = "offline"
+        os.environ.setdefault("WANDB_DIR", config.output_dir)
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+
+    from zerobook.strategy import ReplicatedStrategy
+
+    # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
+    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
+    if plan.device == "cpu":
+        group.backend = "gloo"
+    options: dict[str, Any] = {
+        "mixed_precision": plan.precision,
+        "kwargs_handlers": [group] if plan.backend else [],
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "log_with": config.report_to or None,
+        "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
+    }
+    if plan.kind == "deepspeed":
+        return _build_zero(plan, options)
+    if plan.kind == "fsdp":
+        return _build_fully_sharded(plan, options)
+    return ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
+
+
+def _prepare_process(plan: LaunchPlan) -> None:
+    """Set variables, messages and threads of this process, and form the process group."""
     import torch
     from transformers.utils import logging as transformers_logging
 
-    on_cpu = plan.device == "cpu"
     set_environment(plan)
     hush()
     if plan.kind == "deepspeed":
@@ -101,57 +133,54 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     _let_later_groups_wait()
     if plan.host_threads:
         torch.set_num_threads(plan.host_threads)
-        os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)  # for an op that brings an OpenMP of its own
-    meet.form_process_group(on_cpu, COLLECTIVE_TIMEOUT)
-    if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _wandb_key():
-        os.environ["WANDB_MODE"] = "offline"  # a prompt for a key would stop an unattended run
-        os.environ.setdefault("WANDB_DIR", config.output_dir)
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-    from accelerate.utils import DistributedType, InitProcessGroupKwargs, ProjectConfiguration
+        # An op may bring an OpenMP of its own, which reads this.
+        os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
+    meet.form_process_group(plan.device == "cpu", COLLECTIVE_TIMEOUT)
 
-    from zerobook.strategy import ReplicatedStrategy
-    from zerobook.strategy.fsdp import FullyShardedStrategy
-    from zerobook.strategy.model_parallel import ModelParallelStrategy
+
+def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
+    """Compile the ops that DeepSpeed needs, and create the Accelerator with its plugin."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from zerobook.launch import ops
     from zerobook.strategy.zero import ZeroStrategy
 
-    # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
-    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT, **({"backend": "gloo"} if on_cpu else {}))
-    options: dict[str, Any] = {
-        "mixed_precision": plan.precision,
-        "kwargs_handlers": [group] if plan.backend else [],
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "log_with": config.report_to or None,
-        "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
-    }
-    if plan.kind == "deepspeed":
-        from zerobook.launch import ops
+    ops.own_tools()
+    is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    ops.clear_stale_locks(lambda line: print(line, flush=True) if is_first_of_host else None)
+    if is_first_of_host:
+        ops.compile_needed(plan)
+    options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
+    return ZeroStrategy(Accelerator(**options), plan)
 
-        ops.own_tools()
-        first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        ops.clear_stale_locks(lambda line: print(line, flush=True) if first_here else None)
-        if first_here:
-            ops.compile_needed(plan)
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
-        return ZeroStrategy(Accelerator(**options), plan)
-    if plan.kind == "fsdp":
-        if on_cpu:
-            # accelerate chooses FSDP only for accelerators' distributed types, though FSDP2 itself runs on gloo
-            PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        accelerator = Accelerator(**options)
-        plugin = accelerator.state.fsdp_plugin
-        if plugin.mixed_precision_policy is not None:
-            # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP. It also casts
-            # what the model returns, which may be the loss (see `zerobook.head`).
-            policy = plugin.mixed_precision_policy
-            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
-        if on_cpu and plan.offload_param != "none":
-            from torch.distributed.fsdp import CPUOffloadPolicy
 
-            # pinned memory needs an accelerator's driver; accelerate's plugin always asks for it
-            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-        return (ModelParallelStrategy if plan.loaded_in_parts else FullyShardedStrategy)(accelerator, plan)
-    return ReplicatedStrategy(Accelerator(cpu=on_cpu, **options), plan)
+def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
+    """Create the Accelerator with FSDP2's plugin, and correct the plugin's choices."""
+    import torch
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType
+
+    from zerobook.strategy.fsdp import FullyShardedStrategy
+    from zerobook.strategy.model_parallel import ModelParallelStrategy
+
+    if plan.device == "cpu":
+        # accelerate chooses FSDP only for accelerators' distributed types, though FSDP2 itself runs on gloo.
+        PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    accelerator = Accelerator(**options)
+    plugin = accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    if policy is not None:
+        # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP. It also casts
+        # what the model returns, which may be the loss (see `zerobook.head`).
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+    if plan.device == "cpu" and plan.offload_param != "none":
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        # Pinned memory needs an accelerator's driver; accelerate's plugin always asks for it.
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+    strategy_class = ModelParallelStrategy if plan.loaded_in_parts else FullyShardedStrategy
+    return strategy_class(accelerator, plan)
 
 
 def usable_cores() -> int:
@@ -159,30 +188,38 @@ def usable_cores() -> int:
     import psutil
 
     logical = psutil.cpu_count() or 1
-    cores = len(os.sched_getaffinity(0)) * (psutil.cpu_count(logical=False) or logical) // logical
+    physical = psutil.cpu_count(logical=False) or logical
+    cores = len(os.sched_getaffinity(0)) * physical // logical
     try:
+        # Microseconds that the container may use in each period, or max.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         return max(1, cores)
-    return max(1, cores if quota == "max" else min(cores, int(quota) // int(period)))
+    if quota != "max":
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
 
 
 def set_environment(plan: LaunchPlan) -> None:
     """Set the variables that accelerate, DeepSpeed and torch read, as the plan says."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that torch's flight recorder keeps for `health`
+    # The number of collectives that torch's flight recorder keeps, which `health` reads.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # accelerate silently drops DeepSpeed and FSDP where this is set
+        # accelerate silently drops DeepSpeed and FSDP where this is set.
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    if plan.loaded_in_parts:  # transformers makes the groups, and each process reads weights from the files
+    if plan.loaded_in_parts:
+        # transformers makes the groups, and each process reads its weights from the files.
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if plan.kind == "fsdp":
-        # the recipe recomputes activations, see `fsdp_settings.read_checkpointing`
-        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
-        # read with a parallelism config only
+        # The recipe recomputes activations, see `fsdp_settings.read_checkpointing`.
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
+        # accelerate reads this with a parallelism config only.
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
-    elif plan.kind == "deepspeed":  # accelerate computes the batch from these
+    elif plan.kind == "deepspeed":
+        # accelerate computes the batch from these.
         os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "1"
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.data_parallel_size)
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
@@ -197,10 +234,11 @@ def _let_later_groups_wait() -> None:
     """
     from torch.distributed import distributed_c10d
 
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
+    distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
+    distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
 
 
-def _wandb_key() -> bool:
+def _has_wandb_key() -> bool:
     from netrc import NetrcParseError, netrc
 
     if os.environ.get("WANDB_API_KEY"):

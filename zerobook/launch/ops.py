@@ -48,17 +48,18 @@ def own_tools() -> None:
     after the other, for minutes and without a message.
     """
     tools = str(Path(sys.executable).parent)
-    found = os.environ.get("PATH", "").split(os.pathsep)
-    if found[0] != tools:
-        os.environ["PATH"] = os.pathsep.join([tools, *found])
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    if folders[0] != tools:
+        os.environ["PATH"] = os.pathsep.join([tools, *folders])
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache_root())
 
 
 def cache_root() -> Path:
     """Return the folder of compiled ops: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else torch's default."""
-    given, environment = os.environ.get("TORCH_EXTENSIONS_DIR"), Path(sys.prefix)
-    if given:
-        return Path(given)
+    chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen_folder:
+        return Path(chosen_folder)
+    environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
         return environment / "torch_extensions"
     from torch.utils.cpp_extension import get_default_build_root
@@ -74,10 +75,10 @@ def locks() -> list[Path]:
 
 def is_held(lock: Path) -> bool:
     """Return whether some process has the file open. Sees this user's processes (all, as root)."""
-    wanted = lock.resolve()
+    lock = lock.resolve()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if Path(os.readlink(descriptor)) == wanted:
+            if Path(os.readlink(descriptor)) == lock:
                 return True
         except OSError:
             continue
@@ -134,7 +135,7 @@ def missing(*, on_gpus: bool) -> dict[str, str]:
         reasons["async_io"] = "it needs libaio's header and library (the package libaio-dev of Debian and Ubuntu)"
     if on_gpus:
         reasons |= _lacking_nvcc()
-    return {op: reason for op, reason in reasons.items() if not _installed(op)}
+    return {op: reason for op, reason in reasons.items() if not _is_installed(op)}
 
 
 def _lacking_nvcc() -> dict[str, str]:
@@ -143,51 +144,52 @@ def _lacking_nvcc() -> dict[str, str]:
     from torch.utils import cpp_extension
 
     home = cpp_extension.CUDA_HOME
-    if torch.version.hip or (home and (Path(home) / "bin" / "nvcc").is_file()):  # ROCm compiles with its own
+    # ROCm compiles with a compiler of its own.
+    if torch.version.hip or (home and (Path(home) / "bin" / "nvcc").is_file()):
         return {}
-    where = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
-    why = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {where}"
-    return dict.fromkeys(NEED_NVCC, why)
+    state = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
+    reason = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {state}"
+    return dict.fromkeys(NEED_NVCC, reason)
 
 
 def _has_libaio() -> bool:
     """Return whether the C compiler finds libaio's header, with the same CFLAGS as DeepSpeed's builder."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     flags = shlex.split(os.environ.get("CFLAGS", ""))
+    command = [*compiler, *flags, "-fsyntax-only", "-include", "libaio.h", "-x", "c", os.devnull]
     try:
-        check = subprocess.run(
-            [*compiler, *flags, "-fsyntax-only", "-include", "libaio.h", "-x", "c", os.devnull], capture_output=True, timeout=60
-        )
+        check = subprocess.run(command, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return check.returncode == 0
 
 
-def _installed(op: str) -> bool:
+def _is_installed(op: str) -> bool:
     """Return whether DeepSpeed was installed with the op, so that it is never compiled."""
-    found = importlib.util.find_spec("deepspeed")
-    installed = Path(found.origin).parent / "ops" if found and found.origin else Path()
-    return any(installed.glob(f"*/{op}_op*.so"))
+    package = importlib.util.find_spec("deepspeed")
+    folder = Path(package.origin).parent / "ops" if package and package.origin else Path()
+    return any(folder.glob(f"*/{op}_op*.so"))
 
 
 def needed(plan: LaunchPlan) -> list[str]:
     """Return the ops that a run will load."""
-    ops = ["shm_comm"] if plan.device == "cpu" and plan.world_size > 1 else []
-    where = {plan.offload_optimizer, plan.offload_param}
-    section = (plan.deepspeed_config or {}).get("optimizer") or {}
-    own = bool(section) and not section.get("params", {}).get("torch_adam")
-    if where != {"none"}:
+    ops = []
+    if plan.device == "cpu" and plan.world_size > 1:
+        ops.append("shm_comm")
+    devices = {plan.offload_optimizer, plan.offload_param}
+    if devices != {"none"}:
         ops.append("pin_memory")
-    if "nvme" in where:
+    if "nvme" in devices:
         ops.append("async_io")
+    section = (plan.deepspeed_config or {}).get("optimizer") or {}
     if plan.offload_optimizer != "none" and plan.optimizer == "adamw":
         ops.append("cpu_adam")
-    elif own:
+    elif section and not section.get("params", {}).get("torch_adam"):
         ops.append("fused_adam")
     return ops
 
 
-def _compiled(op: str) -> bool:
+def _is_compiled(op: str) -> bool:
     """Return whether the op was compiled on this machine."""
     return any(cache_root().glob(f"*{op}/*.so"))
 
@@ -198,22 +200,24 @@ def compile_needed(plan: LaunchPlan) -> None:
     Raises:
         ConfigError: an op cannot be compiled.
     """
-    absent = [op for op in needed(plan) if not _compiled(op) and not _installed(op)]
-    for op, happened in compile_ops(absent) if absent else ():
-        if happened.startswith("FAILED"):
+    absent = [op for op in needed(plan) if not _is_compiled(op) and not _is_installed(op)]
+    if not absent:
+        return
+    for op, outcome in compile_ops(absent):
+        if outcome.startswith("FAILED"):
             raise ConfigError(
-                f"DeepSpeed's op {op}, which {plan.name} needs, cannot be compiled: {happened.removeprefix('FAILED: ')}. "
+                f"DeepSpeed's op {op}, which {plan.name} needs, cannot be compiled: {outcome.removeprefix('FAILED: ')}. "
                 "make setup compiles all ops and shows the compiler's output."
             )
 
 
-def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
-    """Compile those of the ``wanted`` ops that this machine can use. Returns (op, what happened); prints a line before each.
+def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]:
+    """Compile those of the ``requested`` ops that this machine can use. Returns (op, outcome); prints a line before each.
 
     On a machine without a GPU the CPU variants are built. Already compiled ones load in a second.
 
     Args:
-        wanted: keys of `OPS`; None takes those that shipped strategy files use, which do not include fused_adam on a CPU.
+        requested: keys of `OPS`; None takes those that shipped strategy files use, which do not include fused_adam on a CPU.
     """
     import torch
 
@@ -227,7 +231,9 @@ def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
     on_cpu = accelerator.device_name() == "cpu"
     lacking = missing(on_gpus=not on_cpu)
     results = []
-    for op in wanted or [op for op in OPS if not (on_cpu and op == "fused_adam")]:
+    # FusedAdam steps on GPUs only.
+    shipped = [op for op in OPS if not (on_cpu and op == "fused_adam")]
+    for op in requested or shipped:
         builder = accelerator.create_op_builder(OPS[op])
         if builder is None or (op == "shm_comm" and not on_cpu):
             continue
@@ -235,16 +241,17 @@ def compile_ops(wanted: Iterable[str] | None = None) -> list[tuple[str, str]]:
             results.append((op, f"skipped: {lacking[op]}"))
             continue
         if not builder.is_compatible(verbose=False):
-            need = "install libaio-dev" if op == "async_io" else "not supported here"
-            results.append((op, f"skipped: {need}"))
+            advice = "install libaio-dev" if op == "async_io" else "not supported here"
+            results.append((op, f"skipped: {advice}"))
             continue
-        if not _compiled(op):
+        if not _is_compiled(op):
             print(f"compiling {op} (up to 3 minutes) ...", flush=True)
         start = time.monotonic()
         try:
             builder.load(verbose=False)
             results.append((op, f"ready in {time.monotonic() - start:.0f} s"))
-        except Exception as error:  # ninja, the compiler and the linker each raise their own
+        except Exception as error:
+            # ninja, the compiler and the linker each raise errors of their own.
             results.append((op, f"FAILED: {str(error).splitlines()[0]}"))
         print(f"  {op}: {results[-1][1]}", flush=True)
     return results
