@@ -29,7 +29,7 @@ def resolved(file: str, processes: int, folder: Path, *flags: str, launcher: tup
     )
     assert plan is not None and not problems + plan.problems
     environ, _ = worker_environment(launch)
-    return plan, account.entries(plan, config, sources, flags=[*launch, "x.py"], given=os.environ, environ=environ)
+    return plan, account.entries(plan, config, sources, flags=[*launch, "x.py"], launch_environ=os.environ, environ=environ)
 
 
 def leaves(content: dict, path: str = ""):

@@ -97,7 +97,9 @@ def _examine_launch(
             launch_flags, _, _ = split_at_recipe(argv)
             environ, _ = worker_environment(launch_flags)
             flags = [*launch_flags, "script.py"]
-            out.print(account.table(account.entries(plan, config, sources, flags=flags, given=os.environ, environ=environ)))
+            out.print(
+                account.table(account.entries(plan, config, sources, flags=flags, launch_environ=os.environ, environ=environ))
+            )
     has_recipe = type(config) is not RecipeConfig
     if has_recipe:
         earlier = earlier_run(config) or earlier_result(config)

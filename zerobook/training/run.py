@@ -218,7 +218,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
     )
     flags = parent_flags()
     given = parent_environment() if flags else os.environ
-    if entries := account.entries(plan, config, sources, flags=flags, given=given, environ=os.environ):
+    if entries := account.entries(plan, config, sources, flags=flags, launch_environ=given, environ=os.environ):
         out.print(account.table(entries))
     out.print(plan.line)
     for note in plan.notes:
