@@ -43,8 +43,12 @@ class Evaluator:
         summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
         has_perplexity: bool,
     ):
-        self.config, self.strategy, self.data, self.scorers = config, strategy, data, scorers
-        self.collate, self.summed_loss = collate, summed_loss
+        self.config = config
+        self.strategy = strategy
+        self.data = data
+        self.scorers = scorers
+        self.collate = collate
+        self.summed_loss = summed_loss
         self.has_perplexity = has_perplexity
         self.seconds = 0.0
 
@@ -53,7 +57,7 @@ class Evaluator:
         """Rows per forward pass of a process; 0 without held-out data."""
         if not self.data.held_out:
             return 0
-        longest = max(part.most_labels for part in self.data.held_out.values())
+        longest = max(rows.most_labels for rows in self.data.held_out.values())
         vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
         return held_out.rows_at_once(self.config.eval_rows, longest, vocabulary)
 
@@ -78,13 +82,14 @@ class Evaluator:
             metrics: dict[str, float] = {}
             samples: list[dict[str, Any]] = []
             for scorer in self.scorers:
-                measured, table = scorer(strategy, strategy.model, step)
-                if twice := metrics.keys() & measured.keys():
+                new_metrics, table = scorer(strategy, strategy.model, step)
+                duplicates = metrics.keys() & new_metrics.keys()
+                if duplicates:
                     raise ConfigError(
-                        f"two scorers measure {', '.join(sorted(twice))}, and only one value could be logged. Give each scorer "
-                        "names of its own."
+                        f"two scorers measure {', '.join(sorted(duplicates))}, and only one value could be logged. Give each "
+                        "scorer names of its own."
                     )
-                metrics |= measured
+                metrics |= new_metrics
                 samples += table
         strategy.model.train()
         strategy.release_gathered_parameters()

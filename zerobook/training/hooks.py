@@ -48,7 +48,7 @@ class TrainerView(Protocol):
     evaluation: dict[str, Any] | None
     """result of the current step's evaluation"""
     monitor: SpikeMonitor
-    """finds spikes and decides on measures against them"""
+    """finds spikes and decides on recovery actions"""
     pace: Pace
     log: RunLog | None
     """the runlog; None on all ranks but 0"""
@@ -110,8 +110,8 @@ class Hook:
         """Run at every log point with the steps since the last one. Losses, norms and metrics are numbers now.
 
         Returns:
-            A measure to carry out, such as a rollback. It is used only if the spike monitor asks for none. Return the same
-                measure on every rank.
+            A recovery action to carry out, such as a rollback. It is used only if the spike monitor asks for none. Return the
+                same action on every rank.
         """
         return None
 
@@ -134,7 +134,7 @@ class Hook:
         """
 
     def on_rollback(self, trainer: TrainerView, action: RecoveryAction) -> None:
-        """Run after a measure against a spike was carried out.
+        """Run after a recovery action was carried out.
 
         The run has gone back to the checkpoint of ``action.to_step``, and ``trainer.progress`` is that of the checkpoint. If
         ``to_step`` is None, the run goes on from where it was, without some samples.
@@ -155,26 +155,30 @@ class Hooks:
     """
 
     def __init__(self, user: Sequence[Hook]):
-        self._own: list[Hook] = []
-        self._user = [*user]
+        self._trainer_hooks: list[Hook] = []
+        self._user_hooks = [*user]
         self._by_method: dict[str, list[Hook]] = {}
 
-    def add(self, *own: Hook) -> None:
+    def add(self, *hooks: Hook) -> None:
         """Add the trainer's own hooks."""
-        self._own += own
+        self._trainer_hooks += hooks
         self._by_method.clear()
 
-    def __call__(self, name: str, *given: Any) -> list[Any]:
+    def __call__(self, name: str, *arguments: Any) -> list[Any]:
         """Call the method ``name`` of every hook that overrides it; return the results that are not None."""
         hooks = self._overriding(name)
-        found = []
-        for hook in reversed(hooks) if name == "on_end" else hooks:
+        if name == "on_end":
+            hooks = hooks[::-1]
+        results = []
+        for hook in hooks:
             try:
-                found.append(getattr(hook, name)(*given))
+                result = getattr(hook, name)(*arguments)
             except Exception as error:
                 self._note(error, hook, name)
                 raise
-        return [value for value in found if value is not None]
+            if result is not None:
+                results.append(result)
+        return results
 
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return one context of the contexts of all hooks."""
@@ -191,14 +195,15 @@ class Hooks:
             return stack.pop_all()
 
     def _overriding(self, name: str) -> list[Hook]:
+        """Return the hooks that have a method ``name`` of their own: most have few, and some run at every step."""
         if name not in self._by_method:
-            hooks = (*self._own, *self._user)
+            hooks = (*self._trainer_hooks, *self._user_hooks)
             self._by_method[name] = [hook for hook in hooks if getattr(type(hook), name) is not getattr(Hook, name)]
         return self._by_method[name]
 
     def _note(self, error: Exception, hook: Hook, method: str) -> None:
         """Add to the error which of the user's hooks raised it."""
-        if hook in self._user:
+        if hook in self._user_hooks:
             error.add_note(f"The error was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}.")
 
 

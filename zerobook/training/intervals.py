@@ -75,17 +75,18 @@ class SaveClock:
     def __init__(self, save_seconds: float) -> None:
         self._save_seconds = save_seconds
         self._step_seconds = 0.0
-        self._since: tuple[int, float] | None = None
+        self._first_step: int | None = None
+        self._begun = 0.0
 
     def start(self, step: int) -> None:
         """Start a measurement after ``step``."""
-        self._since = (step, time.monotonic())
+        self._first_step = step
+        self._begun = time.monotonic()
 
     def read(self, step: int) -> Measured:
         """Return the mean since the last start, or the one before where no step was done since."""
-        if self._since is not None and step > self._since[0]:
-            first, begun = self._since
-            self._step_seconds = (time.monotonic() - begun) / (step - first)
+        if self._first_step is not None and step > self._first_step:
+            self._step_seconds = (time.monotonic() - self._begun) / (step - self._first_step)
         return Measured(self._step_seconds, self._save_seconds)
 
     @contextmanager
@@ -142,7 +143,8 @@ class AutomaticSaves:
 
     def went_back(self, step: int) -> None:
         """Note a rollback to ``step``: there is a checkpoint of it."""
-        self.last_save, self._early = step, None
+        self.last_save = step
+        self._early = None
 
     def is_due(self, step: int, *, evaluates: bool = False) -> bool:
         """Return whether the run saves after ``step``.
@@ -176,7 +178,8 @@ class AutomaticEvaluations:
 
     def evaluated(self, step: int, seconds: float) -> None:
         """Note an evaluation of ``step`` that took ``seconds``, the same value on every rank."""
-        self.last_evaluation, self._seconds = step, seconds
+        self.last_evaluation = step
+        self._seconds = seconds
 
     def went_back(self, step: int) -> None:
         """Note a rollback to ``step``."""
@@ -227,27 +230,27 @@ def announce_evaluations(eval_steps: Interval | str) -> str:
     return f"evaluations: every {eval_steps} steps, and at the end"
 
 
-def announce_saves(save_steps: Interval | str, kept: int | None) -> str:
+def announce_saves(save_steps: Interval | str, keep: int | None) -> str:
     """Return a line that says when the run saves, and what cannot work where it does not."""
     if save_steps == 0:
         return (
             "checkpoints: at the end only. A run that is killed cannot resume, and starts again at step 0; a spike cannot be "
             "rolled back"
         )
-    keeps = _describe_kept(kept)
+    limit = _describe_limit(keep)
     if save_steps == AUTOMATIC:
         return (
             f"checkpoints: by step {FIRST_STEP}, then {SAVES_A_RUN} a run or fewer, at most {LONGEST_S / 60:.0f} minutes "
-            f"apart, in at most {SHARE:.0%} of the time; {keeps} (--save_steps N sets an interval, 0 none)"
+            f"apart, in at most {SHARE:.0%} of the time; {limit} (--save_steps N sets an interval, 0 none)"
         )
     if save_steps == "epoch":
-        return f"checkpoints: at the end of each epoch; {keeps}"
+        return f"checkpoints: at the end of each epoch; {limit}"
     if isinstance(save_steps, float):
-        return f"checkpoints: every {save_steps:g} of the run; {keeps}"
-    return f"checkpoints: every {save_steps} steps; {keeps}"
+        return f"checkpoints: every {save_steps:g} of the run; {limit}"
+    return f"checkpoints: every {save_steps} steps; {limit}"
 
 
-def _describe_kept(kept: int | None) -> str:
-    if kept is None:
+def _describe_limit(keep: int | None) -> str:
+    if keep is None:
         return "all are kept"
-    return "1 is kept" if kept == 1 else f"{kept} are kept"
+    return "1 is kept" if keep == 1 else f"{keep} are kept"

@@ -29,7 +29,8 @@ class Logbook(Hook):
 
     def begin(self, trainer: TrainerView, sources: ConfigSources) -> None:
         """Write the first events of the attempt."""
-        state, data = trainer.state, trainer.data
+        state = trainer.state
+        data = trainer.data
         begin(
             self.log,
             config=trainer.config.model_dump(),
@@ -57,17 +58,27 @@ class Logbook(Hook):
         for facts in trainer.state.loader.order.news():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
-        last, pace = records[-1], trainer.pace
+        last = records[-1]
+        pace = trainer.pace
+        mean_loss = sum(float(record.loss) for record in records) / len(records)
         metrics: dict[str, Any] = {"metrics": last.metrics} if last.metrics else {}
         self.log.event(
-            "metrics", durable=False, steps=[records[0].step, last.step], loss=last.loss,
-            mean_loss=sum(float(record.loss) for record in records) / len(records), grad_norm=last.grad_norm,
-            learning_rate=last.learning_rate, tokens_per_second=round(pace.tokens_per_second, 1),
+            "metrics",
+            durable=False,
+            steps=[records[0].step, last.step],
+            loss=last.loss,
+            mean_loss=mean_loss,
+            grad_norm=last.grad_norm,
+            learning_rate=last.learning_rate,
+            tokens_per_second=round(pace.tokens_per_second, 1),
             all_tokens_per_second=round(pace.all_tokens_per_second, 1),
-            data_wait=round(pace.data_wait, 4), mfu=_rounded(pace.mfu, 4), tflops=_rounded(pace.tflops, 6),
-            seconds={phase: round(seconds, 4) for phase, seconds in pace.seconds.items()}, waited=_rounded(pace.waited, 4),
+            data_wait=round(pace.data_wait, 4),
+            mfu=_rounded(pace.mfu, 4),
+            tflops=_rounded(pace.tflops, 6),
+            seconds={phase: round(seconds, 4) for phase, seconds in pace.seconds.items()},
+            waited=_rounded(pace.waited, 4),
             **metrics,
-        )  # fmt: skip
+        )
         self.log.take_notes()
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
@@ -79,24 +90,30 @@ class Logbook(Hook):
     def preempted(self, trainer: TrainerView, reason: str | None) -> None:
         """Write that a warning signal ended the attempt."""
         step = trainer.progress.step
-        good, others = trainer.manager.steps()
-        saved = step in (*good, *others)
-        self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=saved)
-        done = f"saved at step {step}" if saved else f"step {step} was not saved"
-        tqdm.write(f"{'Ctrl-C' if reason == 'SIGINT' else reason}: {done}. To go on:\n  {command_to_resume()}")
+        proven, unproven = trainer.manager.steps()
+        is_saved = step in (*proven, *unproven)
+        self.log.event("preempted", step=step, signal=reason, exit_code=EXIT_CODE, saved=is_saved)
+        outcome = f"saved at step {step}" if is_saved else f"step {step} was not saved"
+        tqdm.write(f"{'Ctrl-C' if reason == 'SIGINT' else reason}: {outcome}. To go on:\n  {command_to_resume()}")
 
     def finish(self, trainer: TrainerView) -> None:
         """Write the ``run_end`` event, and the logbook's page. The model is on the disk."""
-        spent, progress = trainer.evaluator.seconds, trainer.progress
-        training, evaluation = round(time.monotonic() - self._start - spent, 3), round(spent, 3)
+        progress = trainer.progress
+        evaluation = round(trainer.evaluator.seconds, 3)
+        training = round(time.monotonic() - self._start - trainer.evaluator.seconds, 3)
         far = trainer.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
         self.log.event(
-            "run_end", progress=progress.to_json(), learning_rate_after=trainer.state.rate(), eval=trainer.evaluation,
-            seconds={"training": training, "evaluation": evaluation}, far_above_best=far,
-        )  # fmt: skip
+            "run_end",
+            progress=progress.to_json(),
+            learning_rate_after=trainer.state.rate(),
+            eval=trainer.evaluation,
+            seconds={"training": training, "evaluation": evaluation},
+            far_above_best=far,
+        )
         tqdm.write(f"{training:.1f} s training (saving included), {evaluation:.1f} s evaluation")
         write_page(self.log)
-        if far:  # printed at exit, as the last line
+        # Printed at exit, as the last line.
+        if far:
             atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
 
 
@@ -112,19 +129,20 @@ class MemoryRecord(Hook):
 
     def __init__(self, log: RunLog | None):
         self.log = log
-        self._at_seam: dict[str, int] = {}
+        self._before_update: dict[str, int] = {}
 
     def on_gradients_ready(self, trainer: TrainerView) -> None:
         if trainer.progress.step == 0:
-            self._at_seam = trainer.strategy.memory()
+            self._before_update = trainer.strategy.memory()
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
         if record.step != 1:
             return
-        strategy, seam = trainer.strategy, self._at_seam
-        mine = strategy.memory()
-        mine |= {"gradients": seam["gradients"], "parameters": max(mine["parameters"], seam["parameters"])}
-        every = strategy.gather(mine)
+        strategy = trainer.strategy
+        sizes = strategy.memory()
+        sizes["gradients"] = self._before_update["gradients"]
+        sizes["parameters"] = max(sizes["parameters"], self._before_update["parameters"])
+        per_rank = strategy.gather(sizes)
         if self.log:
-            trained = sum(strategy.shape(p).numel() for _, p in strategy.trainable())
-            self.log.event("memory", per_rank_bytes=every, trained_parameters=trained)
+            trained = sum(strategy.shape(parameter).numel() for _, parameter in strategy.trainable())
+            self.log.event("memory", per_rank_bytes=per_rank, trained_parameters=trained)

@@ -60,9 +60,9 @@ class Pace:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Measure a wait for data. Use it as a context manager."""
-        asked = time.monotonic()
+        begun = time.monotonic()
         yield
-        self._waited += time.monotonic() - asked
+        self._waited += time.monotonic() - begun
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -83,15 +83,21 @@ class Pace:
         Args:
             spent: seconds of the host since the last measurement.
         """
-        self.seconds, self.waited = (spent.phases, spent.waited) if self._clock is None else (self._clock.read(), None)
+        if self._clock is None:
+            self.seconds = spent.phases
+            self.waited = spent.waited
+        else:
+            self.seconds = self._clock.read()
+            self.waited = None
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
         self.data_wait = self._waited / seconds
         if self.flops and self._rows:
-            done = self.flops.per_token(self._all_tokens / self._rows) * self.all_tokens_per_second
-            self.tflops = done / self.devices / 1e12
-            self.mfu = done / self.peak if self.peak else None
+            mean_length = self._all_tokens / self._rows
+            flops_per_second = self.flops.per_token(mean_length) * self.all_tokens_per_second
+            self.tflops = flops_per_second / self.devices / 1e12
+            self.mfu = flops_per_second / self.peak if self.peak else None
         self.start()
 
 

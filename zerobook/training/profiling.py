@@ -35,25 +35,30 @@ class Profiler(Hook):
     """
 
     def __init__(self, first: int, last: int, folder: Path):
-        self.first, self.last, self.folder = first, last, folder / FOLDER
+        self.first = first
+        self.last = last
+        self.folder = folder / FOLDER
         self._profile: profile | None = None
         self._written = False
 
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if step != self.first or self._written:
             return
-        if self._profile is not None:  # a rollback went back over the first step
+        # A rollback went back over the first step.
+        if self._profile is not None:
             self._profile.stop()
-        on_gpu = trainer.strategy.device.type == "cuda"
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        self._profile = profile(activities=kinds, acc_events=True)
+        activities = [ProfilerActivity.CPU]
+        if trainer.strategy.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
         if record.step == self.last and self._profile is not None:
             with during("save"), trainer.pace.apart():
                 self._write(trainer, self._profile)
-            self._profile, self._written = None, True
+            self._profile = None
+            self._written = True
 
     def on_end(self, trainer: TrainerView) -> None:
         if self._profile is not None:
@@ -70,9 +75,9 @@ class Profiler(Hook):
         profiled.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         profiled.export_chrome_trace(str(self.folder / f"steps-{self.first}-{self.last}.rank{strategy.rank}.json.gz"))
-        every = strategy.gather(shares(profiled.events() or (), on_gpu=strategy.device.type == "cuda"))
+        per_rank = strategy.gather(shares(profiled.events() or (), on_gpu=strategy.device.type == "cuda"))
         if trainer.log:
-            trainer.log.event("profile", steps=[self.first, self.last], ranks=every, folder=str(self.folder))
+            trainer.log.event("profile", steps=[self.first, self.last], ranks=per_rank, folder=str(self.folder))
 
 
 def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
@@ -86,23 +91,26 @@ def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
     compute: list[Interval] = []
     communication: list[Interval] = []
     for event in events:
+        # Annotations span kernels, and the gaps between them.
         if on_gpu and (event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation):
-            continue  # annotations span kernels, and the gaps between them
+            continue
         interval = (event.time_range.start, event.time_range.end)
         if event.name.startswith(_COLLECTIVES):
             communication.append(interval)
         elif on_gpu or (event.name.startswith("aten::") and not event.cpu_children):
             compute.append(interval)
-    busy, both = union(compute), union([*compute, *communication])
-    if not both:
+    busy = union([*compute, *communication])
+    if not busy:
         return {"seconds": 0.0, "compute": 0.0, "communication": 0.0, "idle": 0.0}
-    whole = both[-1][1] - both[0][0] or 1.0
-    computed, used = length(busy), length(both)
+    # In microseconds, as a profile counts.
+    duration = busy[-1][1] - busy[0][0] or 1.0
+    compute_time = length(union(compute))
+    busy_time = length(busy)
     return {
-        "seconds": round(whole / 1e6, 6),  # a profile counts microseconds
-        "compute": round(computed / whole, 4),
-        "communication": round((used - computed) / whole, 4),
-        "idle": round(1 - used / whole, 4),
+        "seconds": round(duration / 1e6, 6),
+        "compute": round(compute_time / duration, 4),
+        "communication": round((busy_time - compute_time) / duration, 4),
+        "idle": round(1 - busy_time / duration, 4),
     }
 
 

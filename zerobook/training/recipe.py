@@ -88,7 +88,9 @@ class Recipe(ABC, Generic[ConfigT]):
         from zerobook.models.adapters import adapted
 
         config = self.config
-        return adapted(model, config.model_dump(), revision=config.model_revision) if config.trains_adapters else model
+        if not config.trains_adapters:
+            return model
+        return adapted(model, config.model_dump(), revision=config.model_revision)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
         """Return the collator, which makes a batch from rows."""
@@ -111,19 +113,22 @@ class Recipe(ABC, Generic[ConfigT]):
     def batch_shape(self) -> BatchShape:
         """Return the shape of the largest possible micro-batch."""
         config = self.config
-        # running text is cut into blocks, which need no padding; chats and pairs do
-        blocks = not config.trains_adapters and config.format in (None, "text")
-        padded = not (blocks or config.rows_shared_by)
+        # Running text is cut into blocks, which need no padding; chats and pairs do.
+        are_blocks = not config.trains_adapters and config.format in (None, "text")
+        padded = not (are_blocks or config.rows_shared_by)
         return BatchShape(config.per_device_train_batch_size, config.row_length, 0, padded=padded)
 
     def example_batch(self, shape: BatchShape) -> dict[str, Tensor]:
         """Return a batch of ``shape`` as the collator would make it, with arbitrary contents."""
         import torch
 
-        # flash attention computes each sample of a joined row by itself, as it does rows without padding
-        joined = self.config.padding_free and "flash" not in self.config.attn_implementation
-        ids = torch.zeros((1, shape.rows * shape.source) if joined else (shape.rows, shape.source), dtype=torch.int64)
+        # Flash attention computes each sample of a joined row by itself, as it does rows without padding.
+        is_joined = self.config.padding_free and "flash" not in self.config.attn_implementation
+        if is_joined:
+            ids = torch.zeros(1, shape.rows * shape.source, dtype=torch.int64)
+        else:
+            ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if joined or self.config.packing:
+        if is_joined or self.config.packing:
             batch["position_ids"] = ids.clone()
         return batch

@@ -42,13 +42,13 @@ def check_recipe(name: str) -> tuple[Path, str]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: this is not valid Python: {error}.") from None
-    found = _class_that_runs(tree)
-    if found is None:
+    class_name = _class_that_runs(tree)
+    if class_name is None:
         raise ConfigError(
             f"{name}: it declares no recipe, so it was not run. A recipe declares a class that derives from "
             f"zerobook.training.recipe.Recipe, and ends with run(ThatClass) of {_RUN}; see recipes/causal_lm.py."
         )
-    return path, found
+    return path, class_name
 
 
 def is_recipe(name: str) -> bool:
@@ -68,21 +68,25 @@ def recipe_class(name: str) -> type[Recipe[Any]]:
     """
     from zerobook.training.recipe import Recipe
 
-    path, wanted = check_recipe(name)
-    if module := next((m for m in sys.modules.values() if _file_of(m) == path.resolve()), None):
-        return getattr(module, wanted)
+    path, class_name = check_recipe(name)
+    for loaded in sys.modules.values():
+        if _file_of(loaded) == path.resolve():
+            return getattr(loaded, class_name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    # processes that prepare data import the file by its name, to find its encoder and objective
+    # Processes that prepare data import the file by its name, to find its encoder and objective.
     sys.modules[path.stem] = module
-    if (folder := str(path.resolve().parent)) not in sys.path:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
         sys.path.append(folder)
     spec.loader.exec_module(module)
-    found = getattr(module, wanted, None)
-    if not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ConfigError(f"{name}: {wanted}, which it runs, is no class that derives from zerobook.training.recipe.Recipe.")
-    return found
+    recipe = getattr(module, class_name, None)
+    if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
+        raise ConfigError(
+            f"{name}: {class_name}, which it runs, is no class that derives from zerobook.training.recipe.Recipe."
+        )
+    return recipe
 
 
 def _file_of(module: ModuleType) -> Path | None:
@@ -92,12 +96,14 @@ def _file_of(module: ModuleType) -> Path | None:
 
 def _class_that_runs(tree: ast.Module) -> str | None:
     """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None where there is none."""
-    called: set[str] = set()
+    run_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == _RUN:
-            called |= {alias.asname or alias.name for alias in node.names if alias.name == "run"}
+            run_names |= {alias.asname or alias.name for alias in node.names if alias.name == "run"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in called and len(node.args) == 1:
+        if not isinstance(node, ast.Call) or len(node.args) != 1:
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in run_names:
             argument = node.args[0]
             return argument.id if isinstance(argument, ast.Name) else None
     return None

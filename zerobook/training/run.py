@@ -120,9 +120,18 @@ def train(
         collate = recipe.collator(tokenizer, adapted)
         scorers = recipe.scorers(tokenizer, adapted, data, collate)
         trainer = Trainer(
-            config, sources, strategy, adapted, data, collate=collate, objective=objective, scorers=scorers, hooks=hooks,
-            watch=watch, recipe_file=_file_of(recipe),
-        )  # fmt: skip
+            config,
+            sources,
+            strategy,
+            adapted,
+            data,
+            collate=collate,
+            objective=objective,
+            scorers=scorers,
+            hooks=hooks,
+            watch=watch,
+            recipe_file=_file_of(recipe),
+        )
         try:
             progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
             if trainer.save_results and strategy.is_main:
@@ -130,7 +139,8 @@ def train(
         finally:
             if not launched():
                 trainer.close()
-                AcceleratorState._reset_state(reset_partial_state=True)  # another run may have another precision
+                # Another run may have another precision.
+                AcceleratorState._reset_state(reset_partial_state=True)
     return progress
 
 
@@ -138,7 +148,8 @@ def _make_card(trainer: Trainer) -> str:
     """Return the README.md of the trained model."""
     from zerobook.models.card import Training, card
 
-    config, strategy = trainer.config, trainer.strategy
+    config = trainer.config
+    strategy = trainer.strategy
     training = Training(
         run=Path(config.output_dir),
         progress=trainer.progress.to_json(),
@@ -162,9 +173,9 @@ def next_commands(config: RecipeConfig) -> str:
     run = shlex.quote(config.output_dir)
     checkpoints = store.folder_of(config.output_dir)
     best = store.best(checkpoints)
-    is_last = best is None or best == store.complete(checkpoints)[-1]
-    which = "" if is_last else " --checkpoint best"
-    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{which} --output MODEL\n  zerobook runlog report {run}"
+    is_last_best = best is None or best == store.complete(checkpoints)[-1]
+    option = "" if is_last_best else " --checkpoint best"
+    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{option} --output MODEL\n  zerobook runlog report {run}"
 
 
 def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
@@ -177,13 +188,20 @@ def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> t
     from zerobook.models.load import load_config, load_tokenizer
 
     plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
-    recipe, strategy = type(recipe)(config), build(config, plan)
+    recipe = type(recipe)(config)
+    strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     recipe.check_model_config(load_config(config, strategy))
-    encoder, objective = recipe.encoder(tokenizer), recipe.objective()
-    return prepare(
-        config, tokenizer, strategy, encoder=encoder, objective=objective, workers=workers, read_ahead=False
-    ), tokenizer
+    data = prepare(
+        config,
+        tokenizer,
+        strategy,
+        encoder=recipe.encoder(tokenizer),
+        objective=recipe.objective(),
+        workers=workers,
+        read_ahead=False,
+    )
+    return data, tokenizer
 
 
 def announce(plan: LaunchPlan) -> None:
@@ -205,7 +223,8 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
     for column in ("key", "value", "from"):
         table.add_column(column, overflow="fold")
     values = config.model_dump()
-    for key in sorted(values, key=lambda k: not sources.given(k)):
+    # What a person has set comes first.
+    for key in sorted(values, key=lambda key: not sources.given(key)):
         style = "" if sources.given(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
     out.print(table)
@@ -217,13 +236,15 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         sharing=plan.world_size // plan.data_parallel_size,
     )
     flags = parent_flags()
-    given = parent_environment() if flags else os.environ
-    if entries := account.entries(plan, config, sources, flags=flags, launch_environ=given, environ=os.environ):
+    launch_environ = parent_environment() if flags else os.environ
+    entries = account.entries(plan, config, sources, flags=flags, launch_environ=launch_environ, environ=os.environ)
+    if entries:
         out.print(account.table(entries))
     out.print(plan.line)
     for note in plan.notes:
         out.print(f"  note: {note}")
     out.print(f"batch: {layout.arithmetic}")
-    steps = f"{config.max_train_steps}" if config.max_train_steps else (
-        f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read")  # fmt: skip
+    steps = f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read"
+    if config.max_train_steps:
+        steps = f"{config.max_train_steps}"
     out.print(f"steps: {steps}")

@@ -26,12 +26,13 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
     from transformers import get_scheduler
 
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
-    own = {}
+    options = {}
     if name == "polynomial":
+        options["lr_end"] = POLYNOMIAL_END
         # The last save needs the rate after the last step. There, transformers divides by the number of decay steps.
-        own, total = {"lr_end": POLYNOMIAL_END}, max(total, warmup + 1)
+        total = max(total, warmup + 1)
     scheduler = get_scheduler(
-        name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=own
+        name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=options
     )
     factor = scheduler.lr_lambdas[0]
     warms_up = name != "constant"

@@ -29,7 +29,7 @@ def first_state(
     data: PreparedData,
     collate: Collator,
 ) -> tuple[RunState, dict[str, Any]]:
-    """Return the run's initial state, and what earlier attempts tried against spikes. Collective; loads no weights.
+    """Return the run's initial state, and the state of the ladder of recovery actions. Collective; loads no weights.
 
     Args:
         log: the runlog, on rank 0 only.
@@ -43,7 +43,7 @@ def first_state(
     resume.check_data(checkpoint, progress, data, config)
     resume.compare_held_out_data(progress, data, log)
     resume.check_base(checkpoint, config, model)
-    tried = resume.earlier_decisions(progress, manager, strategy, log)
+    ladder = resume.earlier_decisions(progress, manager, strategy, log)
     layout = BatchLayout(
         world_size=strategy.mesh.data_parallel_size,
         rank=strategy.mesh.data_parallel_rank,
@@ -61,4 +61,4 @@ def first_state(
     )
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()
-    return state, tried
+    return state, ladder

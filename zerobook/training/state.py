@@ -38,8 +38,12 @@ class RunState:
         *,
         pin_memory: bool = False,
     ):
-        self.config, self.data, self.layout, self.progress = config, data, layout, progress
-        self._collate, self._pin_memory = collate, pin_memory
+        self.config = config
+        self.data = data
+        self.layout = layout
+        self.progress = progress
+        self._collate = collate
+        self._pin_memory = pin_memory
         self.loader: BatchLoader
         self.end_step: int
         """the step at which training ends"""
@@ -57,16 +61,17 @@ class RunState:
 
     @collate.setter
     def collate(self, collate: Collator) -> None:
-        self._collate = self.loader.collate = collate
+        self._collate = collate
+        self.loader.collate = collate
 
     def build_loader(self) -> None:
         """Build the loader from the current position in the sample order, without the samples that are left out."""
         config, progress = self.config, self.progress
-        part = self.data.train.skipping(progress.skip_ranges)
-        end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(part))
-        order = _make_order(part, self.data.weights, config.order_settings, progress)
+        rows = self.data.train.skipping(progress.skip_ranges)
+        end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(rows))
+        order = _make_order(rows, self.data.weights, config.order_settings, progress)
         self.loader = BatchLoader(
-            part,
+            rows,
             order,
             self.layout,
             self._collate,
@@ -103,18 +108,24 @@ class RunState:
         Returns:
             (names that agree, name -> [recorded, found] of those that differ).
         """
-        found = self.expected_next_step()
-        differing = {key: [value, found.get(key)] for key, value in recorded.items() if found.get(key) != value}
-        return sorted(set(recorded) - set(differing)), differing
+        expected = self.expected_next_step()
+        agreeing = []
+        differing = {}
+        for name, value in recorded.items():
+            if expected.get(name) == value:
+                agreeing.append(name)
+            else:
+                differing[name] = [value, expected.get(name)]
+        return sorted(agreeing), differing
 
 
-def _make_order(part: Part | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
+def _make_order(rows: Part | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
     """Return the order of the samples.
 
     It takes no config: whatever else an order depended on would not be compared when a run resumes. `OrderSettings` has the
     datasets' weights too, which are prepared with the data.
     """
-    return part.order(seed=progress.seed, weights=weights, by_length=settings.group_by_length, passed=progress.stream)
+    return rows.order(seed=progress.seed, weights=weights, by_length=settings.group_by_length, passed=progress.stream)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -136,7 +136,7 @@ class Trainer:
         has_own_head = head.install(model) is not None
         with freed_blocks_returned():
             strategy.prepare(model, config, self.state.total_steps)
-        longest_sample = max(part.longest_sample for part in (data.train, *data.held_out.values()))
+        longest_sample = max(rows.longest_sample for rows in (data.train, *data.held_out.values()))
         note = pin_rotary(strategy.unwrapped, longest_sample)
         if note:
             self.console.say(f"  note: {note}")

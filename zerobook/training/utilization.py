@@ -41,26 +41,38 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     if not hasattr(config, "get_text_config"):
         return None
     text = text_config(config)
-    layers, width = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
-    heads, head = getattr(text, "num_attention_heads", None), getattr(text, "head_dim", None)
+    layers = getattr(text, "num_hidden_layers", None)
+    width = getattr(text, "hidden_size", None)
     if not layers or not width or getattr(config, "is_encoder_decoder", False):
         return None
-    if getattr(config, "quantization_config", None) is not None or any(
-        getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    ):
+    if getattr(config, "quantization_config", None) is not None:
         return None
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = output is not None and output.weight is embedding
+    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+
+    # Weights that no token is multiplied by: rows of an embedding are looked up, and no token passes a vision tower.
+    embedding = model.get_input_embeddings().weight
+    output = model.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding
+    skipped = set() if is_tied else {id(embedding)}
     base = getattr(model, "get_base_model", lambda: model)()
-    unreached = {id(weight) for path in unreached_modules(base) for weight in base.get_submodule(path).parameters()}
-    trained = frozen = 0
+    for path in unreached_modules(base):
+        skipped |= {id(weight) for weight in base.get_submodule(path).parameters()}
+
+    trained = 0
+    frozen = 0
     for parameter in model.parameters():
-        if (parameter is embedding and not tied) or id(parameter) in unreached:
-            continue  # rows are looked up; no token passes a vision tower
+        if id(parameter) in skipped:
+            continue
         size = strategy.shape(parameter).numel()
-        trained, frozen = (trained + size, frozen) if parameter.requires_grad else (trained, frozen + size)
-    attention = 12 * layers * (heads * head if heads and head else width)
-    return ModelFlops(6.0 * trained + 4.0 * frozen, float(attention))
+        if parameter.requires_grad:
+            trained += size
+        else:
+            frozen += size
+    heads = getattr(text, "num_attention_heads", None)
+    head_size = getattr(text, "head_dim", None)
+    attention_width = heads * head_size if heads and head_size else width
+    return ModelFlops(6.0 * trained + 4.0 * frozen, float(12 * layers * attention_width))
 
 
 def peak_flops(strategy: Strategy) -> float | None:

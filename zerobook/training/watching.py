@@ -34,11 +34,11 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
     if strategy.world_size == 1:
         plain_store: dist.Store = dist.HashStore()
     else:
-        of_the_group: Any = dist.distributed_c10d._get_default_store()
-        plain_store = dist.PrefixStore(f"zerobook/health/{attempt}", of_the_group.clone())
+        group_store: Any = dist.distributed_c10d._get_default_store()
+        plain_store = dist.PrefixStore(f"zerobook/health/{attempt}", group_store.clone())
     store = SignedStore(plain_store, secret)
-    first = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
-    local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    first_rank = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
+    local = range(first_rank, first_rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
     watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
     try:
@@ -50,8 +50,8 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
 
 def _keep_collectives(folder: Path, rank: int) -> None:
     """Write the newest collectives of this rank, which torch's flight recorder keeps, into ``collectives.rankN.json``."""
-    kept: bytes = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # the stub lacks it
-    write_whole(folder / f"collectives.rank{rank}.json", kept)
+    trace: bytes = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # the stub lacks it
+    write_whole(folder / f"collectives.rank{rank}.json", trace)
 
 
 @contextmanager
