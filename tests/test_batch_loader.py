@@ -196,10 +196,10 @@ def test_padding_of_a_feed_with_no_rows_left():
 def test_a_part_of_an_epoch_is_as_many_rows_as_is_written(epochs, rows):
     from zerobook.checkpoint.progress import Progress
     from zerobook.config import RecipeConfig
-    from zerobook.data.views import Part
+    from zerobook.data.views import PreparedRows
     from zerobook.training.state import RunState
 
-    class Part100(Part):
+    class Part100(PreparedRows):
         sizes = (100,)
         lengths = supervised = np.ones(100, np.int64)
 

@@ -19,7 +19,7 @@ from recipes.lora_finetune import LoraConfig
 from tests.harness import launch, staged
 from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
-from zerobook.data.views import Documents, Part
+from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.models.load import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
@@ -196,7 +196,7 @@ def prepared(folder, documents):
     writer = TokenWriter(folder)
     writer.append(Ragged.join([np.asarray(d, np.int32) for d in documents]), None, np.array([len(d) for d in documents]))
     writer.close({})
-    part = Part((Documents(TokenStore(folder), np.arange(len(documents))),), "")
+    part = PreparedRows((Documents(TokenStore(folder), np.arange(len(documents))),), "")
     return SimpleNamespace(train=part, held_out={})
 
 

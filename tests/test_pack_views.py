@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zerobook.constants import IGNORE
 from zerobook.data.pack import best_fit_decreasing
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
-from zerobook.data.views import Blocks, Documents, Part, pack
+from zerobook.data.views import Blocks, Documents, PreparedRows, pack
 from zerobook.objective import NextToken, TargetTokens
 
 OBJECTIVE = NextToken()
@@ -126,7 +126,7 @@ def test_a_long_text_is_cut_into_samples_of_a_row(tmp_path):
 def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
     written = chats(np.random.default_rng(2), 60)
     store = make(tmp_path, written)
-    part = Part((pack(store, np.arange(40), 32, OBJECTIVE.weight), Documents(store, np.arange(40, 60))), "x")
+    part = PreparedRows((pack(store, np.arange(40), 32, OBJECTIVE.weight), Documents(store, np.arange(40, 60))), "x")
     packs = len(part.views[0])
     gone = part.samples_of(0) + part.samples_of(3)[:1] + part.samples_of(packs + 2)
     assert gone[-1] == 42, "samples are numbered through over the datasets"
@@ -144,7 +144,7 @@ def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
 def test_rows_are_numbered_through_the_datasets(tmp_path):
     written = chats(np.random.default_rng(3), 10)
     store = make(tmp_path, written)
-    part = Part((Documents(store, np.arange(4)), Documents(store, np.arange(4, 10))), "x")
+    part = PreparedRows((Documents(store, np.arange(4)), Documents(store, np.arange(4, 10))), "x")
     assert part.sizes == [4, 6]
     assert [row["input_ids"].tolist() for row in (part[i] for i in range(10))] == [ids.tolist() for ids, _ in written]
     with pytest.raises(IndexError):

@@ -19,7 +19,7 @@ from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import Library
 from zerobook.data.stream import BEHIND, Stream, row_number
 from zerobook.data.templates import CausalEncoder
-from zerobook.data.views import Documents, Part
+from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import DataError
 from zerobook.objective import NextToken
 
@@ -46,7 +46,7 @@ class Shards:
     def shard(self, dataset, index):
         self.opened.append((dataset, index))
         rows = self.sizes[dataset][index]
-        return Part((Documents(Store(rows), np.arange(rows)),), "")
+        return PreparedRows((Documents(Store(rows), np.arange(rows)),), "")
 
     def forget(self, dataset, index):
         self.forgotten.append((dataset, index))

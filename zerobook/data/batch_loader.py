@@ -17,7 +17,7 @@ from zerobook.utils.units import counted
 
 
 class Rows(Protocol):
-    """The rows that a feed reads: `zerobook.data.views.Part`, or `zerobook.data.stream.Stream`."""
+    """The rows that a feed reads: `zerobook.data.views.PreparedRows`, or `zerobook.data.stream.Stream`."""
 
     @property
     def filler(self) -> int: ...
@@ -99,17 +99,21 @@ class _Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index != FILLER:
             return self.rows[index]
-        row = self.rows[self.rows.filler]
-        return {name: np.full_like(values, IGNORE) if name.endswith("labels") else values for name, values in row.items()}
+        # A filler has a real row's shape and no supervised token.
+        row = dict(self.rows[self.rows.filler])
+        for name, values in row.items():
+            if name.endswith("labels"):
+                row[name] = np.full_like(values, IGNORE)
+        return row
 
 
 class BatchLoader:
     """Iterates over (`StepPlan`, this process's micro-batches of that step).
 
     Args:
-        part: the tokenized rows.
+        rows: the tokenized rows.
         order: the rows' order.
-        layout: this process's part of each global batch.
+        layout: division of each global batch.
         collate: list of rows -> dict of tensors.
         cursor: position to start from.
         end: position to stop at; the last step is filled up with rows of weight 0.
@@ -118,7 +122,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        part: Rows,
+        rows: Rows,
         order: Order,
         layout: BatchLayout,
         collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
@@ -133,7 +137,7 @@ class BatchLoader:
         self.cursor = cursor
         self.end = end
         self.collate = collate
-        self.part = part
+        self.rows = rows
         self.workers = workers
         self.pin_memory = pin_memory
         self._planned: deque[StepPlan] = deque()
@@ -150,19 +154,20 @@ class BatchLoader:
             return 0.0
         micro = min(self.layout.micro, len(ids))
         ids = ids[: len(ids) // micro * micro]
-        lengths = self.part.lengths_of(ids).reshape(-1, micro)
+        lengths = self.rows.lengths_of(ids).reshape(-1, micro)
         return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
-        rows = _Rows(self.part)
-        batches = iter(
-            DataLoader(
-                rows, batch_sampler=self._batches(), collate_fn=self.collate, num_workers=self.workers,
-                pin_memory=self.pin_memory,
-            )
-        )  # fmt: skip
+        loader = DataLoader(
+            _Rows(self.rows),
+            batch_sampler=self._batches(),
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=self.pin_memory,
+        )
+        batches = iter(loader)
         for first in batches:
-            # the loader plans further steps in advance; the oldest plan belongs to the batch just received
+            # The loader plans further steps in advance; the oldest plan belongs to the batch just received.
             plan = self._planned.popleft()
             yield plan, self._micro_batches(first, batches)
 
@@ -172,15 +177,16 @@ class BatchLoader:
             yield next(batches)
 
     def _batches(self) -> Iterator[list[int]]:
-        layout, cursor = self.layout, self.cursor
+        layout = self.layout
+        cursor = self.cursor
         while True:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
-            tokens = int(self.part.loss_weights_of(ids).sum())
+            tokens = int(self.rows.loss_weights_of(ids).sum())
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
-            lengths = int(self.part.lengths_of(ids).sum())
+            lengths = int(self.rows.lengths_of(ids).sum())
             self._planned.append(StepPlan(ids=padded, cursor=cursor, samples=len(ids), tokens=tokens, all_tokens=lengths))
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro

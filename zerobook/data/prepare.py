@@ -33,9 +33,9 @@ from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import CausalEncoder, Encoder, describe_default_template
-from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Reading, chunks, detect, encode_all, ignored
+from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Reading, chunks, detect, encode_all, ignored
 from zerobook.data.verification import META, find_damage, read_meta, stamp
-from zerobook.data.views import Blocks, Documents, Part, View, pack, report, text_row
+from zerobook.data.views import Blocks, Documents, PreparedRows, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
@@ -66,8 +66,8 @@ class PreparedData:
     ``formats``: name of a dataset -> (its format, the columns that the format does not read).
     """
 
-    train: Part | Stream
-    held_out: dict[str, Part]
+    train: PreparedRows | Stream
+    held_out: dict[str, PreparedRows]
     weights: list[float] | None = None
     report: dict[str, dict[str, Any]] = field(default_factory=dict)
     formats: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
@@ -81,9 +81,11 @@ class PreparedData:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of each part."""
-        held_out = {f"held-out data of {name}": part.fingerprint for name, part in self.held_out.items()}
-        return {"training data": self.train.fingerprint} | held_out
+        """Return the fingerprints of the training data and of each dataset's held-out data."""
+        fingerprints = {"training data": self.train.fingerprint}
+        for name, rows in self.held_out.items():
+            fingerprints[f"held-out data of {name}"] = rows.fingerprint
+        return fingerprints
 
     @property
     def held_out_fingerprint(self) -> str:
@@ -93,8 +95,11 @@ class PreparedData:
         """
         if not self.held_out:
             return ""
-        views = [view for part in self.held_out.values() for view in part.views]
-        return _fingerprint([[view.store.meta["digest"], *map(_digest_of_array, view.selection)] for view in views])
+        facts = []
+        for rows in self.held_out.values():
+            for view in rows.views:
+                facts.append([view.store.meta["digest"], *map(_digest_of_array, view.selection)])
+        return _fingerprint(facts)
 
 
 def prepare(
@@ -132,7 +137,9 @@ def prepare(
         for message in (*describe_missing_held_out(config, data), *describe_cut_samples(config, data)):
             tqdm.write(message)
     if config.streaming:
-        data = library.streaming(data, workers if strategy.accelerator.is_local_main_process and read_ahead else 0)
+        # One process of each node prepares the next shards for all of them.
+        prepares_shards = strategy.accelerator.is_local_main_process and read_ahead
+        data = library.streaming(data, workers if prepares_shards else 0)
     return data
 
 
@@ -188,7 +195,8 @@ class Library:
     """The prepared folders of a config's datasets."""
 
     def __init__(self, config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, objective: Objective):
-        if (flag := config.rows_shared_by) and not isinstance(objective, NextToken):
+        flag = config.rows_shared_by
+        if flag and not isinstance(objective, NextToken):
             raise ConfigError(
                 f"{flag}: {type(objective).__name__} is no NextToken objective, and only those learn from rows of several "
                 f"samples. Drop --{flag}, or derive the objective from zerobook.objective.NextToken."
@@ -203,17 +211,21 @@ class Library:
         self.length: int = encoder.length
         self._cut_sources: dict[int, list[Source]] = {}
         self._stream_names: dict[int, str] = {}
-        self.root = (Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()) / "data"
+        cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()
+        self.root = cache_dir / "data"
 
     def tokenize(self, workers: int) -> list[_Shelf]:
         """Make every folder that is missing. Return the folders of all datasets."""
         shelves = []
         for spec in self.config.dataset_specs():
             splits = self._splits(spec)
-            if choice := splits.describe(uses_held_out=not self.config.validation_file):
+            choice = splits.describe(uses_held_out=not self.config.validation_file)
+            if choice:
                 tqdm.write(f"data: {spec.path} {choice}")
-            train = None if self.config.streaming else self._folder(spec, splits.train, self._train_rows(splits), workers)
+            train = None
             held_out = None
+            if not self.config.streaming:
+                train = self._folder(spec, splits.train, self._train_rows(splits), workers)
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
             shelves.append(_Shelf(spec, train, held_out))
@@ -222,9 +234,9 @@ class Library:
             spec = self.config.validation_spec()
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
-            trained = [read_meta(shelf.train) for shelf in shelves if shelf.train]
+            train_metas = [read_meta(shelf.train) for shelf in shelves if shelf.train]
             content = (read_meta(held_out) or {}).get("settings", {}).get("source")
-            if any(meta and meta["settings"]["source"] == content for meta in trained):
+            if any(meta and meta["settings"]["source"] == content for meta in train_metas):
                 tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
             shelves.append(_Shelf(spec, None, held_out))
         return shelves
@@ -253,10 +265,14 @@ class Library:
     def _train_rows(self, splits: Splits) -> int | None:
         """Return how many rows are enough where a limit needs only a part of the source; None for the whole source."""
         config = self.config
+        # The datasets of a mixture have limits of their own.
         if config.max_train_samples is None or config.datasets:
-            return None  # the parts of a mixture have limits of their own
-        kept = 1.0 if splits.held_out or config.validation_file else 1 - config.validation_split_percentage / 100
-        return math.ceil(1.1 * config.max_train_samples / kept) + 8  # some more, since documents do not split evenly
+            return None
+        train_share = 1.0
+        if not (splits.held_out or config.validation_file):
+            train_share = 1 - config.validation_split_percentage / 100
+        # Some more, since documents do not split evenly.
+        return math.ceil(1.1 * config.max_train_samples / train_share) + 8
 
     def open(self, shelves: list[_Shelf]) -> PreparedData:
         """Return views of the prepared folders, split, cut and packed as the config says."""
@@ -264,37 +280,44 @@ class Library:
         train: list[View] = []
         held_out: dict[str, View] = {}
         facts: dict[str, dict[str, Any]] = {}
-        bad: dict[str, list[str]] = {}
+        bad_samples: dict[str, list[str]] = {}
         formats: dict[str, tuple[str, list[str]]] = {}
         for shelf in shelves:
             name = shelf.spec.name
-            mine, others = self._views(shelf)
-            if (found := others if mine is None else mine) is not None:
-                formats[name] = found.store.meta["format"], found.store.meta["ignored_columns"]
-            if mine is not None:
-                reports, bad[name] = mine.store.meta["report"], mine.store.meta["bad_samples"]
-                if not len(mine):
-                    self._nothing_left(shelf, mine)
-                train.append(mine if config.datasets else _first(mine, config.max_train_samples))
-                facts[name] = reports | report(train[-1], self.length)
-            if others is not None and shelf.held_out is not None:
-                self._check_held_out(others)
-            if others is not None and len(others):
-                held_out[name] = _first(others, config.max_eval_samples)
+            train_view, held_out_view = self._views(shelf)
+            view = held_out_view if train_view is None else train_view
+            if view is not None:
+                formats[name] = view.store.meta["format"], view.store.meta["ignored_columns"]
+            if train_view is not None:
+                meta = train_view.store.meta
+                bad_samples[name] = meta["bad_samples"]
+                if not len(train_view):
+                    self._refuse_empty(shelf, train_view)
+                # The datasets of a mixture have limits of their own.
+                if not config.datasets:
+                    train_view = _first(train_view, config.max_train_samples)
+                train.append(train_view)
+                facts[name] = meta["report"] | report(train_view, self.length)
+            if held_out_view is not None and shelf.held_out is not None:
+                self._check_held_out(held_out_view)
+            if held_out_view is not None and len(held_out_view):
+                held_out[name] = _first(held_out_view, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
         return PreparedData(
-            train=self._part(train),
-            held_out={name: self._part([view]) for name, view in held_out.items()},
+            train=self._rows(train),
+            held_out={name: self._rows([view]) for name, view in held_out.items()},
             weights=self.weights(),
             report=facts,
             formats=formats,
-            bad_samples={name: listed for name, listed in bad.items() if listed},
+            bad_samples={name: listed for name, listed in bad_samples.items() if listed},
         )
 
     def weights(self) -> list[float] | None:
         """Return the weights of the training datasets; None where the config gives none."""
         weights = [spec.weight for spec in self.config.dataset_specs()]
-        return [1.0 if w is None else w for w in weights] if any(weights) else None
+        if not any(weights):
+            return None
+        return [1.0 if weight is None else weight for weight in weights]
 
     # --- streams, see `zerobook.data.stream`
     def streaming(self, data: PreparedData, ahead: int) -> PreparedData:
@@ -307,33 +330,40 @@ class Library:
     def stream(self, ahead: int) -> Stream:
         """Return the training datasets as a stream, without preparing any data yet."""
         specs = self.config.dataset_specs()
-        found = [self._splits(spec).train for spec in specs]
         keys = ("packing", "seed", "on_bad_sample")
-        facts = [self._settings(s, (source.sketch or source.digest)(), None) for s, source in zip(specs, found, strict=True)]
-        cut = [files.SHARD_BYTES, sources.SHARD_ROWS]
+        settings = [self._stream_settings(spec) for spec in specs]
+        shard_sizes = [files.SHARD_BYTES, sources.SHARD_ROWS]
         return Stream(
             shards=self,
             counts=[len(self._shards(index)) for index in range(len(specs))],
-            fingerprint=_fingerprint([facts, cut, {key: getattr(self.config, key) for key in keys}]),
+            fingerprint=_fingerprint([settings, shard_sizes, {key: getattr(self.config, key) for key in keys}]),
             isolated=self.config.packing,
             longest_sample=self.length,
             largest_id=self.vocabulary - 1,
             ahead=ahead,
         )
 
-    def shard(self, dataset: int, index: int) -> Part:
+    def _stream_settings(self, spec: DatasetSpec) -> dict[str, Any]:
+        source = self._splits(spec).train
+        # A stream may be too large for a digest of all its content.
+        sketch = source.sketch or source.digest
+        return self._settings(spec, sketch(), None)
+
+    def shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
-        spec, source = self.config.dataset_specs()[dataset], self._shards(dataset)[index]
+        spec = self.config.dataset_specs()[dataset]
+        source = self._shards(dataset)[index]
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locks.locked(_lock(folder)) as alone:  # until the files are mapped: another process may be about to delete them
+        # Locked until the files are mapped: another process may be about to delete them.
+        with locks.locked(_lock(folder)) as alone:
 
             def make() -> None:
                 self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
 
             self._make_unless_whole(folder, source, make)
             store = TokenStore(folder).mapped()
-        return Part((self._cut(store, np.arange(len(store))),), store.meta["digest"])
+        return PreparedRows((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
     def forget(self, dataset: int, index: int) -> None:
         """Delete a shard's folder, if it is there. Processes that have mapped its files can still read them.
@@ -353,14 +383,13 @@ class Library:
 
     def _shard_folder(self, dataset: int, index: int) -> Path:
         if dataset not in self._stream_names:
-            spec = self.config.dataset_specs()[dataset]
-            source = self._splits(spec).train
-            settings = self._settings(spec, (source.sketch or source.digest)(), None)
+            settings = self._stream_settings(self.config.dataset_specs()[dataset])
             self._stream_names[dataset] = f"stream-{_fingerprint([settings, READER, files.SHARD_BYTES, sources.SHARD_ROWS])}"
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_cut_sources": {}}  # other processes do not receive the readers; they open them again
+        # Readers cannot be pickled; another process opens them again.
+        return vars(self) | {"_cut_sources": {}}
 
     def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""
@@ -373,20 +402,20 @@ class Library:
         store = TokenStore(shelf.train)
         if held_out is not None or self.config.validation_file:
             return self._cut(store, np.arange(len(store))), held_out
-        mine, others = _halves(store, self.config.validation_split_percentage / 100, self.config.seed)
-        return self._cut(store, mine), self._cut(store, others)
+        train, held_out_share = _halves(store, self.config.validation_split_percentage / 100, self.config.seed)
+        return self._cut(store, train), self._cut(store, held_out_share)
 
-    def _nothing_left(self, shelf: _Shelf, view: View) -> None:
+    def _refuse_empty(self, shelf: _Shelf, view: View) -> None:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(
                 f"{shelf.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
                 f"once some is held out. Lower --{self.config.length_key}."
             )
+        counts = ", ".join(f"{number} {what}" for what, number in meta["report"].items())
         raise DataError(
             f"{shelf.spec.path}: nothing is left to train on within {self.length} tokens "
-            f"({', '.join(f'{n} {what}' for what, n in meta['report'].items()) or 'the dataset is empty'}). "
-            f"--{self.config.length_key} sets the maximum."
+            f"({counts or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
         )
 
     def _check_held_out(self, view: View) -> None:
@@ -419,11 +448,11 @@ class Library:
             )
         return Blocks(store, starts, stops, self.length, weight)
 
-    def _part(self, views: list[View]) -> Part:
+    def _rows(self, views: list[View]) -> PreparedRows:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
         facts = [VERSION, self.length, self.config.seed, {key: getattr(self.config, key) for key in keys}]
         facts += [(view.store.meta["digest"], len(view)) for view in views]
-        return Part(tuple(views), _fingerprint(facts))
+        return PreparedRows(tuple(views), _fingerprint(facts))
 
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
@@ -455,8 +484,8 @@ class Library:
         if folder.exists() and find_damage(folder) is None:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
-        words = f"{source.name}: another process is preparing it; waiting for {folder}"
-        with locks.locked(_lock(folder), held=lambda: tqdm.write(words)) as alone:
+        waiting = f"{source.name}: another process is preparing it; waiting for {folder}"
+        with locks.locked(_lock(folder), held=lambda: tqdm.write(waiting)) as alone:
             if not folder.exists():
                 self._say_if_changed(source, folder)
 
@@ -505,55 +534,51 @@ class Library:
         alone: bool,
     ) -> None:
         """Prepare a source into ``folder``. If not ``alone``, other processes may do the same: use a separate staging path."""
-        staging = folder.with_name(f".{folder.name}{'' if alone else f'.{uuid4().hex}'}.partial")
+        suffix = "" if alone else f".{uuid4().hex}"
+        staging = folder.with_name(f".{folder.name}{suffix}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            # without locks, another process may have been faster
+            # Without locks, another process may have been faster.
             if alone or not folder.exists() or find_damage(folder, silent=True) is not None:
                 put_in_place(staging, folder)
                 stamp(folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            used = sum(f.stat().st_size for f in staging.iterdir())
+            written_bytes = sum(file.stat().st_size for file in staging.iterdir())
+            free_bytes = shutil.disk_usage(self.root).free
             raise DataError(
-                f"{source.name}: the disk of {self.root} is full after {used / 1e6:.1f} MB of token ids, with "
-                f"{shutil.disk_usage(self.root).free / 1e6:.1f} MB free. Give --cache_dir on a larger disk."
+                f"{source.name}: the disk of {self.root} is full after {written_bytes / 1e6:.1f} MB of token ids, with "
+                f"{free_bytes / 1e6:.1f} MB free. Give --cache_dir on a larger disk."
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _write(self, writer: TokenWriter, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> dict[str, Any]:
-        counts: Counter = Counter()
-        listed: list[str] = []
-        reasons: Counter = Counter()
+        """Tokenize a source into ``writer``, until it has enough ``rows``. Return the facts for its ``meta.json``."""
         streaming = self.config.streaming
         bar = tqdm(
             total=source.total, desc=f"preparing {spec.name}", unit=source.unit, unit_scale=True, leave=False, disable=streaming
         )
-        parts = chunks(_first_samples(source.read(), spec.limit), bar)
-        first = next(parts, [])
-        columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
-        try:
-            skip = self.config.on_bad_sample == "skip"
-            empty = streaming and not first
-            found = spec.format or ("text" if empty else detect(first, columns, formats_of(self.encoder), skip=skip))
-            reading = Reading(
-                found, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
-            )
-        except DataError as error:
-            raise DataError(f"{source.name}: {error}") from None
-        unread = ignored(first, reading)
+        raw_chunks = chunks(_first_samples(source.read(), spec.limit), bar)
+        first_chunk = next(raw_chunks, [])
+        reading = self._detect_reading(spec, source, first_chunk)
+        unread = ignored(first_chunk, reading)
+
+        # Running text and packs are cut anew from the tokens, so their rows are counted in tokens.
         in_tokens = reading.format == "text" or self.config.packing
-        for encoded in encode_all(reading, chain([first], parts), workers):
+        counts: Counter = Counter()
+        bad_samples: list[str] = []
+        reasons: Counter = Counter()
+        for encoded in encode_all(reading, chain([first_chunk], raw_chunks), workers):
             for where, reason in encoded.bad:
                 if self.config.on_bad_sample == "error":
                     raise DataError(f"{source.name}, {where}: {reason}. Correct it, or pass --on_bad_sample skip.")
-                if len(listed) < LISTED:
-                    listed.append(f"{where}: {reason}")
+                if len(bad_samples) < LISTED:
+                    bad_samples.append(f"{where}: {reason}")
                 reasons[reason] += 1
             counts += encoded.counts
             counts["bad samples skipped"] += len(encoded.bad)
@@ -563,61 +588,90 @@ class Library:
                     "labels, and such rows cannot be packed. Drop --packing."
                 )
             writer.append(encoded.ids, encoded.labels, encoded.weights, begins=encoded.begins, extra=encoded.extra)
-            if rows is not None and (writer.tokens >= rows * self.length if in_tokens else writer.documents >= rows):
+            row_count = writer.tokens // self.length if in_tokens else writer.documents
+            if rows is not None and row_count >= rows:
                 break
         bar.close()
-        done = {what: number for what, number in counts.items() if number}
-        if listed and not streaming:
-            why = "; ".join(f"{number} x {reason}" for reason, number in reasons.most_common(REASONS))
-            why += f"; and {len(reasons) - REASONS} more reasons" * (len(reasons) > REASONS)
-            if not writer.documents:
-                facts = ", ".join(f"{number} {what}" for what, number in done.items())
-                raise DataError(
-                    f"{source.name}: not one sample can be used ({facts}). The first is {listed[0]}. All reasons: {why}. "
-                    "Correct them, or name other data."
-                )
-            skipped = f"{done['bad samples skipped']} bad samples skipped, the first {listed[0]}. All reasons: {why}"
-            tqdm.write(f"{source.name}: {skipped}")
+        facts = {what: number for what, number in counts.items() if number}
+        if bad_samples and not streaming:
+            self._report_bad_samples(source, facts, bad_samples[0], reasons, is_empty=not writer.documents)
         return {
-            "format": reading.format, "ignored_columns": unread, "lone_text": source.lone_text, "report": done,
-            "bad_samples": listed,
-        }  # fmt: skip
+            "format": reading.format,
+            "ignored_columns": unread,
+            "lone_text": source.lone_text,
+            "report": facts,
+            "bad_samples": bad_samples,
+        }
+
+    def _detect_reading(self, spec: DatasetSpec, source: Source, first_chunk: Chunk) -> Reading:
+        columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
+        format: str | None = spec.format
+        try:
+            # A shard of a stream may be empty.
+            if not format and self.config.streaming and not first_chunk:
+                format = "text"
+            if not format:
+                skip = self.config.on_bad_sample == "skip"
+                format = detect(first_chunk, columns, formats_of(self.encoder), skip=skip)
+            return Reading(
+                format, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
+            )
+        except DataError as error:
+            raise DataError(f"{source.name}: {error}") from None
+
+    def _report_bad_samples(
+        self, source: Source, facts: dict[str, int], first: str, reasons: Counter, *, is_empty: bool
+    ) -> None:
+        """Print how many samples were skipped, and why. Raises `DataError` where no sample is left."""
+        why = "; ".join(f"{number} x {reason}" for reason, number in reasons.most_common(REASONS))
+        if len(reasons) > REASONS:
+            why += f"; and {len(reasons) - REASONS} more reasons"
+        if is_empty:
+            counts = ", ".join(f"{number} {what}" for what, number in facts.items())
+            raise DataError(
+                f"{source.name}: not one sample can be used ({counts}). The first is {first}. All reasons: {why}. "
+                "Correct them, or name other data."
+            )
+        skipped = f"{facts['bad samples skipped']} bad samples skipped, the first {first}. All reasons: {why}"
+        tqdm.write(f"{source.name}: {skipped}")
 
 
-def _identity(thing: object) -> list[str]:
+def _identity(instance: object) -> list[str]:
     """Return the name of an object's class; for a class from outside this package, also digests of the files that define it.
 
     Data is prepared again when such a file changes.
     """
     try:
-        files = {inspect.getsourcefile(kind) for kind in type(thing).__mro__ if not _is_known(kind)}
+        files = {inspect.getsourcefile(kind) for kind in type(instance).__mro__ if not _is_built_in(kind)}
         digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
     except (OSError, TypeError):  # typed into an interpreter
         raise ConfigError(
-            f"{type(thing).__name__} is not defined in a file, so a change of it could not be detected in prepared data. Put "
-            "the class into a file, and import it from there."
+            f"{type(instance).__name__} is not defined in a file, so a change of it could not be detected in prepared data. "
+            "Put the class into a file, and import it from there."
         ) from None
-    return [type(thing).__name__, *digests]
+    return [type(instance).__name__, *digests]
 
 
-def _settings_of(thing: object) -> dict[str, Any]:
+def _settings_of(instance: object) -> dict[str, Any]:
     """Return the attributes of an object that are plain values, for the fingerprint of prepared data.
 
     Of a class of this package, integers and texts alone: prepared data of earlier versions has their fingerprint.
     """
-    plain = (int, str) if _is_known(type(thing)) else (int, float, str, type(None), list, tuple, dict)
-    return {key: value for key, value in vars(thing).items() if isinstance(value, plain)}
+    plain: tuple[type, ...] = (int, float, str, type(None), list, tuple, dict)
+    if _is_built_in(type(instance)):
+        plain = (int, str)
+    return {key: value for key, value in vars(instance).items() if isinstance(value, plain)}
 
 
-def _is_known(kind: type) -> bool:
+def _is_built_in(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("zerobook", "builtins", "abc", "typing")
 
 
 def _weighed_by(objective: Objective) -> dict[str, Any]:
     """Return the settings by which ``objective`` weighs rows, for the fingerprint of prepared data."""
-    for known in (NextToken, TargetTokens):
-        if type(objective).weight is known.weight:
-            return {"shifted": known.shifted}
+    for built_in in (NextToken, TargetTokens):
+        if type(objective).weight is built_in.weight:
+            return {"shifted": built_in.shifted}
     return {"objective": [*_identity(objective), _settings_of(objective)]}
 
 
@@ -625,7 +679,7 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of everything in the tokenizer that decides the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    # without a backend, the tokenizer's code decides which tokens surround a text
+    # Without a backend, the tokenizer's code decides which tokens surround a text.
     return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), tokenizer("a")["input_ids"]])
 
 
@@ -656,15 +710,16 @@ def _digest_of_array(array: np.ndarray) -> str:
 
 
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return (training, held out) parts. Held out is a seeded share of the samples, or the end of a lone text."""
+    """Return the (training, held-out) documents. Held out is a seeded share of the samples, or the end of a lone text."""
     if store.meta["lone_text"]:
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
-    samples = np.asarray(store.samples)  # the documents of a sample stay together
+    samples = np.asarray(store.samples)
     count = int(samples[-1]) + 1 if len(samples) else 0
-    marked = held_out_mask(count, share, seed)
-    return np.flatnonzero(~marked[samples]), np.flatnonzero(marked[samples])
+    # The documents of a sample stay together.
+    is_held_out = held_out_mask(count, share, seed)[samples]
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
 def _first(view: View, rows: int | None) -> View:

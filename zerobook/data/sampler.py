@@ -58,14 +58,15 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left, right = values >> self._half, values & self._mask
+        left = values >> self._half
+        right = values & self._mask
         with np.errstate(over="ignore"):
             for key in self._keys:
                 mixed = right + key
                 mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
                 mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
                 mixed ^= mixed >> np.uint64(31)
-                left, right = right, left ^ (mixed & self._mask)
+                left, right = right, left ^ (mixed & self._mask)  # one round of the network
         return (left << self._half) | right
 
 
@@ -86,25 +87,29 @@ class Mixture:
         self.sizes = list(sizes)
         exact = np.asarray(weights, float) / sum(weights) * self.PERIOD
         shares = np.maximum(1, np.floor(exact)).astype(np.int64)
+        # The positions that rounding down left go to the shares that lost the most by it.
         for index in np.argsort(shares - exact, kind="stable")[: max(0, self.PERIOD - shares.sum())]:
             shares[index] += 1
-        shares[np.argmax(shares)] -= shares.sum() - self.PERIOD  # many tiny weights were rounded up to one
+        # Many tiny weights may have been rounded up to one, which the largest share pays for.
+        shares[np.argmax(shares)] -= shares.sum() - self.PERIOD
         self.shares = shares
-        places = np.concatenate([(np.arange(n) + 0.5) / n for n in shares])
-        owners = np.repeat(np.arange(len(shares)), shares)
-        self._owner = owners[np.lexsort((owners, places))]
-        self._before = np.stack([np.cumsum(self._owner == i) - (self._owner == i) for i in range(len(shares))])
+        # Each dataset's positions are at even distances in the period, from 0 to 1.
+        spread = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+        datasets = np.repeat(np.arange(len(shares)), shares)
+        self._dataset = datasets[np.lexsort((datasets, spread))]
+        counts_before = [np.cumsum(self._dataset == i) - (self._dataset == i) for i in range(len(shares))]
+        self._before = np.stack(counts_before)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (dataset, number of samples that it has given before), int64 [n] each."""
-        period, place = np.divmod(positions, self.PERIOD)
-        owner = self._owner[place]
-        return owner, period * self.shares[owner] + self._before[owner, place]
+        period, offset = np.divmod(positions, self.PERIOD)
+        dataset = self._dataset[offset]
+        return dataset, period * self.shares[dataset] + self._before[dataset, offset]
 
-    def given(self, dataset: int, position: int) -> int:
+    def count_before(self, dataset: int, position: int) -> int:
         """Return the number of samples that ``dataset`` has given before ``position``."""
-        period, place = divmod(position, self.PERIOD)
-        return int(period * self.shares[dataset] + self._before[dataset, place])
+        period, offset = divmod(position, self.PERIOD)
+        return int(period * self.shares[dataset] + self._before[dataset, offset])
 
 
 class SampleOrder:
@@ -147,40 +152,47 @@ class SampleOrder:
         self.mixture = Mixture(sizes, weights) if weights is not None and len(sizes) > 1 else None
         self.dropped = dropped
         self.lengths = lengths
-        self.passed: list[list[int]] | None = None  # rows of shards: a stream's
+        self.passed: list[list[int]] | None = None  # rows of the shards of a stream
         self._permutations: dict[tuple[int, ...], Permutation] = {}
         self._sorted: tuple[int, np.ndarray] | None = None
-        self._held: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
+        self._computed: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
 
     def ids(self, start: int, end: int) -> np.ndarray:
         """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
         if self.lengths is None or not self.shuffle:
             return self._unsorted(start, end)
-        parts = []
+        pieces = [np.empty(0, np.int64)]
         while start < end:
             first, last = self._stretch(start)
-            parts.append(self._by_length(first, last)[start - first : end - first])
+            pieces.append(self._by_length(first, last)[start - first : end - first])
             start = last
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(pieces)
 
     def _unsorted(self, start: int, end: int) -> np.ndarray:
         if self.mixture is not None and self.shuffle:
-            owners, given = self.mixture.locate(np.arange(start, end))
-            found = np.empty(end - start, np.int64)
-            for owner, size in enumerate(self.sizes):
-                passes, offsets = np.divmod(given, size)
-                for number in np.unique(passes[owners == owner]):
-                    here = (owners == owner) & (passes == number)
-                    found[here] = self._permuted(size, int(number), owner)(offsets[here]) + sum(self.sizes[:owner])
-            return found
-        parts = []
+            return self._mixed(self.mixture, start, end)
+        pieces = [np.empty(0, np.int64)]
         while start < end:
             epoch, offset = divmod(start, self.size)
             count = min(end - start, self.size - offset)
-            positions = np.arange(offset, offset + count)
-            parts.append(self._permuted(self.size, epoch)(positions) if self.shuffle else positions)
+            ids = np.arange(offset, offset + count)
+            if self.shuffle:
+                ids = self._permuted(self.size, epoch)(ids)
+            pieces.append(ids)
             start += count
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(pieces)
+
+    def _mixed(self, mixture: Mixture, start: int, end: int) -> np.ndarray:
+        datasets, counts_before = mixture.locate(np.arange(start, end))
+        ids = np.empty(end - start, np.int64)
+        first_row = 0
+        for dataset, size in enumerate(self.sizes):
+            passes, offsets = np.divmod(counts_before, size)
+            for number in np.unique(passes[datasets == dataset]):
+                is_in_pass = (datasets == dataset) & (passes == number)
+                ids[is_in_pass] = self._permuted(size, int(number), dataset)(offsets[is_in_pass]) + first_row
+            first_row += size
+        return ids
 
     def _stretch(self, position: int) -> tuple[int, int]:
         """Return the (first, end) positions that are sorted together with ``position``, within one epoch."""
@@ -203,24 +215,28 @@ class SampleOrder:
 
         Fewer ids are returned only where position ``end`` is reached.
         """
-        taken: list[np.ndarray] = []
+        batches = [np.empty(0, np.int64)]
         missing = count
         while missing and cursor < end:
             stop = min(cursor + missing, end)
             ids = self._ahead(cursor, stop)
-            kept = ids if self.dropped is None else ids[~self.dropped[ids]]
-            taken.append(kept)
-            missing -= len(kept)
+            if self.dropped is not None:
+                ids = ids[~self.dropped[ids]]
+            batches.append(ids)
+            missing -= len(ids)
             cursor = stop
-        return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+        return np.concatenate(batches), cursor
 
     def _ahead(self, start: int, end: int) -> np.ndarray:
         """Return what `ids` returns, from rows that are computed `AHEAD`."""
-        first, held = self._held
-        if not first <= start <= end <= first + len(held):
-            epoch_ends = (start // self.size + 1) * self.size  # another epoch is another permutation
-            first, held = self._held = (start, self.ids(start, max(end, min(start + self.AHEAD, epoch_ends))))
-        return held[start - first : end - first]
+        first, ids = self._computed
+        if not first <= start <= end <= first + len(ids):
+            # Another epoch is another permutation.
+            epoch_end = (start // self.size + 1) * self.size
+            first = start
+            ids = self.ids(start, max(end, min(start + self.AHEAD, epoch_end)))
+            self._computed = (first, ids)
+        return ids[start - first : end - first]
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
         """Return the next ``rows`` row numbers."""
@@ -243,9 +259,9 @@ class SampleOrder:
         while cursor < end:
             offset = cursor % self.size
             if offset == 0 and end - cursor >= self.size and self.mixture is None:
-                whole = (end - cursor) // self.size
-                total += whole * per_epoch
-                cursor += whole * self.size
+                epochs = (end - cursor) // self.size
+                total += epochs * per_epoch
+                cursor += epochs * self.size
                 continue
             stop = min(end, cursor - offset + self.size)
             total += int((~self.dropped[self.ids(cursor, stop)]).sum())

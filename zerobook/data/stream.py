@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
-from zerobook.data.views import Part, Row, View
+from zerobook.data.views import PreparedRows, Row, View
 from zerobook.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 Numbers = TypeVar("Numbers", int, np.ndarray)
 
-_SHARD_SHIFT, _DATASET_SHIFT = 32, 56
+_SHARD_SHIFT = 32
+_DATASET_SHIFT = 56
+"""Bits of a row number below the number of the shard, and below that of the dataset."""
 BEHIND = 3
 """Number of passed shards that are kept on disk: other processes and their loaders may be a few steps late."""
 
@@ -33,7 +35,7 @@ BEHIND = 3
 class Shards(Protocol):
     """Provider of a stream's shards. Can be pickled."""
 
-    def shard(self, dataset: int, index: int) -> Part:
+    def shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
 
     def forget(self, dataset: int, index: int) -> None:
@@ -42,7 +44,9 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Rows of a stream, as `zerobook.data.views.Part` for data on disk. Row numbers encode dataset, shard and row in the shard.
+    """Rows of a stream, as `zerobook.data.views.PreparedRows` for data on disk.
+
+    Row numbers encode dataset, shard and row in the shard.
 
     Args:
         shards: provides the rows.
@@ -62,7 +66,7 @@ class Stream:
     largest_id: int
     ahead: int = 0
     skipped: tuple[tuple[int, int], ...] = ()
-    _open: dict[tuple[int, int], Part] = field(default_factory=dict)
+    _open: dict[tuple[int, int], PreparedRows] = field(default_factory=dict)
     _makers: dict[tuple[int, int], BaseProcess] = field(default_factory=dict)
 
     filler = -1
@@ -72,12 +76,13 @@ class Stream:
     """Not known in advance: `StreamOrder.take` raises an error where all rows are skipped."""
 
     def __len__(self) -> int:
-        return 0  # the rows of an epoch are not counted
+        # The rows of an epoch are not counted.
+        return 0
 
     @property
     def views(self) -> tuple[View, ...]:
         """The first shard of each dataset."""
-        return tuple(self.part(dataset, 0).views[0] for dataset in range(len(self.counts)))
+        return tuple(self.open_shard(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
     def order(
         self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Sequence[Sequence[int]] | None = None
@@ -85,15 +90,20 @@ class Stream:
         """Return the order of the rows. ``passed``: rows of the shards that were reached before, see `StreamOrder`."""
         return StreamOrder(self, seed=seed, weights=weights, by_length=by_length, passed=passed)
 
-    def part(self, dataset: int, index: int) -> Part:
+    def open_shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard, without those that are skipped."""
         key = (dataset, index)
         if key not in self._open:
-            found = self.shards.shard(dataset, index)
-            base = row_number(dataset, index, 0)
-            most = 1 << _SHARD_SHIFT
-            ranges = [(max(0, a - base), min(most, b - base)) for a, b in self.skipped if b > base and a < base + most]
-            self._open[key] = found.skipping(ranges)
+            rows = self.shards.shard(dataset, index)
+            first = row_number(dataset, index, 0)
+            end = first + (1 << _SHARD_SHIFT)
+            # The skipped ranges that touch this shard, counted from its first row.
+            ranges = []
+            for range_start, range_end in self.skipped:
+                if range_end > first and range_start < end:
+                    ranges.append((max(first, range_start) - first, min(end, range_end) - first))
+            self._open[key] = rows.skipping(ranges)
+            # The shard that was opened first is closed first.
             while len(self._open) > len(self.counts) * (BEHIND + 1) + 1:
                 del self._open[next(iter(self._open))]
         return self._open[key]
@@ -102,7 +112,8 @@ class Stream:
         """Let other processes prepare the shards ``following``, (dataset, shard) each, and delete the passed shards ``far``."""
         if not self.ahead:
             return
-        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        # A fork would copy locks that other threads hold.
+        context = multiprocessing.get_context("spawn")
         for key in following[: self.ahead]:
             busy = sum(maker.is_alive() for maker in self._makers.values())
             if key not in self._makers and key not in self._open and busy < self.ahead:
@@ -116,42 +127,47 @@ class Stream:
 
     def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the loss weights of the rows ``ids``, int64."""
-        return self._look_up(ids, lambda part, rows: part.loss_weights_of(rows))
+        return self._look_up(ids, lambda shard, rows: shard.loss_weights_of(rows))
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the numbers of tokens in the rows ``ids``, int64."""
-        return self._look_up(ids, lambda part, rows: part.lengths_of(rows))
+        return self._look_up(ids, lambda shard, rows: shard.lengths_of(rows))
 
     def is_dropped(self, ids: np.ndarray) -> np.ndarray:
         """Return which of the rows ``ids`` are left out, bool."""
-        return self._look_up(ids, lambda part, rows: part.is_dropped(rows)).astype(bool)
+        return self._look_up(ids, lambda shard, rows: shard.is_dropped(rows)).astype(bool)
 
-    def _look_up(self, ids: np.ndarray, what: Callable[[Part, np.ndarray], np.ndarray]) -> np.ndarray:
-        found = np.empty(len(ids), np.int64)
-        bases = ids >> _SHARD_SHIFT
-        for base in np.unique(bases):
-            here = bases == base
-            found[here] = what(*self._place(int(base) << _SHARD_SHIFT, ids[here]))
-        return found
+    def _look_up(self, ids: np.ndarray, look_up_rows: Callable[[PreparedRows, np.ndarray], np.ndarray]) -> np.ndarray:
+        values = np.empty(len(ids), np.int64)
+        shard_numbers = ids >> _SHARD_SHIFT
+        for shard_number in np.unique(shard_numbers):
+            is_in_shard = shard_numbers == shard_number
+            shard, rows = self._locate(int(shard_number) << _SHARD_SHIFT, ids[is_in_shard])
+            values[is_in_shard] = look_up_rows(shard, rows)
+        return values
 
-    def _place(self, number: int, ids: Numbers) -> tuple[Part, Numbers]:
-        dataset, index = number >> _DATASET_SHIFT, (number >> _SHARD_SHIFT) & ((1 << (_DATASET_SHIFT - _SHARD_SHIFT)) - 1)
-        return self.part(dataset, index), ids & ((1 << _SHARD_SHIFT) - 1)
+    def _locate(self, number: int, ids: Numbers) -> tuple[PreparedRows, Numbers]:
+        """Return the shard that row ``number`` is in, and the numbers of the rows ``ids`` in that shard."""
+        dataset = number >> _DATASET_SHIFT
+        index = (number >> _SHARD_SHIFT) & ((1 << (_DATASET_SHIFT - _SHARD_SHIFT)) - 1)
+        return self.open_shard(dataset, index), ids & ((1 << _SHARD_SHIFT) - 1)
 
     def __getitem__(self, row: int) -> Row:
-        part, own = self._place(int(row), int(row))
-        return part[own]
+        shard, shard_row = self._locate(int(row), int(row))
+        return shard[shard_row]
 
     def samples_of(self, row: int) -> list[int]:
         """Return the numbers of the samples in a row, as skip ranges name them."""
-        part, own = self._place(int(row), int(row))
-        base = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
-        return [base + sample for sample in part.samples_of(own)]
+        shard, shard_row = self._locate(int(row), int(row))
+        first = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
+        return [first + sample for sample in shard.samples_of(shard_row)]
 
     def skipping(self, ranges: Iterable[Iterable[int]]) -> Stream:
         """Return this stream without the samples in ``ranges``, [start, end) each."""
-        skipped = tuple((int(a), int(b)) for a, b in ranges)
-        return replace(self, skipped=skipped, _open={}, _makers={}) if skipped != self.skipped else self
+        skipped = tuple((int(start), int(end)) for start, end in ranges)
+        if skipped == self.skipped:
+            return self
+        return replace(self, skipped=skipped, _open={}, _makers={})
 
 
 def _make(shards: Shards, dataset: int, index: int) -> None:
@@ -188,8 +204,12 @@ class StreamOrder:
         self.stream = stream
         self.seed = seed
         self.by_length = by_length
-        self.mixture = Mixture([0] * len(stream.counts), weights) if len(stream.counts) > 1 and weights else None
-        self.passed: list[list[int]] = [list(rows) for rows in passed or [[] for _ in stream.counts]]
+        self.mixture: Mixture | None = None
+        if len(stream.counts) > 1 and weights:
+            self.mixture = Mixture([0] * len(stream.counts), weights)
+        self.passed: list[list[int]] = [[] for _ in stream.counts]
+        if passed:
+            self.passed = [list(rows) for rows in passed]
         self._ends: list[list[int]] = [np.cumsum(rows, dtype=np.int64).tolist() for rows in self.passed]
         self._orders: dict[tuple[int, int], SampleOrder] = {}
         self._passes: dict[tuple[int, int], np.ndarray] = {}  # the shards of a pass in their order
@@ -201,74 +221,83 @@ class StreamOrder:
         positions = np.arange(start, end)
         if self.mixture is None:
             return self._of(0, start, end)
-        owners, given = self.mixture.locate(positions)
-        found = np.empty(end - start, np.int64)
-        for owner in np.unique(owners):
-            mine = given[owners == owner]  # consecutive
-            found[owners == owner] = self._of(int(owner), int(mine[0]), int(mine[-1]) + 1)
-        return found
+        datasets, dataset_positions = self.mixture.locate(positions)
+        ids = np.empty(end - start, np.int64)
+        for dataset in np.unique(datasets):
+            # The positions in a dataset are consecutive.
+            consecutive = dataset_positions[datasets == dataset]
+            ids[datasets == dataset] = self._of(int(dataset), int(consecutive[0]), int(consecutive[-1]) + 1)
+        return ids
 
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
         """Return the next ``count`` row numbers from ``cursor`` on that are not dropped, and the cursor after them."""
-        taken: list[np.ndarray] = []
-        missing, last = count, cursor
+        batches = [np.empty(0, np.int64)]
+        missing = count
+        last_success = cursor
         while missing and cursor < end:
             stop = min(cursor + missing, end)
             ids = self.ids(cursor, stop)
-            kept = ids[~self.stream.is_dropped(ids)]
-            if len(kept):
-                last = stop
-            elif self.epoch(stop) - self.epoch(last) > 3:  # a row comes early in one pass and late in the next
+            ids = ids[~self.stream.is_dropped(ids)]
+            # A row may come early in one pass and late in the next.
+            if len(ids):
+                last_success = stop
+            elif self.epoch(stop) - self.epoch(last_success) > 3:
                 raise DataError("streaming: all samples are left out, so there are none to train on.")
-            taken.append(kept)
-            missing -= len(kept)
+            batches.append(ids)
+            missing -= len(ids)
             cursor = stop
-        return (np.concatenate(taken) if taken else np.empty(0, np.int64)), cursor
+        return np.concatenate(batches), cursor
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
         """Return the next row numbers, ``rows`` at most, without opening many more shards."""
         self.ids(cursor, cursor + 1)
-        known = self._ends[0][-1] if self.mixture is None else cursor + 256
-        return self.ids(cursor, min(cursor + rows, known))
+        limit = self._ends[0][-1] if self.mixture is None else cursor + 256
+        return self.ids(cursor, min(cursor + rows, limit))
 
     def epoch(self, cursor: int) -> float:
         """Return the number of passes completed at ``cursor``, in whole shards, of the dataset that has the fewest."""
-        given = [cursor if self.mixture is None else self.mixture.given(i, cursor) for i in range(len(self.stream.counts))]
-        return min(
-            bisect_right(ends, rows) / count for ends, rows, count in zip(self._ends, given, self.stream.counts, strict=True)
-        )
+        passes = []
+        for dataset, count in enumerate(self.stream.counts):
+            row_count = cursor if self.mixture is None else self.mixture.count_before(dataset, cursor)
+            completed_shards = bisect_right(self._ends[dataset], row_count)
+            passes.append(completed_shards / count)
+        return min(passes)
 
     def news(self) -> list[dict[str, Any]]:
         """Return the facts about shards that were reached since the last call."""
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def _of(self, dataset: int, start: int, end: int) -> np.ndarray:
         """Return the row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
-        parts = []
+        pieces = [np.empty(0, np.int64)]
         while start < end:
             nth = self._reach(dataset, start)
             first = self._ends[dataset][nth - 1] if nth else 0
             stop = min(end, self._ends[dataset][nth])
             shard = self._shard(dataset, nth)
             within = self._rows(dataset, nth).ids(start - first, stop - first)
-            parts.append(within + row_number(dataset, shard, 0))
+            pieces.append(within + row_number(dataset, shard, 0))
             start = stop
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(pieces)
 
     def _reach(self, dataset: int, position: int) -> int:
         """Return which shard, counted along the run, holds the dataset's row at ``position``. Opens new shards as needed."""
-        ends, passed, count = self._ends[dataset], self.passed[dataset], self.stream.counts[dataset]
+        ends = self._ends[dataset]
+        passed = self.passed[dataset]
+        count = self.stream.counts[dataset]
         while not ends or ends[-1] <= position:
             nth = len(ends)
             if nth == count and not any(passed):
                 raise DataError("streaming: none of the shards has a row that can be trained on.")
             shard = self._shard(dataset, nth)
-            part = self.stream.part(dataset, shard)
-            passed.append(len(part))
-            ends.append((ends[-1] if ends else 0) + len(part))
-            meta = part.views[0].store.meta
-            self._news.append({"dataset": dataset, "shard": shard, "rows": len(part)} | _facts(meta))
+            rows = self.stream.open_shard(dataset, shard)
+            first = ends[-1] if ends else 0
+            passed.append(len(rows))
+            ends.append(first + len(rows))
+            meta = rows.views[0].store.meta
+            self._news.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | _facts(meta))
         nth = bisect_right(ends, position)
         if nth != self._at[dataset]:
             self._at[dataset] = nth
@@ -277,27 +306,35 @@ class StreamOrder:
 
     def _turn_to(self, dataset: int, nth: int) -> None:
         near = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1 + self.stream.ahead)]
-        far = (dataset, self._shard(dataset, nth - BEHIND - 1)) if nth > BEHIND else None
-        self.stream.turn_to(near[min(nth, BEHIND) + 1 :], [far] if far and far not in near else [])
+        passed = []
+        if nth > BEHIND:
+            passed_shard = (dataset, self._shard(dataset, nth - BEHIND - 1))
+            # With few shards, the next pass may need it again soon.
+            if passed_shard not in near:
+                passed.append(passed_shard)
+        self.stream.turn_to(near[min(nth, BEHIND) + 1 :], passed)
 
     def _shard(self, dataset: int, nth: int) -> int:
         """Return the ``nth`` shard of the run."""
-        number, place = divmod(nth, self.stream.counts[dataset])
+        count = self.stream.counts[dataset]
+        number, position = divmod(nth, count)
         if (dataset, number) not in self._passes:
-            count = self.stream.counts[dataset]
-            self._passes = {key: order for key, order in self._passes.items() if key[0] != dataset or key[1] >= number - 1}
+            # The pass before is still needed, for shards that are kept.
+            for other_dataset, other_number in list(self._passes):
+                if other_dataset == dataset and other_number < number - 1:
+                    del self._passes[other_dataset, other_number]
             self._passes[dataset, number] = Permutation(count, seed=self.seed, epoch=number, owner=dataset)(np.arange(count))
-        return int(self._passes[dataset, number][place])
+        return int(self._passes[dataset, number][position])
 
     def _rows(self, dataset: int, nth: int) -> SampleOrder:
-        key = (dataset, nth)
-        if key not in self._orders:
-            part = self.stream.part(dataset, self._shard(dataset, nth))
-            lengths = part.lengths_of(np.arange(len(part))) if self.by_length else None
+        if (dataset, nth) not in self._orders:
+            rows = self.stream.open_shard(dataset, self._shard(dataset, nth))
+            lengths = rows.lengths_of(np.arange(len(rows))) if self.by_length else None
             seed = int(np.random.SeedSequence([self.seed, dataset, nth]).generate_state(1)[0])
-            self._orders = {k: v for k, v in self._orders.items() if k[0] != dataset}
-            self._orders[key] = SampleOrder([len(part)], seed=seed, lengths=lengths)
-        return self._orders[key]
+            # One order for each dataset, that of its latest shard.
+            self._orders = {key: order for key, order in self._orders.items() if key[0] != dataset}
+            self._orders[dataset, nth] = SampleOrder([len(rows)], seed=seed, lengths=lengths)
+        return self._orders[dataset, nth]
 
 
 def _facts(meta: dict[str, Any]) -> dict[str, Any]:

@@ -54,13 +54,14 @@ class Documents:
         return [self.chosen]
 
     def __getitem__(self, row: int) -> Row:
-        store, document = self.store, self.chosen[row]
+        store = self.store
+        document = self.chosen[row]
         ids = store.ids[store.offsets[document] : store.offsets[document + 1]]
         labels = store.labels[store.label_offsets[document] : store.label_offsets[document + 1]]
-        found = {"input_ids": ids.astype(np.int64), "labels": labels.astype(np.int64)}
+        arrays = {"input_ids": ids.astype(np.int64), "labels": labels.astype(np.int64)}
         for name, (values, offsets) in store.extra.items():
-            found[name] = values[offsets[document] : offsets[document + 1]].astype(np.int64)
-        return found
+            arrays[name] = values[offsets[document] : offsets[document + 1]].astype(np.int64)
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,20 @@ class Blocks:
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
             raise IndexError(row)
+        # Find the range of tokens in which the block begins, and go on to later ranges until the block is full.
         ends = self._ends
-        wanted, parts = self.length, []
-        stretch = int(np.searchsorted(ends, row * self.length, side="right"))
-        position = int(self.stops[stretch] - (ends[stretch] - row * self.length))
-        while wanted:
-            parts.append(self.store.ids[position : min(position + wanted, self.stops[stretch])])
-            wanted -= len(parts[-1])
-            stretch += 1
-            position = int(self.starts[stretch]) if wanted else 0
-        ids = np.concatenate(parts).astype(np.int64)
+        index = int(np.searchsorted(ends, row * self.length, side="right"))
+        position = int(self.stops[index] - (ends[index] - row * self.length))
+        missing = self.length
+        pieces = []
+        while missing:
+            piece = self.store.ids[position : min(position + missing, self.stops[index])]
+            pieces.append(piece)
+            missing -= len(piece)
+            index += 1
+            if missing:
+                position = int(self.starts[index])
+        ids = np.concatenate(pieces).astype(np.int64)
         return {"input_ids": ids, "labels": ids}
 
 
@@ -164,16 +169,23 @@ class Packs:
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        ids, labels, positions = [], [], []
+        ids = []
+        labels = []
+        positions = []
         for sample in self.samples(row):
-            start, stop = self.starts[sample], self.stops[sample]
+            start = self.starts[sample]
+            stop = self.stops[sample]
             ids.append(self.store.ids[start:stop])
-            own = np.array(self.store.labels[start:stop])
-            own[0] = IGNORE  # no token of its sample comes before it
-            labels.append(own)
+            sample_labels = np.array(self.store.labels[start:stop])
+            # The token before the first one is of another sample.
+            sample_labels[0] = IGNORE
+            labels.append(sample_labels)
             positions.append(np.arange(stop - start))
-        joined = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {name: np.concatenate(parts).astype(np.int64) for name, parts in joined.items()}
+        return {
+            "input_ids": np.concatenate(ids).astype(np.int64),
+            "labels": np.concatenate(labels).astype(np.int64),
+            "position_ids": np.concatenate(positions).astype(np.int64),
+        }
 
     def samples(self, row: int) -> np.ndarray:
         """Return the numbers of the samples in ``row``, int64."""
@@ -181,9 +193,9 @@ class Packs:
 
     def without(self, skipped: np.ndarray) -> Packs:
         """Return the same rows without the samples that ``skipped``, bool [samples], marks. A row may become empty."""
-        kept = ~skipped[self.packing.members]
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-        return replace(self, packing=Packing(before[self.packing.offsets], self.packing.members[kept]))
+        remains = ~skipped[self.packing.members]
+        remaining_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(remains)])
+        return replace(self, packing=Packing(remaining_before[self.packing.offsets], self.packing.members[remains]))
 
 
 View = Documents | Blocks | Packs
@@ -205,23 +217,28 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Ro
     """
     offsets = np.asarray(store.offsets)
     lengths = np.diff(offsets)[chosen]
-    pieces = -(-lengths // length)
-    of = np.repeat(np.arange(len(chosen)), pieces)  # piece -> document
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = offsets[chosen][of] + nth * length
-    stops = np.minimum(starts + length, offsets[chosen + 1][of])
+    # Cut each document into samples: ``document_of`` is the document of each, ``number`` counts within the document.
+    samples_per_document = -(-lengths // length)
+    document_of = np.repeat(np.arange(len(chosen)), samples_per_document)
+    first_sample_of = np.cumsum(samples_per_document) - samples_per_document
+    number = np.arange(len(document_of)) - np.repeat(first_sample_of, samples_per_document)
+    starts = offsets[chosen][document_of] + number * length
+    stops = np.minimum(starts + length, offsets[chosen + 1][document_of])
     if store.labels is store.ids:
-        sizes, which = np.unique(stops - starts, return_inverse=True)
-        counts = np.array([weigh(text_row(int(size))) for size in sizes], np.int64)[which]
-    else:  # samples with labels of their own were cut to the length when they were made
-        counts = store.loss_weights[chosen].astype(np.int64)
-    keep = stops - starts > 1  # one token alone predicts nothing
-    starts, stops, counts = starts[keep], stops[keep], counts[keep]
-    return Packs(store, starts, stops, counts, best_fit_decreasing(stops - starts, length))
+        sizes, size_of = np.unique(stops - starts, return_inverse=True)
+        weights = np.array([weigh(text_row(int(size))) for size in sizes], np.int64)[size_of]
+    else:
+        # Samples with labels of their own were cut to the length when they were made.
+        weights = store.loss_weights[chosen].astype(np.int64)
+    # One token alone predicts nothing.
+    is_useful = stops - starts > 1
+    starts = starts[is_useful]
+    stops = stops[is_useful]
+    return Packs(store, starts, stops, weights[is_useful], best_fit_decreasing(stops - starts, length))
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparedRows:
     """Rows of one or several datasets, and their samples. Rows and samples are numbered across the datasets.
 
     ``fingerprint`` changes with the content, the split and the cutting, so that a resumed run can check whether the
@@ -281,8 +298,12 @@ class Part:
     @property
     def longest_sample(self) -> int:
         """Number of tokens in the longest sample. In a pack, each sample is measured by itself."""
-        views = self.views
-        return max(int((v.stops - v.starts if isinstance(v, Packs) else v.lengths).max()) for v in views if len(v))
+        longest = []
+        for view in self.views:
+            if len(view):
+                lengths = view.stops - view.starts if isinstance(view, Packs) else view.lengths
+                longest.append(int(lengths.max()))
+        return max(longest)
 
     @property
     def most_labels(self) -> int:
@@ -324,25 +345,29 @@ class Part:
             first += _sample_count(view)
         raise IndexError(row)
 
-    def skipping(self, ranges: Iterable[Iterable[int]]) -> Part:
-        """Return this part without the samples in ``ranges``, [start, end) each. Row numbers do not change.
+    def skipping(self, ranges: Iterable[Iterable[int]]) -> PreparedRows:
+        """Return these rows without the samples in ``ranges``, [start, end) each. Row numbers do not change.
 
         The samples are taken out of their packs, and rows without samples are dropped.
         """
-        marked = np.zeros(sum(map(_sample_count, self.views)), bool)
+        is_skipped = np.zeros(sum(map(_sample_count, self.views)), bool)
         for start, end in ranges:
-            marked[int(start) : int(end)] = True
-        if not marked.any():
+            is_skipped[int(start) : int(end)] = True
+        if not is_skipped.any():
             return self
         views: list[View] = []
         dropped = []
+        first_sample = 0
         for view in self.views:
-            mine, marked = marked[: _sample_count(view)], marked[_sample_count(view) :]
+            end_sample = first_sample + _sample_count(view)
+            dropped_rows = is_skipped[first_sample:end_sample]
+            first_sample = end_sample
             if isinstance(view, Packs):
-                view = view.without(mine)
-                mine = np.diff(view.packing.offsets) == 0
+                view = view.without(dropped_rows)
+                # A pack stays as long as one of its samples does.
+                dropped_rows = np.diff(view.packing.offsets) == 0
             views.append(view)
-            dropped.append(mine)
+            dropped.append(dropped_rows)
         return replace(self, views=tuple(views), dropped=np.concatenate(dropped))
 
 

@@ -206,5 +206,5 @@ class Recovery:
         for start, end in self.monitor.cursors(*action.steps):
             rows, _ = loader.order.take(start, self.state.layout.global_batch, end)
             for row in rows.tolist():
-                samples += loader.part.samples_of(row)
+                samples += loader.rows.samples_of(row)
         return ranges(samples)

@@ -13,7 +13,7 @@ from zerobook.data.batch_loader import BatchLayout, BatchLoader, Order
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
 from zerobook.data.stream import Stream
-from zerobook.data.views import Part
+from zerobook.data.views import PreparedRows
 from zerobook.monitor.policy import rate_share
 from zerobook.training.recipe import Collator
 
@@ -119,7 +119,7 @@ class RunState:
         return sorted(agreeing), differing
 
 
-def _make_order(rows: Part | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
+def _make_order(rows: PreparedRows | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
     """Return the order of the samples.
 
     It takes no config: whatever else an order depended on would not be compared when a run resumes. `OrderSettings` has the
