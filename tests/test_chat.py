@@ -180,8 +180,8 @@ def test_through_a_real_pipe(tiny):
 
 def test_history_is_kept_reset_and_left(run, talk, monkeypatch):
     seen = []
-    whole = Conversation._prompt
-    monkeypatch.setattr(Conversation, "_prompt", lambda self: seen.append(list(self.turns)) or whole(self))
+    prompt = Conversation.prompt
+    monkeypatch.setattr(Conversation, "prompt", lambda self, turns: seen.append(list(turns)) or prompt(self, turns))
     lines = ["one", "", "two", "/reset", "three", "/quit", "never"]
     code, out, err = talk(run, "--max_new_tokens", "4", lines=lines)
     assert code == 0 and err == "(forgotten)\n" and out
@@ -192,8 +192,8 @@ def test_history_is_kept_reset_and_left(run, talk, monkeypatch):
 
 def test_help_lists_what_can_be_typed_and_is_no_message(run, talk, monkeypatch):
     seen = []
-    whole = Conversation._prompt
-    monkeypatch.setattr(Conversation, "_prompt", lambda self: seen.append(list(self.turns)) or whole(self))
+    prompt = Conversation.prompt
+    monkeypatch.setattr(Conversation, "prompt", lambda self, turns: seen.append(list(turns)) or prompt(self, turns))
     code, out, err = talk(run, "--max_new_tokens", "4", lines=["/help"])
     assert code == 0 and seen == [] and out == ""
     assert {line.split()[0] for line in err.splitlines()} == {"/help", "/reset", "/quit", "Ctrl-C"}
@@ -214,7 +214,7 @@ def conversation(path, system=None, prefix="", tokens=8, temperature=0.0) -> Con
 
 
 def text(talk: Conversation) -> str:
-    return talk.tokenizer.decode(talk._prompt()[0])
+    return talk.tokenizer.decode(talk.prompt(talk.turns)[0])
 
 
 def test_what_each_kind_of_model_sees(tiny, seq2seq, tmp_path):
@@ -279,15 +279,15 @@ def test_a_history_that_is_too_long_loses_its_oldest_turns(tiny, talk, seq2seq, 
     assert code == 0 and "oldest turns" in err
 
     kept = conversation(tiny / "llama", system="Be kind.")
-    kept.room = 60
+    kept.longest_prompt = 60
     kept.turns = [{"role": "user", "content": "word " * 9}, {"role": "assistant", "content": "b"}] * 4
     kept.turns.append({"role": "user", "content": "last"})
-    ids = kept._fitting_prompt()
+    ids = kept.fitting_prompt()
     assert ids.shape[1] <= 60
     left = kept.tokenizer.decode(ids[0])
     assert left.startswith("<|im_start|>system\nBe kind.") and left.count("word") % 9 == 0 and "last" in left
 
-    kept.room = 15
+    kept.longest_prompt = 15
     before = kept.turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert kept.answer("x " * 50) == ""
     assert kept.turns == before and len(before) == 2, "a message that cannot be sent costs no history"

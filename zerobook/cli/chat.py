@@ -51,10 +51,10 @@ def chat(argv: list[str]) -> int:
         "--source_prefix", metavar="TEXT", help="prefix of each source of a seq2seq model, if it is not saved with the model"
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
-    asked = parser.parse_args(argv)
-    loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
-    prefix = loaded.source_prefix if asked.source_prefix is None else asked.source_prefix
-    _talk(Conversation(loaded, asked.system, prefix, asked.max_new_tokens, asked.temperature))
+    flags = parser.parse_args(argv)
+    loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
+    source_prefix = loaded.source_prefix if flags.source_prefix is None else flags.source_prefix
+    _talk(Conversation(loaded, flags.system, source_prefix, flags.max_new_tokens, flags.temperature))
     return 0
 
 
@@ -66,18 +66,20 @@ def _temperature(text: str) -> float:
 
 
 def _talk(conversation: Conversation) -> None:
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with suppress(ImportError):  # not everywhere
-            import readline  # noqa: F401  arrow keys and history in input()
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        # Not every Python has readline. Its import gives input() arrow keys and a history.
+        with suppress(ImportError):
+            import readline  # noqa: F401
         print("/help lists the commands, Ctrl-C stops an answer")
     else:
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
-            line = input("> " if terminal else "").strip()
+            line = input("> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print() if terminal else None
+            if is_terminal:
+                print()
             return
         if line == "/quit":
             return
@@ -119,23 +121,26 @@ class Conversation:
     """
 
     def __init__(self, loaded: Loaded, system: str | None, source_prefix: str, max_new_tokens: int | None, temperature: float):
-        self.model, self.tokenizer, self.kind = loaded.model, loaded.tokenizer, loaded.kind
-        self.templated = self.kind == "causal" and getattr(self.tokenizer, "chat_template", None) is not None
-        self._control = ControlTokens(self.tokenizer)
-        refusal = self._control.refusal("--system", system or "")
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.is_seq2seq = loaded.kind == "seq2seq"
+        self.has_template = loaded.kind == "causal" and getattr(self.tokenizer, "chat_template", None) is not None
+        self._control_tokens = ControlTokens(self.tokenizer)
+        refusal = self._control_tokens.refusal("--system", system or "")
         if refusal:
             raise ConfigError(f"{refusal}. Leave it out.")
         self.system = system
         self.source_prefix = source_prefix
         self.turns: list[dict[str, str]] = []
-        context = loaded.context
         self.new_tokens = max_new_tokens or self.model.generation_config.max_new_tokens or _NEW_TOKENS
-        # an encoder has its positions to itself; a decoder continues the prompt
-        most = context if self.kind == "seq2seq" or context is None else context // 2
-        if most and self.new_tokens > most:
-            self.new_tokens = most
+        # An encoder has its positions to itself. A decoder continues the prompt, which gets at least half of them.
+        context = loaded.context
+        shares_positions = context is not None and not self.is_seq2seq
+        longest_answer = context // 2 if context is not None and shares_positions else context
+        if longest_answer and self.new_tokens > longest_answer:
+            self.new_tokens = longest_answer
             _say(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
-        self.room = context if self.kind == "seq2seq" or context is None else context - self.new_tokens
+        self.longest_prompt = context - self.new_tokens if context is not None and shares_positions else context
         self.options = self._generation_options(temperature)
 
     def reset(self) -> None:
@@ -143,59 +148,68 @@ class Conversation:
 
     def answer(self, line: str) -> str:
         """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; the turn is kept."""
-        refusal = self._control.refusal("this message", line)
-        if refusal:  # as in training: a message is text and holds no control token
+        refusal = self._control_tokens.refusal("this message", line)
+        # As in training: a message is text and holds no control token.
+        if refusal:
             _say(f"{refusal}; leave it out")
             return ""
         self.turns.append({"role": "user", "content": line})
-        ids = self._fitting_prompt()
-        if ids is None:
+        prompt = self.fitting_prompt()
+        if prompt is None:
             self.turns.pop()
             return ""
         streamer = _Answer(self.tokenizer)
-        together = self.options["num_beams"] > 1  # with beams, the words are known only at the end
+        # With beams, the words are known only at the end.
+        is_streamed = self.options["num_beams"] == 1
         try:
-            found = cast("Generates", self.model).generate(
-                input_ids=ids, attention_mask=ids.new_ones(ids.shape), streamer=None if together else streamer,
-                max_new_tokens=self.new_tokens, **self.options,
-            )  # fmt: skip
-            if together:
-                text = cast("str", self.tokenizer.decode(found[0], skip_special_tokens=True))
+            sequences = cast("Generates", self.model).generate(
+                input_ids=prompt,
+                attention_mask=prompt.new_ones(prompt.shape),
+                streamer=streamer if is_streamed else None,
+                max_new_tokens=self.new_tokens,
+                **self.options,
+            )
+            if not is_streamed:
+                text = cast("str", self.tokenizer.decode(sequences[0], skip_special_tokens=True))
                 streamer.on_finalized_text(text, stream_end=True)
         except KeyboardInterrupt:
             streamer.end()
             _say("stopped")
-        self.turns.append({"role": "assistant", "content": streamer.text.strip() if self.templated else streamer.text})
+        answer = streamer.text.strip() if self.has_template else streamer.text
+        self.turns.append({"role": "assistant", "content": answer})
         return streamer.text
 
     # --- what the model sees
-    def _fitting_prompt(self) -> torch.Tensor | None:
-        """Token ids [1, length] of the conversation, without its oldest turns where it is too long.
+    def fitting_prompt(self) -> torch.Tensor | None:
+        """Return token ids [1, length] of the conversation, without its oldest turns where it is too long.
 
         None where the last message alone does not fit.
         """
-        turns = self.turns
-        for start in range(0, len(turns), 2):  # a question and its answer go together: templates need both
-            self.turns = turns[start:]
-            ids = self._prompt()
-            if self.room is None or ids.shape[1] <= self.room:
+        # A question and its answer go together: templates need both.
+        for start in range(0, len(self.turns), 2):
+            prompt = self.prompt(self.turns[start:])
+            if self.longest_prompt is None or prompt.shape[1] <= self.longest_prompt:
                 if start:
                     _say(f"the {start} oldest turns no longer fit into the model's context and were dropped")
-                return ids
-        self.turns = turns
-        _say(f"this message takes {ids.shape[1]} tokens and {self.room} fit; shorten it")
+                    self.turns = self.turns[start:]
+                return prompt
+        _say(f"this message takes {prompt.shape[1]} tokens and {self.longest_prompt} fit; shorten it")
         return None
 
-    def _prompt(self) -> torch.Tensor:
-        if self.templated:
-            text, special = self._render(self.turns), False
+    def prompt(self, turns: list[dict[str, str]]) -> torch.Tensor:
+        """Return token ids [1, length] of the turns, on the model's device."""
+        if self.has_template:
+            # The template writes special tokens itself.
+            text = self._render(turns)
         else:
-            turns = [self.source_prefix + self.system] if self.system else []
-            turns += [turn["content"] for turn in self.turns]
-            text, special = "\n".join(turns), True
-            if self.kind == "seq2seq" and not self.system:
+            texts = [turn["content"] for turn in turns]
+            if self.system:
+                texts.insert(0, self.source_prefix + self.system)
+            text = "\n".join(texts)
+            if self.is_seq2seq and not self.system:
                 text = self.source_prefix + text
-        return self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"].to(self.model.device)
+        encoded = self.tokenizer(text, add_special_tokens=not self.has_template, return_tensors="pt")
+        return encoded["input_ids"].to(self.model.device)
 
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -203,16 +217,21 @@ class Conversation:
             return render_prompt(self.tokenizer, system + turns)
         except DataError:
             raise
-        except Exception as error:  # jinja's, and whatever the template raises
+        except Exception as error:  # Jinja's, and whatever the template raises
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
     # --- how it answers
     def _generation_options(self, temperature: float) -> dict[str, Any]:
-        own = self.model.generation_config
-        # an encoder-decoder takes the beams of its run's evaluation; chats are printed word by word, which beams do not allow
-        beams = (own.num_beams or 1) if self.kind == "seq2seq" and temperature == 0 else 1
-        options: dict[str, Any] = {"num_beams": beams, "pad_token_id": self.tokenizer.pad_token_id}
-        options["eos_token_id"] = stop_tokens(own, self.tokenizer, encoder_decoder=self.kind == "seq2seq") or None
+        saved = self.model.generation_config
+        beams = 1
+        # An encoder-decoder takes the beams of its run's evaluation. Chats are printed word by word, which beams do not allow.
+        if self.is_seq2seq and temperature == 0:
+            beams = saved.num_beams or 1
+        options: dict[str, Any] = {
+            "num_beams": beams,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "eos_token_id": stop_tokens(saved, self.tokenizer, encoder_decoder=self.is_seq2seq) or None,
+        }
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

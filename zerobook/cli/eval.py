@@ -36,46 +36,58 @@ def evaluate(argv: list[str]) -> int:
     )
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    asked = parser.parse_args(argv)
-    files, named = split([*asked.task, *filter(None, asked.tasks.split(","))])
-    if not files and not named:
+    flags = parser.parse_args(argv)
+    harness_names = [name for name in flags.tasks.split(",") if name]
+    files, harness_tasks = split([*flags.task, *harness_names])
+    if not files and not harness_tasks:
         parser.error("no task is named: give --task FILE.jsonl or --tasks NAMES")
-    tasks = [read_task(file) for file in files]  # before the model, which takes longer
+    # Files are read before the model, which takes longer.
+    tasks = [read_task(file) for file in files]
 
     from zerobook.models.result import load_result
 
-    loaded = load_result(asked.path, trust_remote_code=asked.trust_remote_code)
-    results: dict[str, Any] = {"path": asked.path, "apply_chat_template": asked.apply_chat_template}
-    if named:
-        check_causal(named, loaded.kind)
+    loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
+    results: dict[str, Any] = {"path": flags.path, "apply_chat_template": flags.apply_chat_template}
+    if harness_tasks:
+        check_causal(harness_tasks, loaded.kind)
         harness = HarnessScorer(
-            named, loaded.tokenizer, asked.batch_size, max_length=loaded.context, limit=asked.limit, shots=asked.num_fewshot,
-            apply_chat_template=asked.apply_chat_template,
-        )  # fmt: skip
+            harness_tasks,
+            loaded.tokenizer,
+            flags.batch_size,
+            max_length=loaded.context,
+            limit=flags.limit,
+            shots=flags.num_fewshot,
+            apply_chat_template=flags.apply_chat_template,
+        )
         results["lm_evaluation_harness"] = harness.measure(None, loaded.model, progress=True)
-        if not asked.json:
-            print_harness(asked.path, results["lm_evaluation_harness"])
+        if not flags.json:
+            print_harness(flags.path, results["lm_evaluation_harness"])
     if files:
-        results |= _score_files(asked, tasks, loaded)
-    if asked.json:
+        results |= _score_files(flags, tasks, loaded)
+    if flags.json:
         print(json.dumps(results))
     return 0
 
 
-def _score_files(asked: argparse.Namespace, tasks: list[Task], loaded: Loaded) -> dict[str, Any]:
-    """Score task files, and print the table unless JSON was asked for. Return the results."""
+def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -> dict[str, Any]:
+    """Score task files, and print the table, except with --json. Return the results."""
     scorer = TaskScorer(
-        tasks, loaded.tokenizer, asked.batch_size, loaded.kind,
-        apply_chat_template=asked.apply_chat_template, max_length=loaded.context, prefix=loaded.source_prefix,
-    )  # fmt: skip
+        tasks,
+        loaded.tokenizer,
+        flags.batch_size,
+        loaded.kind,
+        apply_chat_template=flags.apply_chat_template,
+        max_length=loaded.context,
+        prefix=loaded.source_prefix,
+    )
     _, table = scorer(None, loaded.model, progress=True)
     if scorer.cut:
         print(
             f"{scorer.cut} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
             file=sys.stderr,
         )
-    if not asked.json:
-        print_table(asked.path, table)
+    if not flags.json:
+        print_table(flags.path, table)
     return _as_json(scorer.cut, table)
 
 
@@ -115,10 +127,15 @@ def print_table(path: str, table: list[dict[str, Any]]) -> None:
     for name in ("questions", "acc", "acc_norm", "chance"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table:
-        total = row["subject"] is None
-        cells = [f"{row[name]:.3f} ± {row[f'{name}_stderr']:.3f}" for name in ("acc", "acc_norm")]
+        # The row of a whole task stands above those of its subjects.
+        is_whole_task = row["subject"] is None
         shown.add_row(
-            row["task"] if total else "", "all" if total else row["subject"], str(row["questions"]),
-            *cells, f"{row['chance']:.3f}", style="bold" if total else "",
-        )  # fmt: skip
+            row["task"] if is_whole_task else "",
+            "all" if is_whole_task else row["subject"],
+            str(row["questions"]),
+            f"{row['acc']:.3f} ± {row['acc_stderr']:.3f}",
+            f"{row['acc_norm']:.3f} ± {row['acc_norm_stderr']:.3f}",
+            f"{row['chance']:.3f}",
+            style="bold" if is_whole_task else "",
+        )
     console().print(shown)

@@ -31,30 +31,36 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--keep_adapter", action="store_true", help="write the adapter alone, do not merge it")
     parser.add_argument(
-        "--trust_remote_code", action="store_true",
+        "--trust_remote_code",
+        action="store_true",
         help="run the code that comes with the checkpoint's model; the run's own setting does not count",
-    )  # fmt: skip
+    )
     parser.add_argument("--push", metavar="NAME", help="upload the folder to the hub as this repository, such as me/my-model")
     parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
-    known = parser.parse_args(arguments)
-    if known.push:
-        check_push(known.push)
-    elif known.private:
+    flags = parser.parse_args(arguments)
+    if flags.push:
+        check_push(flags.push)
+    elif flags.private:
         raise ConfigError("--private: it is for --push NAME, which is not given.")
+    checkpoint = _find_checkpoint(Path(flags.path).expanduser().absolute(), flags.checkpoint)
     facts = export_checkpoint(
-        _find(Path(known.path).expanduser().absolute(), known.checkpoint), Path(known.output).expanduser(),
-        dtype=getattr(torch, known.dtype), merge=not known.keep_adapter, trust_remote_code=known.trust_remote_code,
-    )  # fmt: skip
+        checkpoint,
+        Path(flags.output).expanduser(),
+        dtype=getattr(torch, flags.dtype),
+        merge=not flags.keep_adapter,
+        trust_remote_code=flags.trust_remote_code,
+    )
     for line in facts["notes"]:
         say(f"  note: {line}")
-    say(f"wrote {facts['folder']} ({known.dtype})")
+    say(f"wrote {facts['folder']} ({flags.dtype})")
     say(f"reloaded and compared: logits differ by at most {facts['difference']:.1e}, relative to the largest one")
-    if known.push:
-        say(f"uploaded to {push(facts['folder'], known.push, private=known.private)}")
+    if flags.push:
+        say(f"uploaded to {push(facts['folder'], flags.push, private=flags.private)}")
     return 0
 
 
-def _find(path: Path, which: str) -> Path:
+def _find_checkpoint(path: Path, which: str) -> Path:
+    """Return ``path`` itself where it is an undamaged checkpoint, else the newest or the best of the run at ``path``."""
     if (path / store.MANIFEST).exists():
         reason = store.damage(path, thorough=True)
         if reason is not None:
