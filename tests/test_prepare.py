@@ -138,7 +138,7 @@ def test_a_text_that_is_read_in_parts_is_one_document(tmp_path, shelf, tokenizer
     for name in "abcdef":
         (tmp_path / "many" / f"{name}.txt").write_text(name + text)
     whole = shelf(length=16, train_file=str(tmp_path / "book.txt.gz"))
-    monkeypatch.setattr(files, "TEXT_PART", 100)
+    monkeypatch.setattr(files, "TEXT_BLOCK", 100)
     parts = shelf(length=16, train_file=str(tmp_path / "book.txt.gz"), cache_dir=str(tmp_path / "parts"))
     assert parts.train.views[0].store.meta["documents"] > 1
     for one, other in ((whole.train, parts.train), (whole.held_out["book"], parts.held_out["book"])):

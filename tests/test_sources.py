@@ -434,8 +434,8 @@ def peak(path) -> int:
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.txt", "a.json.gz", "a.json"])
 def test_what_unpacks_to_much_is_read_in_parts(tmp_path, monkeypatch, name):
     """The memory that reading takes is bounded by the parts, whatever a small file unpacks to."""
-    monkeypatch.setattr(files, "TEXT_PART", 1 << 16)
-    monkeypatch.setattr(files, "JSON_PART", 1 << 16)
+    monkeypatch.setattr(files, "TEXT_BLOCK", 1 << 16)
+    monkeypatch.setattr(files, "JSON_BLOCK", 1 << 16)
     line = "word " * 20
     content = (
         "[" + ",\n".join([json.dumps({"text": line})] * 30_000) + "]" if ".json" in name else (line + "\n") * 30_000
@@ -453,7 +453,7 @@ def test_what_unpacks_to_much_is_read_in_parts(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("content", ["one\ntwo\n\nthree", "é" * 99, "é\n" * 40 + "x" * 50, "a\n", "\ufeffone\ntwo\r\nthree\n"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_text_in_parts_is_the_same_text(tmp_path, monkeypatch, content, packed):
-    monkeypatch.setattr(files, "TEXT_PART", 16)
+    monkeypatch.setattr(files, "TEXT_BLOCK", 16)
     data = content.encode()
     path = write(tmp_path / ("a.txt.gz" if packed else "a.txt"), gzip.compress(data, mtime=0) if packed else data)
     source = open_source(path).train
@@ -483,14 +483,14 @@ def test_any_array_is_read_as_it_is_written(tmp_path_factory, rows, indent, esca
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=escaped), encoding="utf-8", errors="surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "JSON_PART", part)
+        patch.setattr(files, "JSON_BLOCK", part)
         found = [(where, row) for where, row, _ in open_source(str(path)).train.read()]
     assert found == [(f"sample {i}", row) for i, row in enumerate(rows)]
 
 
 def test_a_sample_of_an_array_has_the_limit_of_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LINE_LIMIT", 1000)
-    monkeypatch.setattr(files, "JSON_PART", 100)
+    monkeypatch.setattr(files, "JSON_BLOCK", 100)
     path = write(tmp_path / "a.json.gz", gzip.compress(json.dumps([{"text": "a"}, {"text": "b" * 2000}]).encode()))
     with pytest.raises(DataError, match=r"a\.json\.gz, sample 1: longer than "):
         list(open_source(path).train.read())

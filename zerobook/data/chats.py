@@ -181,7 +181,7 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
     if message["role"] == "tool":
         message |= _identifiers(turn, IDENTIFIERS, where)
     if isinstance(content, list):
-        content = "".join(_text_of_part(part, where) for part in content)
+        content = "".join(_text_of(item, where) for item in content)
     # A tool may print nothing, an answer may be a call alone, and an empty system turn is left out by the caller.
     may_be_empty = message["role"] in ("system", "tool") or "tool_calls" in message
     if may_be_empty and is_empty(content):
@@ -274,9 +274,11 @@ def _read_objects(value: object, name: str) -> list[Any]:
     return [read_json(item, name) if isinstance(item, str) else item for item in items]
 
 
-def _text_of_part(part: object, where: str) -> str:
-    text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(text, str):
-        kind = f"of type {part.get('type')!r:.40}" if isinstance(part, dict) else kind_of(part)
-        raise BadSample(f"{where} has a part that is {kind}; only parts of type 'text' with a text can be used")
-    return text
+def _text_of(content: object, where: str) -> str:
+    kind = kind_of(content)
+    if isinstance(content, dict):
+        text = content.get("text", content.get("value"))
+        if content.get("type") == "text" and isinstance(text, str):
+            return text
+        kind = f"of type {content.get('type')!r:.40}"
+    raise BadSample(f"{where} has a part that is {kind}; only parts of type 'text' with a text can be used")

@@ -46,7 +46,7 @@ class NoCache:
     """
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the given keys and values: none are stored."""
+        """Return the keys and values: none are stored."""
         return keys, values
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -93,7 +93,10 @@ class SampleMask:
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a collator's batch with its tensors and masks on ``device``; numbers stay on the host."""
-    return {key: value.to(device, non_blocking=True) if hasattr(value, "to") else value for key, value in batch.items()}
+    moved = {}
+    for key, value in batch.items():
+        moved[key] = value.to(device, non_blocking=True) if hasattr(value, "to") else value
+    return moved
 
 
 def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
@@ -223,13 +226,17 @@ class PackedCollator:
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
         rows = [_with_positions(row) for row in rows]
         if self.flatten:
-            joined = {key: np.concatenate([row[key] for row in rows]) for key in fills}
+            joined = {}
+            for key in fills:
+                joined[key] = np.concatenate([row[key] for row in rows])
+            # No token of its sample comes before the first one.
             joined["labels"][joined["position_ids"] == 0] = IGNORE
             rows = [joined]
-        batch: dict[str, Any] = {
-            key: padded([row[key] for row in rows], fill, multiple=self.pad_to_multiple_of, at_least=self.at_least)
-            for key, fill in fills.items()
-        }
+        batch: dict[str, Any] = {}
+        for key, fill in fills.items():
+            arrays = [row[key] for row in rows]
+            batch[key] = padded(arrays, fill, multiple=self.pad_to_multiple_of, at_least=self.at_least)
+        # Padding is a sample of its own, whose positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
         if self.mask is not None:
@@ -246,7 +253,9 @@ class PackedCollator:
 
 def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
     """Return ``row`` with ``position_ids``. A row of running text has none; it is one sample."""
-    return row if "position_ids" in row else row | {"position_ids": np.arange(len(row["input_ids"]))}
+    if "position_ids" in row:
+        return row
+    return row | {"position_ids": np.arange(len(row["input_ids"]))}
 
 
 def length_multiple(model: nn.Module) -> int:
@@ -274,7 +283,7 @@ def causal_collator(
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
     attention = str(cast("PreTrainedModel", model).config._attn_implementation)
-    # flex attention is compiled again for every length
+    # Flex attention is compiled again for every length.
     at_least = length if attention == "flex_attention" else 0
     return PackedCollator(tokenizer.pad_token_id, multiple, "flash" in attention, at_least=at_least)
 

@@ -26,16 +26,18 @@ LINE_LIMIT = 256 << 20
 """Bytes. A longer line is not a sample: the file lacks line ends."""
 ROW_LIMIT = 64 << 20
 """Characters of a table's row, which the parser holds several times."""
-TEXT_PART = 16 << 20
-"""Bytes. Longer texts are read in parts, cut at line ends where they have any."""
-JSON_PART = 1 << 20
+TEXT_BLOCK = 16 << 20
+"""Bytes. Longer texts are read in blocks, cut at line ends where they have any."""
+JSON_BLOCK = 1 << 20
 """Characters of a JSON array that are read at a time."""
 SHARD_BYTES = 64 << 20
 """Size of a stream's shards, where a file can be cut into such small parts."""
 _EDGE = 1 << 16
 """Bytes at both ends of a file that its sketch covers, and of a compressed one that are read at a time."""
 
-JSON_LINES, TEXT, TABLE = (".jsonl", ".ndjson"), (".txt", ".md", ".py"), (".csv", ".tsv")
+JSON_LINES = (".jsonl", ".ndjson")
+TEXT = (".txt", ".md", ".py")
+TABLE = (".csv", ".tsv")
 KNOWN = (*JSON_LINES, ".json", *TABLE, ".parquet", *TEXT)
 
 
@@ -52,12 +54,19 @@ def file_source(file: Path) -> Source:
         raise DataError(f"{file}: unknown file type {file.suffix!r}. Known: {', '.join(KNOWN)}, also with .gz or .zst.")
     if kind == ".json":
         kind = _json_kind(file)
-    readers = {".json": _read_array, "one object": _read_object, ".parquet": _read_parquet, **dict.fromkeys(TABLE, _read_table),
-               **dict.fromkeys(JSON_LINES, _read_lines), **dict.fromkeys(TEXT, _read_text)}  # fmt: skip
+    readers = {
+        ".json": _read_array,
+        "one object": _read_object,
+        ".parquet": _read_parquet,
+        **dict.fromkeys(TABLE, _read_table),
+        **dict.fromkeys(JSON_LINES, _read_lines),
+        **dict.fromkeys(TEXT, _read_text),
+    }
     return Source(
         name=str(file),
         read=lambda: readers[kind](file),
-        digest=lambda: f"{kind} {file_digest(file)}",  # the same bytes, read as another type, are other samples
+        # The same bytes, read as another type, are other samples.
+        digest=lambda: f"{kind} {file_digest(file)}",
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in TEXT,
@@ -82,13 +91,13 @@ def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source
     ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
     starts = [0, *ends[:-1]]
 
-    def piece(start: int, stop: int) -> Source:
+    def make_source(start: int, stop: int) -> Source:
         def within() -> Iterator[Item]:
             return read(file, start, stop)
 
         return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=stop - start, unit="B")
 
-    return [piece(start, stop) for start, stop in zip(starts, ends, strict=True)]
+    return [make_source(start, stop) for start, stop in zip(starts, ends, strict=True)]
 
 
 def _parquet_shards(file: Path) -> list[Source]:
@@ -105,14 +114,14 @@ def _parquet_shards(file: Path) -> list[Source]:
             groups.append([])
         groups[-1].append(index)
 
-    def piece(chosen: list[int]) -> Source:
+    def make_source(group: list[int]) -> Source:
         def within() -> Iterator[Item]:
-            return _read_parquet(file, chosen, sum(rows[: chosen[0]]))
+            return _read_parquet(file, group, sum(rows[: group[0]]))
 
-        total = sum(sizes[i] for i in chosen)
+        total = sum(sizes[i] for i in group)
         return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=total, unit="B")
 
-    return [piece(chosen) for chosen in groups if chosen]
+    return [make_source(group) for group in groups if group]
 
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
@@ -124,14 +133,14 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     elif file.suffix.lower() == ".zst":
         import pyarrow
 
-        # zstandard's own reader accepts a truncated file without an error
+        # zstandard's own reader accepts a truncated file without an error.
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         content = io.BufferedReader(_Decompressed(stream, file), _EDGE)
     with _readable(file):
         start = content.peek(4)[:4]
-        for mark, found in _NO_TEXT.items():
+        for mark, problem in _NO_TEXT.items():
             if start.startswith(mark):
-                raise DataError(f"{file}: {found}.")
+                raise DataError(f"{file}: {problem}.")
     return content, raw
 
 
@@ -141,18 +150,18 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, stream: BinaryIO | gzip.GzipFile, file: Path):
         self.stream = stream
         self.file = file
-        self.left = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
+        self.remaining_size = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        part = self.stream.read(len(buffer))
-        self.left -= len(part)
-        if self.left < 0:
+        content = self.stream.read(len(buffer))
+        self.remaining_size -= len(content)
+        if self.remaining_size < 0:
             raise DataError(f"{self.file}: it decompresses to more than {MOST_EXPANSION:,} times its size.")
-        buffer[: len(part)] = part
-        return len(part)
+        buffer[: len(content)] = content
+        return len(content)
 
     def close(self) -> None:
         if not self.closed:
@@ -169,13 +178,14 @@ _NO_TEXT = {
 """First bytes of files that are not text -> the error message."""
 
 
-def _costs(raw: BinaryIO, done: int = 0) -> Callable[[], int]:
-    """Return a function that returns the bytes of ``raw`` read since its last call; ``done`` were read before."""
+def _costs(raw: BinaryIO, position: int = 0) -> Callable[[], int]:
+    """Return a function that returns the bytes of ``raw`` read since its last call, and first since ``position``."""
 
     def cost() -> int:
-        nonlocal done
-        before, done = done, raw.tell()
-        return done - before
+        nonlocal position
+        previous = position
+        position = raw.tell()
+        return position - previous
 
     return cost
 
@@ -184,27 +194,35 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
     """Yield the lines of a file. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, _readable(file):
-        at = _to_a_line(content, start)
+        position = _to_a_line(content, start)
         cost = _costs(raw)
         number = 0
-        while (stop is None or at < stop) and (line := content.readline(LINE_LIMIT + 1)):
+        while stop is None or position < stop:
+            line = content.readline(LINE_LIMIT + 1)
+            if not line:
+                return
             number += 1
-            where = f"the line at byte {at}" if start else f"line {number}"
+            where = f"the line at byte {position}" if start else f"line {number}"
             if len(line) > LINE_LIMIT:
                 raise DataError(f"{file}, {where}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
-            begin, at = at, at + len(line)
-            line = line if begin else line.removeprefix(codecs.BOM_UTF8)
+            is_first = position == 0
+            position += len(line)
+            if is_first:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield where, line, cost()
 
 
 def _to_a_line(content: BinaryIO, start: int) -> int:
     """Move to the first line that begins at byte ``start`` or after it. Return its position."""
-    if start:
-        content.seek(start - 1)
-        while (part := content.readline(_EDGE)) and not part.endswith(b"\n"):
-            pass
-    return content.tell() if start else 0
+    if not start:
+        return 0
+    # A line that begins exactly at ``start`` follows a line end one byte before.
+    content.seek(start - 1)
+    while True:
+        piece = content.readline(_EDGE)
+        if not piece or piece.endswith(b"\n"):
+            return content.tell()
 
 
 def _json_kind(file: Path) -> str:
@@ -213,31 +231,40 @@ def _json_kind(file: Path) -> str:
 
     content, _ = _open(file)
     with content, _readable(file):
+        # The first line that is not blank.
         line = b""
-        while not (line := line.lstrip(b"\xef\xbb\xbf \t\r\n")):
-            if not (line := content.readline(LINE_LIMIT)):
+        while not line:
+            line = content.readline(LINE_LIMIT)
+            if not line:
                 return ".jsonl"
+            line = line.lstrip(b"\xef\xbb\xbf \t\r\n")
         if line.startswith(b"["):
             return ".json"
         rest = content.read(LINE_LIMIT)
     try:
-        found, alone = orjson.loads(line), not rest.strip()
-    except orjson.JSONDecodeError:  # an object over several lines, or a broken line
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        # An object over several lines, or a broken line.
         try:
-            found, alone = orjson.loads(line + rest), True
+            orjson.loads(line + rest)
         except orjson.JSONDecodeError:
             return "one object" if line.strip() == b"{" else ".jsonl"
         return "one object"
-    return "one object" if alone and isinstance(found, dict) and _inside(found) else ".jsonl"
+    if not rest.strip() and isinstance(value, dict) and _find_samples(value):
+        return "one object"
+    return ".jsonl"
 
 
 _CONTAINERS = ("data", "rows", "examples", "samples", "instances", "train")
 
 
-def _inside(value: dict[str, Any]) -> list[Any] | None:
+def _find_samples(value: dict[str, Any]) -> list[Any] | None:
     """Return the list of samples that an object holds under one of `_CONTAINERS`; None if the object is a sample itself."""
-    lists = (value[key] for key in _CONTAINERS if isinstance(value.get(key), list))
-    return next((rows for rows in lists if rows and all(isinstance(row, dict) for row in rows)), None)
+    for key in _CONTAINERS:
+        rows = value.get(key)
+        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
+            return rows
+    return None
 
 
 def _read_object(file: Path) -> Iterator[Item]:
@@ -254,12 +281,12 @@ def _read_object(file: Path) -> Iterator[Item]:
             value = orjson.loads(text.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
             raise DataError(f"{file}, line {error.lineno}: {json_problem(error)}.") from None
-        for index, row in enumerate(_inside(value) or [value]):
+        for index, row in enumerate(_find_samples(value) or [value]):
             yield f"sample {index}", row, cost()
 
 
 def _read_array(file: Path) -> Iterator[Item]:
-    """Yield the samples of a JSON array. Memory holds one sample and `JSON_PART` characters."""
+    """Yield the samples of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
     content, raw = _open(file)
     cost = _costs(raw)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
@@ -271,72 +298,80 @@ class _Array:
     """Reads the values of a JSON array from ``text``, one after another."""
 
     def __init__(self, text: io.TextIOBase, file: Path):
-        self.text, self.file = text, file
-        self.buffer, self.at, self.line = "", 0, 1  # unread text begins at ``at``, in this line of the file
-        self.whole = False  # the file's end is in the buffer
+        self.text = text
+        self.file = file
+        self.buffer = ""
+        self.position = 0  # of the unread text in the buffer
+        self.line = 1  # of the file, in which the unread text begins
+        self.is_at_end = False  # the file's end is in the buffer
         self.decoder = json.JSONDecoder(parse_constant=refuse_constant)
 
     def values(self) -> Iterator[Any]:
         self._expect("[")
-        more, index = self._next() != "]", 0
-        if not more:
+        index = 0
+        separator = self._next()
+        if separator == "]":
             self._expect("]")
-        while more:
+        while separator != "]":
             yield self._value(index)
             index += 1
-            more = self._expect(",]") == ","
+            separator = self._expect(",]")
         if self._next():
-            self._refuse(self.at, "something follows the array")
+            self._refuse(self.position, "something follows the array")
 
     def _expect(self, characters: str) -> str:
         """Consume the next character that is no white space. It must be one of ``characters``."""
-        found = self._next()
-        if not found or found not in characters:
-            self._refuse(self.at, f"expected {' or '.join(characters)}, found {found or 'the end'}")
-        self._take(self.at + 1)
-        return found
+        character = self._next()
+        if not character or character not in characters:
+            self._refuse(self.position, f"expected {' or '.join(characters)}, found {character or 'the end'}")
+        self._move_to(self.position + 1)
+        return character
 
     def _value(self, index: int) -> object:
         self._next()
         while True:
             try:
-                found, end = self.decoder.raw_decode(self.buffer, self.at)
+                value, end = self.decoder.raw_decode(self.buffer, self.position)
             except json.JSONDecodeError as error:
-                # the value is incomplete where a string does not end, or where the error is at the buffer's end
-                if self.whole or not (error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD):
+                # The value is incomplete where a string does not end, or where the error is at the buffer's end.
+                is_incomplete = error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD
+                if self.is_at_end or not is_incomplete:
                     self._refuse(error.pos, error.msg)
             except ValueError as error:  # of refuse_constant
-                self._refuse(self.at, str(error))
+                self._refuse(self.position, str(error))
             else:
-                number = isinstance(found, int | float) and not self.whole
-                if not number or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):  # a number may continue
-                    self._take(end)
-                    return found
-            if len(self.buffer) - self.at > LINE_LIMIT:
+                # A number may go on behind the buffer's end.
+                may_go_on = isinstance(value, int | float) and not self.is_at_end
+                if not may_go_on or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):
+                    self._move_to(end)
+                    return value
+            if len(self.buffer) - self.position > LINE_LIMIT:
                 most = f"{LINE_LIMIT >> 20} MiB, the most that a sample may have"
                 raise DataError(f"{self.file}, sample {index}: longer than {most}. Is a bracket or a quotation mark missing?")
-            self._read(len(self.buffer) - self.at)
+            # As many as the value has so far, since retries would take quadratic time.
+            self._read(len(self.buffer) - self.position)
 
     def _next(self) -> str:
         """Return the next character that is no white space, and move there; an empty string at the file's end."""
         while True:
-            self._take(_BLANK.match(self.buffer, self.at).end())  # type: ignore[union-attr]  # it also matches an empty string
-            if self.at < len(self.buffer) or self.whole:
-                return self.buffer[self.at : self.at + 1]
+            self._move_to(_BLANK.match(self.buffer, self.position).end())  # type: ignore[union-attr]  # it matches anything
+            if self.position < len(self.buffer) or self.is_at_end:
+                return self.buffer[self.position : self.position + 1]
             self._read()
 
-    def _take(self, end: int) -> None:
-        self.line += self.buffer.count("\n", self.at, end)
-        self.at = end
+    def _move_to(self, position: int) -> None:
+        self.line += self.buffer.count("\n", self.position, position)
+        self.position = position
 
     def _read(self, least: int = 0) -> None:
-        """Read at least ``least`` more characters: as many as a value has so far, since retries would take quadratic time."""
-        more = self.text.read(max(JSON_PART, least))
-        self.whole = not more
-        self.buffer, self.at = self.buffer[self.at :] + more, 0
+        """Read at least ``least`` more characters, where the file has them."""
+        text = self.text.read(max(JSON_BLOCK, least))
+        self.is_at_end = not text
+        self.buffer = self.buffer[self.position :] + text
+        self.position = 0
 
     def _refuse(self, position: int, reason: str) -> None:
-        line = self.line + self.buffer.count("\n", self.at, position)
+        line = self.line + self.buffer.count("\n", self.position, position)
         raise DataError(f"{self.file}, line {line}: not valid JSON: {reason}.")
 
 
@@ -351,13 +386,15 @@ def _read_table(file: Path) -> Iterator[Item]:
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         lines = _BoundedLines(text, file)
-        # strict: a quote that is never closed would take all rows after it into its field
+        # strict: a quote that is never closed would take all rows after it into its field.
         reader = csv.DictReader(lines, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
         for row in _table_rows(reader, file):
             lines.size = 0
             if None in row or None in row.values():
-                found = sum(v is not None for k, v in row.items() if k is not None) + len(row.get(None) or [])
-                reason = f"{found} fields where the header has {len(reader.fieldnames or [])}"
+                # DictReader puts fields without a name under None, and None under names without a field.
+                field_count = len(row.get(None) or [])
+                field_count += sum(value is not None for name, value in row.items() if name is not None)
+                reason = f"{field_count} fields where the header has {len(reader.fieldnames or [])}"
                 yield f"line {reader.line_num}", Malformed(reason), cost()
             else:
                 yield f"line {reader.line_num}", row, cost()
@@ -371,7 +408,8 @@ class _BoundedLines:
     """
 
     def __init__(self, text: io.TextIOBase, file: Path):
-        self.text, self.file = text, file
+        self.text = text
+        self.file = file
         self.size = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -416,41 +454,52 @@ def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -
 
 
 def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
-    """Yield a text in parts of about `TEXT_PART`. ``start`` and ``stop``: only lines that begin between these bytes."""
+    """Yield a text in blocks of about `TEXT_BLOCK`. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, _readable(file):
-        at = _to_a_line(content, start)
+        position = _to_a_line(content, start)
         cost = _costs(raw, start)
         decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
-        begins, parts = not start, _parts(content, at, stop)
-        part = next(parts, b"")
-        while part or begins:
-            at += len(part)
-            following = next(parts, b"")
-            ends = not following and not content.read(1)
+        blocks = _text_blocks(content, position, stop)
+        begins = not start
+        block = next(blocks, b"")
+        # An empty file is one empty text.
+        while block or begins:
+            position += len(block)
+            # Only the next block tells whether this is the last one.
+            next_block = next(blocks, b"")
+            ends = not next_block and not content.read(1)
             try:
-                text = decoder.decode(part, not following)
+                text = decoder.decode(block, not next_block)
             except UnicodeDecodeError as error:
-                place = at - len(error.object) + error.start
-                raise DataError(f"{file}: {not_utf8(place)}") from None
+                # The decoder keeps bytes of the block before, if a character is split between both.
+                error_position = position - len(error.object) + error.start
+                raise DataError(f"{file}: {not_utf8(error_position)}") from None
             yield "the text", Stretch(text, begins, ends), cost()
-            begins, part = False, following
+            begins = False
+            block = next_block
 
 
-def _parts(content: BinaryIO, at: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_PART`; longer lines in pieces.
+def _text_blocks(content: BinaryIO, position: int, stop: int | None) -> Iterator[bytes]:
+    """Yield the lines that begin before byte ``stop``, joined to about `TEXT_BLOCK`; longer lines in pieces.
 
-    ``content`` is at byte ``at``, where a line begins.
+    ``content`` is at byte ``position``, where a line begins.
     """
     lines: list[bytes] = []
-    size, goes_on = 0, False
-    while (goes_on or stop is None or at < stop) and (line := content.readline(TEXT_PART)):
-        goes_on = not line.endswith(b"\n")
+    size = 0
+    is_inside_line = False
+    while is_inside_line or stop is None or position < stop:
+        line = content.readline(TEXT_BLOCK)
+        if not line:
+            break
+        is_inside_line = not line.endswith(b"\n")
         lines.append(line)
-        at, size = at + len(line), size + len(line)
-        if size >= TEXT_PART:
+        position += len(line)
+        size += len(line)
+        if size >= TEXT_BLOCK:
             yield b"".join(lines)
-            lines, size = [], 0
+            lines = []
+            size = 0
     if lines:
         yield b"".join(lines)
 

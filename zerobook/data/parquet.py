@@ -30,7 +30,7 @@ MOST_EXPANSION = 10_000
 """A file is refused that decompresses to more than `MOST_TOTAL` bytes, and to so many times its own size."""
 _BATCH_ROWS = 256
 _BATCH_SIZE = 64 << 20
-_PART = 16 << 20
+_PIECE = 16 << 20
 """Bytes of rows that are sent at a time."""
 _OBJECT = 56
 """Bytes of a small object of Python."""
@@ -123,16 +123,16 @@ def _send_rows(output: BinaryIO, file: str, groups: list[int] | None, total_size
 
     metadata = pyarrow.parquet.read_metadata(file)
     _send(output, {"rows": metadata.num_rows})
-    left = total_size
+    remaining_size = total_size
     for batch in _batches(file, groups, metadata):
-        for part, size in _parts(batch):
-            left -= size
-            if left < 0:
+        for piece, size in _split(batch):
+            remaining_size -= size
+            if remaining_size < 0:
                 raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
             sink = pyarrow.BufferOutputStream()
-            part = _without_dictionaries(part)
-            with pyarrow.ipc.new_stream(sink, part.schema) as stream:
-                stream.write_batch(part)
+            piece = _without_dictionaries(piece)
+            with pyarrow.ipc.new_stream(sink, piece.schema) as stream:
+                stream.write_batch(piece)
             content = sink.getvalue().to_pybytes()
             _send(output, {"bytes": len(content)}, content)
 
@@ -161,24 +161,27 @@ def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Ite
                 raise
 
 
-def _parts(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
-    """Yield the rows of a batch in parts of about `_PART` bytes, with the bytes of each as Python values."""
+def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
+    """Yield the rows of a batch in pieces of about `_PIECE` bytes, with the bytes of each as Python values."""
     size = sum(map(_size, batch.columns))
-    if size <= _PART or batch.num_rows == 1:
+    if size <= _PIECE or batch.num_rows == 1:
         if size > MOST_ROW:
             raise ParquetError(f"a row has more than {MOST_ROW >> 20} MiB")
         yield batch, size
         return
     half = batch.num_rows // 2
-    yield from _parts(batch.slice(0, half))
-    yield from _parts(batch.slice(half))
+    yield from _split(batch.slice(0, half))
+    yield from _split(batch.slice(half))
 
 
 def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
     """Return a batch whose columns have their values themselves: a dictionary would be sent with every few rows."""
     import pyarrow
 
-    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
+    columns = []
+    for column in batch.columns:
+        is_dictionary = pyarrow.types.is_dictionary(column.type)
+        columns.append(column.dictionary_decode() if is_dictionary else column)
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
@@ -187,21 +190,22 @@ def _size(array: Array) -> int:
     import pyarrow
     import pyarrow.compute
 
-    kinds, kind = pyarrow.types, array.type
+    types = pyarrow.types
+    kind = array.type
     if isinstance(array, pyarrow.ExtensionArray):
         return _size(array.storage)
-    own = _OBJECT * len(array)
-    if kinds.is_dictionary(kind):
+    objects_size = _OBJECT * len(array)
+    if types.is_dictionary(kind):
         # Not decoded here: rows that share a long text may be too many for the memory.
         values = array.dictionary
-        if kinds.is_primitive(values.type):
-            return own
+        if types.is_primitive(values.type):
+            return objects_size
         lengths = pyarrow.compute.binary_length(values).take(array.indices)
-        return own + (pyarrow.compute.sum(lengths).as_py() or 0)
-    if kinds.is_struct(kind):
-        return own + sum(map(_size, array.flatten()))
-    if kinds.is_nested(kind):  # lists and maps
-        return own + _size(array.flatten())
-    if kinds.is_primitive(kind) or kinds.is_null(kind) or kinds.is_decimal(kind):
-        return own
-    return own + (pyarrow.compute.sum(pyarrow.compute.binary_length(array)).as_py() or 0)
+        return objects_size + (pyarrow.compute.sum(lengths).as_py() or 0)
+    if types.is_struct(kind):
+        return objects_size + sum(map(_size, array.flatten()))
+    if types.is_nested(kind):  # lists and maps
+        return objects_size + _size(array.flatten())
+    if types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind):
+        return objects_size
+    return objects_size + (pyarrow.compute.sum(pyarrow.compute.binary_length(array)).as_py() or 0)

@@ -62,7 +62,8 @@ class Stretch(dict[str, str]):
 
     def __init__(self, text: str = "", begins: bool = True, ends: bool = True):
         super().__init__(text=text)
-        self.begins, self.ends = begins, ends
+        self.begins = begins
+        self.ends = ends
 
 
 class BadSample(Exception):

@@ -51,8 +51,10 @@ class TurnTokenizer:
         encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
         results: list[Tokenized | BadSample] = []
         for chat, encoding in zip(chats, encodings, strict=True):
-            ends = [cast("int", encoding.char_to_token(stop - 1)) + 1 for _, stop in chat.turns]
-            turns = [(_token_at(encoding, start), end) for (start, _), end in zip(chat.turns, ends, strict=True)]
+            turns = []
+            for start, stop in chat.turns:
+                last_token = cast("int", encoding.char_to_token(stop - 1))
+                turns.append((_token_at(encoding, start), last_token + 1))
             results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
         return results
 
@@ -61,10 +63,12 @@ class TurnTokenizer:
         results: list[Tokenized | BadSample] = []
         for chat in chats:
             (ids,) = token_ids(self.tokenizer, [chat.text])
-            before = token_ids(self.tokenizer, [chat.text[:start] for start, _ in chat.turns])
-            after = token_ids(self.tokenizer, [chat.text[:stop] for _, stop in chat.turns])
-            if all(_common(ids, prefix) == len(prefix) for prefix in after):
-                results.append(Tokenized(ids, [(_common(ids, b), len(a)) for b, a in zip(before, after, strict=True)]))
+            until_start = token_ids(self.tokenizer, [chat.text[:start] for start, _ in chat.turns])
+            until_stop = token_ids(self.tokenizer, [chat.text[:stop] for _, stop in chat.turns])
+            if all(_common(ids, prefix) == len(prefix) for prefix in until_stop):
+                starts = [_common(ids, prefix) for prefix in until_start]
+                ends = [len(prefix) for prefix in until_stop]
+                results.append(Tokenized(ids, list(zip(starts, ends, strict=True))))
             else:
                 results.append(BadSample("the tokenizer splits a turn differently when another turn follows"))
         return results
@@ -78,7 +82,8 @@ class ControlTokens:
         self._begin = "".join(tokenizer.convert_ids_to_tokens(self.leading))
         self._end = tokenizer.eos_token or ""
         names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        names += tokenizer.all_special_tokens  # not every tokenizer marks its own as special
+        # Not every tokenizer marks its own as special.
+        names += tokenizer.all_special_tokens
         self._named = any_of(name for name in names if name.strip())
 
     def bare(self, text: str, *, begins: bool = True, ends: bool = True) -> str:
@@ -95,8 +100,10 @@ class ControlTokens:
 
     def refusal(self, what: str, text: str) -> str | None:
         """Return why ``text`` cannot be used; None where it names no special token."""
-        found = self._named.search(text)
-        return f"{what} has the text {found[0]!r}, which the tokenizer reads as a special token" if found else None
+        token = self._named.search(text)
+        if token is None:
+            return None
+        return f"{what} has the text {token[0]!r}, which the tokenizer reads as a special token"
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
@@ -104,7 +111,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
     if tokenizer.is_fast:
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = plain
-        rows = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        rows = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         backend.encode_special_tokens = False
     else:
         options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
@@ -114,14 +121,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text: often a BOS, otherwise nothing."""
-    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    complete = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for position in range(len(complete)):
+        if complete[position : position + len(bare)] == bare:
+            return complete[:position]
+    return []
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return the tokenizer's backend of the tokenizers library, set to neither truncate nor pad."""
     backend = tokenizer.backend_tokenizer
-    # a tokenizer.json may enable both, and transformers sets and unsets them in each of its own calls
+    # A tokenizer.json may enable both, and transformers sets and unsets them in each of its own calls.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -136,7 +147,7 @@ def any_of(tokens: Iterable[str]) -> re.Pattern:
 def _token_at(encoding: Encoding, position: int) -> int:
     token = encoding.char_to_token(position)
     if token is None:
-        # the offsets of many tokenizers leave out white space; then it is the first token that ends after the position
+        # The offsets of many tokenizers leave out white space; then it is the first token that ends after the position.
         token = bisect_right(range(len(encoding)), position, key=lambda t: cast("Span", encoding.token_to_chars(t))[1])
     return token
 

@@ -78,5 +78,7 @@ def kind_of(value: object) -> str:
 
 def listed(columns: Iterable[Any]) -> str:
     """Return names in their order for a message; a name that is not printable is quoted."""
-    names = sorted(map(str, columns))
-    return ", ".join(name if name.isprintable() else repr(name) for name in names) or "nothing"
+    names = []
+    for name in sorted(map(str, columns)):
+        names.append(name if name.isprintable() else repr(name))
+    return ", ".join(names) or "nothing"
