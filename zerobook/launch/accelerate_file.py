@@ -32,7 +32,7 @@ _OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_b
 """Keys by which a DeepSpeed config is known."""
 _OF_RECIPES = {"model_name_or_path", "train_file", "dataset_name", "output_dir", "learning_rate"}
 """Keys by which a recipe's config is known."""
-OWN = {"parallelism_config_ep_size"}
+READ_HERE = {"parallelism_config_ep_size"}
 """Keys that accelerate does not know, and Zerobook reads."""
 
 
@@ -57,16 +57,20 @@ def check(file: str | None) -> FileCheck:
         loaded = load(file)
     except ConfigError as error:
         return FileCheck(error.problems, False)
-    blocking = [*_other_launchers(loaded), *_wrong_types(loaded)]
-    found = blocking + ([] if blocking else list(_unknown_keys(loaded)))
-    return FileCheck([f"{file}: {problem}" for problem in found], not blocking)
+    problems = [*_other_launchers(loaded), *_wrong_types(loaded)]
+    is_resolvable = not problems
+    if is_resolvable:
+        problems += _unknown_keys(loaded)
+    return FileCheck([f"{file}: {problem}" for problem in problems], is_resolvable)
 
 
 def path(file: str | None) -> str | None:
     """Return ``file``, or the path of this machine's default config where there is one."""
     from accelerate.commands.config.config_args import default_config_file
 
-    return file or (str(default_config_file) if Path(default_config_file).is_file() else None)
+    if file:
+        return file
+    return str(default_config_file) if Path(default_config_file).is_file() else None
 
 
 def path_of(flags: list[str] | None) -> str | None:
@@ -93,8 +97,9 @@ def load(file: str) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. {_SHIPPED}"
         )
-    if other := _other_kind(loaded):
-        raise ConfigError(f"{file}: {other}")
+    other_kind = _other_kind(loaded)
+    if other_kind:
+        raise ConfigError(f"{file}: {other_kind}")
     return loaded
 
 
@@ -128,9 +133,10 @@ def _other_kind(loaded: dict[str, Any]) -> str | None:
 
 def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
     """Yield why a file is of a launcher, or for hardware, that the recipes do not run under."""
-    kind, where = loaded.get("distributed_type", "NO"), loaded.get("compute_environment", "LOCAL_MACHINE")
-    if str(where).upper() != "LOCAL_MACHINE":
-        yield f"compute_environment is {where}; the recipes are launched on machines of your own. {_SHIPPED}"
+    kind = loaded.get("distributed_type", "NO")
+    environment = loaded.get("compute_environment", "LOCAL_MACHINE")
+    if str(environment).upper() != "LOCAL_MACHINE":
+        yield f"compute_environment is {environment}; the recipes are launched on machines of your own. {_SHIPPED}"
     elif str(kind).upper() not in _LAUNCHED:
         yield f"distributed_type is {kind}; the recipes run under {', '.join(_LAUNCHED)}. {_SHIPPED}"
     if loaded.get("mpirun_config"):
@@ -159,12 +165,13 @@ def _unknown_keys(loaded: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for each key of a section that accelerate would drop."""
     from accelerate.commands.launch import launch_command_parser
 
-    flags = {action.dest for action in launch_command_parser()._actions}
+    flags = {action.dest for action in launch_command_parser()._actions} | READ_HERE
     for section, beginnings in BEGINNINGS.items():
-        known = {flag for flag in flags if flag.startswith(beginnings)}
-        known |= {key for key in OWN if key.startswith(beginnings)}
+        names = {flag for flag in flags if flag.startswith(beginnings)}
         for key in map(str, loaded.get(section) or {}):
-            # accelerate adds the prefix of this section
-            full = f"fsdp_{key}" if section == "fsdp_config" and not key.startswith("fsdp") else key
-            if full not in known:
-                yield f"{section}.{key}: accelerate has no such key.{nearest(full, known)} Correct it or remove it."
+            name = key
+            if section == "fsdp_config" and not key.startswith("fsdp"):
+                # accelerate adds the prefix of this section.
+                name = f"fsdp_{key}"
+            if name not in names:
+                yield f"{section}.{key}: accelerate has no such key.{nearest(name, names)} Correct it or remove it."

@@ -532,7 +532,7 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
         elif not isinstance(value, bool):
             plan.problems.append(f"{setting}, expected true or false.")
     if section.get(CPU_CHECKPOINTING) is True:
-        recompute.ask(plan, str(plan.config_file), f"activation_checkpointing.{CPU_CHECKPOINTING}", "offload", draft)
+        recompute.request(plan, str(plan.config_file), f"activation_checkpointing.{CPU_CHECKPOINTING}", "offload", draft)
 
 
 def _copy_or_compare(plan: LaunchPlan, json_key: str, json_value: object, key: str, draft: ConfigDraft[Any]) -> None:

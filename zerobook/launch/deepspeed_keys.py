@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -25,9 +26,22 @@ if TYPE_CHECKING:
 NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Root keys that hold a positive integer, or ``auto``."""
 OBJECTS = (
-    "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "fp16", "bf16", "bfloat16",
-    "optimizer", "optimizer.params", "scheduler", "scheduler.params", "amp", "compile", "aio", "data_types", "tensor_parallel",
-)  # fmt: skip
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "optimizer",
+    "optimizer.params",
+    "scheduler",
+    "scheduler.params",
+    "amp",
+    "compile",
+    "aio",
+    "data_types",
+    "tensor_parallel",
+)
 """Keys that hold an object."""
 WITHOUT_EFFECT = {
     "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --autotune finds the fastest settings",
@@ -68,24 +82,52 @@ REFUSED = {
 }
 """Root keys that would change the training -> what to do. A section that says ``"enabled": false`` is none."""
 ACTING = {
-    *NUMBERS, "gradient_clipping", "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "data_types",
-    "activation_checkpointing", "aio", "communication_data_type", "seq_parallel_communication_data_type", "comms_logger",
-    "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown",
-    "memory_breakdown", "dump_state", "log_level", "disable_python_gc", "zero_allow_untested_optimizer",
+    *NUMBERS,
+    "gradient_clipping",
+    "zero_optimization",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "data_types",
+    "activation_checkpointing",
+    "aio",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "comms_logger",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "disable_python_gc",
+    "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
-}  # fmt: skip
+}
 """Root keys that DeepSpeed's engine reads and acts on, or that Zerobook fills in or reads."""
 OF_OTHERS = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 """Root keys that DeepSpeed reads in other places than its config class."""
 UNCHECKED = ("aio", "data_types")
 """Sections of which DeepSpeed drops the keys that it does not know."""
 _SECTIONS = {
-    "DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
-    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param", "DeepSpeedFP16Config": "fp16",
-    "DeepSpeedBF16Config": "bf16", "CommsConfig": "comms_logger",
-    "TensorBoardConfig": "tensorboard", "WandbConfig": "wandb", "CSVConfig": "csv_monitor", "CometConfig": "comet",
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
+    "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CommsConfig": "comms_logger",
+    "TensorBoardConfig": "tensorboard",
+    "WandbConfig": "wandb",
+    "CSVConfig": "csv_monitor",
+    "CometConfig": "comet",
     "DeepSpeedFlopsProfilerConfig": "flops_profiler",
-}  # fmt: skip
+}
 """DeepSpeed's class of a section's values -> its key."""
 
 
@@ -101,8 +143,10 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; an empty one where it cannot be read. Add problems, also for keys that stand twice."""
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key in sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}):
-            problems.append(f"{path}: {key} stands twice in one object. Keep one of them.")
+        counts = Counter(key for key, _ in pairs)
+        for key in sorted(counts):
+            if counts[key] > 1:
+                problems.append(f"{path}: {key} stands twice in one object. Keep one of them.")
         return dict(pairs)
 
     try:
@@ -127,16 +171,16 @@ def check_shapes(config: dict[str, Any], file: str) -> list[str]:
     """Return a problem for each section that is no object and each size that is no number, and take it out of ``config``."""
     problems = []
     for dotted in OBJECTS:
-        *above, leaf = dotted.split(".")
-        inside: Any = config
-        for key in above:
-            inside = inside.get(key, {}) if isinstance(inside, dict) else {}
-        if not isinstance(inside, dict) or leaf not in inside or isinstance(inside[leaf], dict):
+        *parents, leaf = dotted.split(".")
+        section: Any = config
+        for key in parents:
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        if not isinstance(section, dict) or leaf not in section or isinstance(section[leaf], dict):
             continue
-        if inside[leaf] is None:  # as if it were not there
-            del inside[leaf]
-        else:
-            problems.append(f"{file}: {dotted} is {json.dumps(inside.pop(leaf))}, expected an object of settings.")
+        value = section.pop(leaf)
+        # null means that the section is not there.
+        if value is not None:
+            problems.append(f"{file}: {dotted} is {json.dumps(value)}, expected an object of settings.")
     for key in NUMBERS:
         value = config.get(key, "auto")
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -160,21 +204,23 @@ def account(plan: LaunchPlan) -> None:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
         else:
             plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
-    for section, known in build(plan).items():
-        for key in ds.get(section) or {} if section else ds:
-            if key not in known:
+    for section, names in build(plan).items():
+        settings = (ds.get(section) or {}) if section else ds
+        prefix = f"{section}." if section else ""
+        for key in settings:
+            if key not in names:
                 plan.problems.append(
-                    f"{plan.config_file}: {section and f'{section}.'}{key}: DeepSpeed {_version()} has no such key."
-                    f"{_correction(key, section, known)} It would be ignored. Correct it or remove it."
+                    f"{plan.config_file}: {prefix}{key}: DeepSpeed {_version()} has no such key."
+                    f"{_correction(key, section, names)} It would be ignored. Correct it or remove it."
                 )
 
 
-def _correction(key: str, section: str, known: set[str]) -> str:
+def _correction(key: str, section: str, names: set[str]) -> str:
     """Return a sentence with the section that the key belongs to, or with the key of this section that is spelt like it."""
     owners = [owner for owner, keys in _keys_of_sections().items() if key in keys and owner != section]
     if owners:
         return f" It is a key of {' and of '.join(owners)}."
-    return nearest(key, known)
+    return nearest(key, names)
 
 
 def _keys_of_sections() -> dict[str, set[str]]:
@@ -202,24 +248,24 @@ def _version() -> str:
 
 
 class _Watched(dict[str, Any]):
-    """A dictionary that notes in ``asked`` which keys were looked for."""
+    """A dictionary that notes in ``requested`` which keys were looked for."""
 
-    asked: set[str]
+    requested: set[str]
 
     def __init__(self, items: dict[str, Any]):
         super().__init__(items)
-        self.asked = set()
+        self.requested = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.requested.add(key)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.requested.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.requested.add(str(key))
         return super().__contains__(key)
 
     def keys(self) -> Any:
@@ -237,10 +283,10 @@ def build(plan: LaunchPlan) -> dict[str, set[str]]:
     from pydantic import ValidationError
 
     filled = _without_auto(deepcopy(plan.deepspeed_config))
-    micro, accumulation = filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]
     sections = {key: _Watched(filled[key]) for key in UNCHECKED if isinstance(filled.get(key), dict)}
-    sizes = {"train_batch_size": micro * accumulation}  # there is no process group yet: one process
-    watched = _Watched({**filled, **sections, **sizes})
+    watched = _Watched({**filled, **sections})
+    # There is no process group yet, so DeepSpeed computes the batch of one process.
+    watched["train_batch_size"] = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -248,13 +294,16 @@ def build(plan: LaunchPlan) -> dict[str, set[str]]:
         DeepSpeedConfig(watched)
     except ValidationError as error:
         plan.problems += list(_explained(plan, error))
-    except Exception as error:  # assertions and errors of many kinds
-        # They do not name a key. After another problem they may only repeat it.
+    except Exception as error:
+        # Assertions, and errors of many kinds, do not name a key. After another problem they may only repeat it.
         if not plan.problems:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {first.rstrip('.')}.")
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {lines[0].rstrip('.')}.")
     else:
-        return {"": watched.asked | OF_OTHERS, **{key: inside.asked for key, inside in sections.items()}}
+        names = {"": watched.requested | OF_OTHERS}
+        for key, section in sections.items():
+            names[key] = section.requested
+        return names
     return {}
 
 
@@ -268,13 +317,14 @@ def _without_auto(value: Any) -> Any:
 def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
     """Yield a problem for each of pydantic's errors, with the key's place in the file."""
     section = _SECTIONS.get(error.title, error.title)
-    for found in error.errors():
-        path = ".".join([section, *map(str, found["loc"])])
+    for detail in error.errors():
+        path = ".".join([section, *map(str, detail["loc"])])
         if any(path in problem for problem in plan.problems):
             continue
-        if found["type"] == "extra_forbidden":
-            correction = _correction(str(found["loc"][-1]), section, _keys_of_sections().get(section, set()))
+        if detail["type"] == "extra_forbidden":
+            correction = _correction(str(detail["loc"][-1]), section, _keys_of_sections().get(section, set()))
             yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{correction} Correct it or remove it."
         else:
-            said = re.sub(r"^(Value error|Assertion failed), ", "", found["msg"]).rstrip(".")
-            yield f"{plan.config_file}: {path} is {json.dumps(found['input'], default=str)}; DeepSpeed {_version()}: {said}."
+            message = re.sub(r"^(Value error|Assertion failed), ", "", detail["msg"]).rstrip(".")
+            value = json.dumps(detail["input"], default=str)
+            yield f"{plan.config_file}: {path} is {value}; DeepSpeed {_version()}: {message}."

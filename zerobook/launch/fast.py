@@ -21,29 +21,41 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     config = draft.config
     if not config.fast:
         return
-    on_gpu, steps = plan.device == "cuda", config.max_train_steps
-    refused = not_compiled(plan, config)
-    if not refused and shutil.which(os.environ.get("CXX", "g++")) is None:
-        refused = "a machine without a C++ compiler"
-    if not refused and not on_gpu and steps is not None and steps < SHORT:
-        refused = f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"
-    found = {
-        "torch_compile": (True, f"it is not used with {refused}" if refused else None),
+    on_gpu = plan.device == "cuda"
+    obstacle = _obstacle_to_compiling(plan, config)
+    # Setting -> its value, and why it is left out where it is.
+    candidates: dict[str, tuple[Any, str | None]] = {
+        "torch_compile": (True, f"it is not used with {obstacle}" if obstacle else None),
         "dataloader_num_workers": (WORKERS, None if on_gpu else "on a CPU, workers take the cores that train"),
     }
-    taken, left = {}, []
-    for key, (value, why_not) in found.items():
+    chosen: dict[str, Any] = {}
+    left_out: list[str] = []
+    for key, (value, reason) in candidates.items():
         if draft.sources.given(key):
-            left.append(f"{key}: you have set it")
-        elif why_not:
-            left.append(f"{key}: {why_not}")
+            left_out.append(f"{key}: you have set it")
+        elif reason:
+            left_out.append(f"{key}: {reason}")
         else:
-            taken[key] = value
-    draft.set(FAST, **taken)
-    plan.notes.append(f"fast: {', '.join(f'{key} {value}' for key, value in taken.items()) or 'nothing is turned on'}")
-    plan.notes += [f"fast, left out: {words}" for words in left]
+            chosen[key] = value
+    draft.set(FAST, **chosen)
+    settings = ", ".join(f"{key} {value}" for key, value in chosen.items())
+    plan.notes.append(f"fast: {settings or 'nothing is turned on'}")
+    plan.notes += [f"fast, left out: {reason}" for reason in left_out]
     if on_gpu and config.mixed_precision is None and plan.precision == "no":
         plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
+
+
+def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig) -> str | None:
+    """Return with what the layers cannot be compiled, or compiling does not pay; None where it does."""
+    obstacle = not_compiled(plan, config)
+    if obstacle is not None:
+        return obstacle
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "a machine without a C++ compiler"
+    steps = config.max_train_steps
+    if plan.device == "cpu" and steps is not None and steps < SHORT:
+        return f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"
+    return None
 
 
 def not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:

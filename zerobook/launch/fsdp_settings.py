@@ -58,13 +58,14 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     else:
         _build(plan, environ)
     plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
-    plan.offload_optimizer = plan.offload_param  # FSDP2 keeps moments beside the parameters
+    # FSDP2 keeps moments beside the parameters.
+    plan.offload_optimizer = plan.offload_param
     plan.rank_0_loads = true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
     plan.shard = plan.world_size
     if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
-    asked = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+    shard_in_file = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
     if plan.replicate < 1 or plan.world_size % plan.replicate:
         plan.problems.append(
             f"parallelism_config_dp_replicate_size: {plan.replicate} replicas do not divide {plan.world_size} "
@@ -80,10 +81,10 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             f"shard inside one. Pass --num_processes {2 * plan.replicate} or more, or launch with accelerate_configs/fsdp.yaml "
             "(one copy, sharded) or ddp.yaml (copies only)."
         )
-    elif asked != plan.shard:
+    elif shard_in_file != plan.shard:
         plan.notes.append(
             f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
-            f"(the file says {plan.replicate} x {asked})"
+            f"(the file says {plan.replicate} x {shard_in_file})"
         )
 
 
@@ -101,24 +102,28 @@ def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import patch_environment
 
-    logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)  # keys of FSDP 1, see `VERSION_1`
+    # It warns of keys of FSDP 1, see `VERSION_1`.
+    logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin sets it
+    # The plugin sets it, and it is no setting of the file.
+    settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     try:
         with patch_environment(**settings):
             FullyShardedDataParallelPlugin()
     except (ValueError, KeyError, TypeError) as error:
-        said = f"{error} is not known" if isinstance(error, KeyError) else str(error).rstrip(".")
-        # accelerate names the value alone. Its launcher sets FSDP_SHARDING_STRATEGY where the file does not
-        keys = [key for key, value in settings.items() if len(value) > 5 and value.lower() in said.lower()]
-        keys = [key for key in keys if key != "FSDP_SHARDING_STRATEGY"]
+        message = f"{error} is not known" if isinstance(error, KeyError) else str(error).rstrip(".")
+        # accelerate names the value alone, so its key is looked for.
+        keys = [key for key, value in settings.items() if len(value) > 5 and value.lower() in message.lower()]
+        if "FSDP_SHARDING_STRATEGY" in keys:
+            # accelerate's launcher sets it where the file does not.
+            keys.remove("FSDP_SHARDING_STRATEGY")
         where = f"{FILE}: {keys[0].lower()} is {settings[keys[0]]}" if len(keys) == 1 else FILE
-        plan.problems.append(f"{where}; accelerate: {said}.")
+        plan.problems.append(f"{where}; accelerate: {message}.")
 
 
 def read_checkpointing(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
     """Let the recipe recompute activations where the file asks for it: accelerate would wrap each layer a second time."""
-    for key, wanted in (("activation_checkpointing_offload", "offload"), ("activation_checkpointing", "full")):
-        if true(environ.get(f"FSDP_{key.upper()}")):
-            recompute.ask(plan, FILE, f"fsdp_{key}", wanted, draft)
-            return
+    if true(environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")):
+        recompute.request(plan, FILE, "fsdp_activation_checkpointing_offload", "offload", draft)
+    elif true(environ.get("FSDP_ACTIVATION_CHECKPOINTING")):
+        recompute.request(plan, FILE, "fsdp_activation_checkpointing", "full", draft)

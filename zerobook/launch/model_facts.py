@@ -19,14 +19,19 @@ _ELSEWHERE = "accelerate_configs/fsdp.yaml"
 def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
     """Return the config.json of the model; None if it is not on this machine. Downloads nothing."""
     name = config.model_name_or_path or config.initialised_from
+    if not name:
+        return None
     try:
-        folder = (embedded.converted(name) or hub.folder(name, config.model_revision)) if name else None
-        if folder is None:
+        path = embedded.converted(name) or hub.folder(name, config.model_revision)
+        if path is None:
             return None
-        found = read_json(folder / "config.json" if folder.is_dir() else folder)
+        if path.is_dir():
+            path = path / "config.json"
+        facts = read_json(path)
     except (OSError, ValueError):
-        return None  # no such model, or no such file: `load_config` says so
-    return found if isinstance(found, dict) else None
+        # There is no such model, or no such file: `load_config` says so.
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
@@ -47,10 +52,12 @@ def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
     if kind not in CONFIG_MAPPING or "auto_map" in facts:
         return []
     config_class = CONFIG_MAPPING[kind]
-    both_ways = config_class in AutoModelForMaskedLM._model_mapping and config_class not in AutoModelForSeq2SeqLM._model_mapping
+    has_masked_head = config_class in AutoModelForMaskedLM._model_mapping
+    is_seq2seq = config_class in AutoModelForSeq2SeqLM._model_mapping
     # Some classes of encoders become decoders by a value of their config.
     is_decoder = facts.get("is_decoder", getattr(config_class, "is_decoder", None)) is not False
-    if both_ways and not (is_decoder and config_class in AutoModelForCausalLM._model_mapping):
+    has_causal_head = is_decoder and config_class in AutoModelForCausalLM._model_mapping
+    if has_masked_head and not is_seq2seq and not has_causal_head:
         return [
             f"model: {kind} is an encoder, which fills in masked words, and has no language-modelling head that the recipes "
             "train. Take a decoder, or an encoder-decoder."
@@ -71,7 +78,8 @@ def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     if plan.zero_stage != 3:
         return []
     problems = []
-    if noise := facts.get("router_jitter_noise"):
+    noise = facts.get("router_jitter_noise")
+    if noise:
         problems.append(
             f"model: its config asks for router_jitter_noise {noise:g}, by which transformers 5.23 multiplies in place. torch "
             f"forbids that on the outputs of layers that DeepSpeed 0.19.8 wraps, under {plan.name}. Set it to 0 in the model's "
@@ -94,16 +102,17 @@ def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[s
     model = model_class(facts)
     if model is None:
         return []
-    known = vars(import_module(model.__module__))
+    names_in_module = vars(import_module(model.__module__))
     layers = ",".join(sorted(model._no_split_modules or ()))
-    places = {
+    # Variable -> (the key that sets it, the layers that are wrapped without it).
+    keys = {
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", layers),
         "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed_config.deepspeed_moe_layer_cls_names", ""),
     }
     problems = []
-    for variable, (key, default) in places.items():
+    for variable, (key, default) in keys.items():
         for name in map(str.strip, environ.get(variable, "").split(",")):
-            if name and name not in known:
+            if name and name not in names_in_module:
                 instead = f", which then is {default}" if default else ""
                 problems.append(f"{key}: {name}: {model.__name__} has no such layer. Remove the key{instead}.")
     return problems
@@ -133,6 +142,11 @@ def model_modules(config: RecipeConfig) -> dict[str, tuple[str, str]] | None:
         return None
     import torch
 
-    with torch.device("meta"):  # shapes only
-        made = model(model.config_class.from_dict(facts))
-    return {name: (type(module).__module__, type(module).__name__) for name, module in made.named_modules() if name}
+    # A model without memory for its weights has the same modules.
+    with torch.device("meta"):
+        skeleton = model(model.config_class.from_dict(facts))
+    classes = {}
+    for name, module in skeleton.named_modules():
+        if name:
+            classes[name] = (type(module).__module__, type(module).__name__)
+    return classes

@@ -25,39 +25,41 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
     for key, (field, way, counts, file) in _WAYS.items():
-        said = environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", "1")
-        where = f"parallelism_config.parallelism_config_{key}_size: {said}"
-        if said == "1":
+        size = environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", "1")
+        where = f"parallelism_config.parallelism_config_{key}_size: {size}"
+        if size == "1":
             continue
-        if not said.isdigit() or said == "0":
+        if not size.isdigit() or size == "0":
             plan.problems.append(f"{where}, expected the number of {counts}. Write 1 or more.")
         elif plan.kind != "fsdp":
             plan.problems.append(
                 f"{where}; {way} runs under FSDP2, and this launch is {plan.name}. Launch with accelerate_configs/{file}.yaml, "
                 "or set it to 1."
             )
-        elif plan.world_size % int(said):
+        elif plan.world_size % int(size):
+            fitting = -(-plan.world_size // int(size)) * int(size)
             plan.problems.append(
-                f"{where}; groups of {said} do not divide {plan.world_size} processes. Pass --num_processes "
-                f"{-(-plan.world_size // int(said)) * int(said)}, or write a size that does."
+                f"{where}; groups of {size} do not divide {plan.world_size} processes. Pass --num_processes {fitting}, or "
+                "write a size that does."
             )
         else:
-            setattr(plan, field, int(said))
+            setattr(plan, field, int(size))
     if plan.loaded_in_parts:
         plan.shard = plan.world_size // plan.tensor
         _check_combination(plan)
 
 
 def _check_combination(plan: LaunchPlan) -> None:
-    beside = {
+    is_combined_with = {
         f"expert parallelism ({plan.experts})": plan.experts > 1 and plan.tensor > 1,
         f"context parallelism ({plan.context})": plan.context > 1,
         f"{plan.replicate} replicas": plan.replicate > 1,
         "fsdp_offload_params": plan.offload_param != "none",
     }
-    if found := [what for what, there in beside.items() if there]:
+    combined = [setting for setting, is_used in is_combined_with.items() if is_used]
+    if combined:
         plan.problems.append(
-            f"parallelism_config: {plan.name} together with {' and '.join(found)} is not supported. Keep one of them."
+            f"parallelism_config: {plan.name} together with {' and '.join(combined)} is not supported. Keep one of them."
         )
 
 
@@ -92,9 +94,11 @@ def _indivisible(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     experts = {key: facts[key] for key in _EXPERTS_OF_A_LAYER if facts.get(key)}
     problems = []
     for key, size, counts in (("tp", plan.tensor, heads), ("ep", plan.experts, experts)):
-        odd = ", ".join(f"{name} {count}" for name, count in counts.items() if count % size)
-        if odd:
-            problems.append(f"parallelism_config_{key}_size: {size} processes do not divide {odd}. Set a size that does.")
+        indivisible = ", ".join(f"{name} {count}" for name, count in counts.items() if count % size)
+        if indivisible:
+            problems.append(
+                f"parallelism_config_{key}_size: {size} processes do not divide {indivisible}. Set a size that does."
+            )
     return problems
 
 

@@ -8,33 +8,34 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
-def refused_base(plan: LaunchPlan, said: str, base: str, storage: str = "float") -> str | None:
+def refused_base(plan: LaunchPlan, setting: str, base: str, storage: str = "float") -> str | None:
     """Return why a strategy cannot train beside a quantised base, and the way out; None if it can.
 
     Args:
-        said: the config key and value that ask for it, at the beginning of the message.
+        setting: the config key and value that ask for it, at the beginning of the message.
         base: ``nf4`` or ``int8``.
         storage: dtype that 4-bit weights are packed in.
     """
     sharded = plan.kind == "fsdp" or plan.zero_stage == 3
     if base == "int8" and sharded:
-        why = (
+        reason = (
             "bitsandbytes keeps int8 weights whole on every process beside the shards"
             if plan.kind == "deepspeed"
             else "FSDP2 cannot make shards of bitsandbytes' int8 weights"
         )
         return (
-            f"{said}, and {plan.name} does not support it: {why} (seen with bitsandbytes 0.50.2). Use ZeRO-2 or DDP, or 4-bit "
-            "weights (load_in_4bit), which are sharded."
+            f"{setting}, and {plan.name} does not support it: {reason} (seen with bitsandbytes 0.50.2). Use ZeRO-2 or DDP, or "
+            "4-bit weights (load_in_4bit), which are sharded."
         )
     if plan.offload_param != "none" or "nvme" in (plan.offload_optimizer, plan.offload_param):
         return (
-            f"{said}, and {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
+            f"{setting}, and {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
             "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or weights that are not quantised."
         )
     if base == "nf4" and plan.kind == "fsdp" and storage in ("uint8", "int8"):
         return (
-            f"{said}, packed in {storage} (bnb_4bit_quant_storage), and {plan.name} shards weights that are packed in a float "
-            "dtype alone. Use ZeRO-3, ZeRO-2 or DDP, or take the model's version that is not quantised, with load_in_4bit."
+            f"{setting}, packed in {storage} (bnb_4bit_quant_storage), and {plan.name} shards weights that are packed in a "
+            "float dtype alone. Use ZeRO-3, ZeRO-2 or DDP, or take the model's version that is not quantised, with "
+            "load_in_4bit."
         )
     return None

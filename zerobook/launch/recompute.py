@@ -9,21 +9,22 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
-def ask(plan: LaunchPlan, file: str, key: str, wanted: str, draft: ConfigDraft[Any]) -> None:
+def request(plan: LaunchPlan, file: str, key: str, mode: str, draft: ConfigDraft[Any]) -> None:
     """Set the draft's ``activation_checkpointing``, or add a problem if a person chose one that does less.
 
     Args:
         file: the strategy file.
         key: its key that asks for it.
-        wanted: ``full`` or ``offload``, which is full with the inputs of layers in host memory.
+        mode: ``full`` or ``offload``, which is full with the inputs of layers in host memory.
     """
-    asked = draft.config.activation_checkpointing
-    if asked in (wanted, "offload"):
+    current = draft.config.activation_checkpointing
+    # offload does what full does, and more.
+    if current in (mode, "offload"):
         return
-    if asked == "full" or not draft.sources.given("activation_checkpointing"):
-        draft.set(file, activation_checkpointing=wanted)
+    if current == "full" or not draft.sources.given("activation_checkpointing"):
+        draft.set(file, activation_checkpointing=mode)
     else:
         plan.problems.append(
-            f"{file}: {key} is true, but activation_checkpointing is {asked} (from "
-            f"{draft.sources['activation_checkpointing']}). Pass --activation_checkpointing {wanted}, or write false there."
+            f"{file}: {key} is true, but activation_checkpointing is {current} (from "
+            f"{draft.sources['activation_checkpointing']}). Pass --activation_checkpointing {mode}, or write false there."
         )

@@ -20,16 +20,17 @@ _IN_JSON = "sequence_parallel_size"
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Read the sizes of the groups into ``plan``. Call it after the rest of the strategy file was read."""
-    said = (plan.deepspeed_config or {}).get(_IN_JSON)
+    size_in_json = (plan.deepspeed_config or {}).get(_IN_JSON)
     if true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         _read_sizes(plan, environ)
-    if said not in (None, plan.sequence):
+    if size_in_json not in (None, plan.sequence):
         plan.problems.append(
-            f"{plan.config_file}: {_IN_JSON} is {json.dumps(said)}, and parallelism_config_sp_size of the Accelerate YAML is "
-            f"{plan.sequence}. Remove it from the JSON; the YAML's size is used."
+            f"{plan.config_file}: {_IN_JSON} is {json.dumps(size_in_json)}, and parallelism_config_sp_size of the Accelerate "
+            f"YAML is {plan.sequence}. Remove it from the JSON; the YAML's size is used."
         )
     if plan.deepspeed_config is not None and plan.sequence > 1:
-        plan.deepspeed_config[_IN_JSON] = plan.sequence  # ZeRO-3 reads it while the model is loaded, before there are groups
+        # ZeRO-3 reads it while the model is loaded, before there are groups.
+        plan.deepspeed_config[_IN_JSON] = plan.sequence
     _check_combination(plan)
 
 
@@ -47,12 +48,15 @@ def _read_sizes(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
                 f"accelerate_configs/{file}.yaml, or set it to 1."
             )
         elif plan.world_size % size:
+            fitting = -(-plan.world_size // size) * size
             plan.problems.append(
-                f"{where}; groups of {size} do not divide {plan.world_size} processes. Pass --num_processes "
-                f"{-(-plan.world_size // size) * size}, or write a size that does."
+                f"{where}; groups of {size} do not divide {plan.world_size} processes. Pass --num_processes {fitting}, or "
+                "write a size that does."
             )
+        elif key == "sp":
+            plan.sequence = size
         else:
-            setattr(plan, "sequence" if key == "sp" else "context", size)
+            plan.context = size
 
 
 def _check_combination(plan: LaunchPlan) -> None:
@@ -80,10 +84,12 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
     Args:
         facts: the model's config.json; None if it is not on this machine.
     """
-    size, config = plan.sequence * plan.context, draft.config
+    config = draft.config
+    size = plan.sequence * plan.context
     if size == 1:
         return
-    if flag := config.rows_shared_by:
+    flag = config.rows_shared_by
+    if flag:
         plan.problems.append(
             f"{flag}: {plan.name} splits rows among {size} processes without masks, so samples that share a row would see "
             f"each other. Pass --{flag} false (and --group_by_length to pad less)."
@@ -93,9 +99,10 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
             f"attn_implementation: {config.attn_implementation} (from {draft.sources['attn_implementation']}), and {plan.name} "
             "splits rows under sdpa only, which runs the flash kernels on GPUs. Use auto or sdpa."
         )
-    else:
-        draft.set(f"{plan.name}: auto", **({"attn_implementation": "sdpa"} if config.attn_implementation == "auto" else {}))
-    plan.problems += unfit_for_split(plan, facts) if facts else []
+    elif config.attn_implementation == "auto":
+        draft.set(f"{plan.name}: auto", attn_implementation="sdpa")
+    if facts:
+        plan.problems += unfit_for_split(plan, facts)
     multiple = 2 * size if plan.context > 1 else size
     plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
 
@@ -107,9 +114,9 @@ def unfit_for_split(plan: LaunchPlan, facts: Mapping[str, Any], *, complete: boo
         facts: the model's config.json.
         complete: they are all values of transformers' config, which fills in what a config.json lacks.
     """
-    size, problems = plan.sequence * plan.context, []
-    if size == 1:
+    if plan.sequence * plan.context == 1:
         return []
+    problems = []
     facts = {**facts, **(facts.get("text_config") or {})}
     if facts.get("is_encoder_decoder"):
         problems.append(f"model: it is an encoder-decoder, and {plan.name} splits the rows of decoders only. Use another file.")
@@ -122,11 +129,12 @@ def unfit_for_split(plan: LaunchPlan, facts: Mapping[str, Any], *, complete: boo
             "rows. Use a strategy file that does not split rows."
         )
     heads = {key: facts[key] for key in ("num_attention_heads", "num_key_value_heads") if facts.get(key)}
-    odd = ", ".join(f"{key} {count}" for key, count in heads.items() if count % plan.sequence)
-    if odd:
+    indivisible = ", ".join(f"{key} {count}" for key, count in heads.items() if count % plan.sequence)
+    if indivisible:
         problems.append(
-            f"parallelism_config_sp_size: {size} processes share the heads of each layer, and do not divide {odd}. Set a size "
-            "that does, or use accelerate_configs/fsdp_context.yaml, which does not split heads."
+            f"parallelism_config_sp_size: {plan.sequence * plan.context} processes share the heads of each layer, and do not "
+            f"divide {indivisible}. Set a size that does, or use accelerate_configs/fsdp_context.yaml, which does not split "
+            "heads."
         )
     if complete and plan.sequence > 1 and len(heads) < 2:
         problems.append(
@@ -134,7 +142,7 @@ def unfit_for_split(plan: LaunchPlan, facts: Mapping[str, Any], *, complete: boo
             f"{facts.get('model_type')} model does not have. Use accelerate_configs/fsdp_context.yaml, which does not split "
             "heads."
         )
-    dropout = max((float(facts.get(key) or 0) for key in ("attention_dropout", "attn_pdrop")), default=0.0)
+    dropout = max(float(facts.get("attention_dropout") or 0), float(facts.get("attn_pdrop") or 0))
     if plan.context > 1 and dropout:
         problems.append(
             f"model: its config asks for attention dropout of {dropout:g}, which {plan.name} does not have. Set it to 0 in the "
