@@ -65,13 +65,13 @@ def test_modules_that_cannot_be_trained_are_refused(llama, name, words):
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ConfigError, match=words):
-        add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, whole=[name])
+        add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, modules_to_save=[name])
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_tied_embeddings_are_trained_once_under_either_name(llama, name):
     model, _ = llama
-    made = add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, whole=[name])
+    made = add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, modules_to_save=[name])
     whole = [weight for key, weight in made.named_parameters() if weight.requires_grad and "lora" not in key]
     assert len(whole) == 1
     assert made.get_output_embeddings().modules_to_save["default"].weight is whole[0]

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Method = Literal["lora", "rslora", "dora", "pissa", "ia3"]
-ADAPTER, INITIAL = "default", "initial"
-"""Names of the trained adapter in the model, and of the frozen copy of its initial weights under PiSSA."""
+ADAPTER = "default"
+"""Name of the trained adapter in the model."""
+INITIAL = "initial"
+"""Name of the frozen copy of the adapter's initial weights under PiSSA."""
 REFUSED = {
     "vera": "its random projections are buffers, which peft {peft} neither saves nor lets FSDP2 shard",
     "olora": "it changes the base weights, so the saved adapter would not fit the base. pissa is converted when it is saved",
@@ -89,33 +91,42 @@ class AdapterConfig(RecipeConfig):
         return value
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         try:
             re.compile(pattern_of(self.lora_target_modules) or "")
         except re.error as error:
-            found.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
-        given: list[str] = [key for key in (*LORA_KEYS, "new_tokens") if key in self.model_fields_set]
-        if not self.trains_adapters and "new_tokens" in given:
-            given.remove("new_tokens")  # of a run that trains all weights
+            problems.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
+        problems += self._conflicting_settings()
         if self.adapter_path is not None:
-            given += ["adapter"] * ("adapter" in self.model_fields_set)
-            found += [
+            problems += _unusable_adapter(Path(self.adapter_path).expanduser())
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if self.adapter == "pissa" and getattr(self, key, False):
+                problems.append(
+                    f"adapter: pissa decomposes the base weights, which {key}=True has packed. Use --adapter lora, or drop "
+                    f"{key}."
+                )
+                break
+        return problems
+
+    def _conflicting_settings(self) -> list[str]:
+        """Return a problem for each setting of LoRA that this run would not read."""
+        keys = [key for key in LORA_KEYS if key in self.model_fields_set]
+        # A run that trains all weights can learn new tokens too.
+        if self.trains_adapters and "new_tokens" in self.model_fields_set:
+            keys.append("new_tokens")
+        if self.adapter_path is not None:
+            if "adapter" in self.model_fields_set:
+                keys.append("adapter")
+            return [
                 f"{key}: it is {getattr(self, key)!r}, and adapter_path={self.adapter_path} has its own. Drop one of the two."
-                for key in given
+                for key in keys
             ]
-            found += _unusable_adapter(Path(self.adapter_path).expanduser())
-        elif self.adapter in (None, "ia3"):
-            found += [
+        if self.adapter in (None, "ia3"):
+            return [
                 f"{key}: it is a setting of LoRA, which adapter={self.adapter} does not read. Drop it, or use --adapter lora."
-                for key in given
+                for key in keys
             ]
-        packed = [key for key in ("load_in_4bit", "load_in_8bit") if getattr(self, key, False)]
-        if self.adapter == "pissa" and packed:
-            found.append(
-                f"adapter: pissa decomposes the base weights, which {packed[0]}=True has packed. Use --adapter lora, or drop "
-                f"{packed[0]}."
-            )
-        return found
+        return []
 
 
 def pattern_of(targets: list[str]) -> str | None:
@@ -124,7 +135,9 @@ def pattern_of(targets: list[str]) -> str | None:
     >>> pattern_of([r".*layers\\.[0-3]\\..*_proj"]) is not None, pattern_of(["q_proj", "v_proj"]), pattern_of(["all-linear"])
     (True, None, None)
     """
-    return targets[0] if len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0]) else None
+    if len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0]):
+        return targets[0]
+    return None
 
 
 def adapted(
@@ -147,10 +160,17 @@ def adapted(
     if values.get("adapter_path"):
         return continue_adapter(model, Path(values["adapter_path"]).expanduser(), revision=revision)
     return add_adapter(
-        model, values.get("adapter", "lora"), rank=values["lora_r"], alpha=values["lora_alpha"], dropout=values["lora_dropout"],
-        targets=values["lora_target_modules"], seed=values["seed"], revision=revision, whole=values.get("modules_to_save", ()),
+        model,
+        values.get("adapter", "lora"),
+        rank=values["lora_r"],
+        alpha=values["lora_alpha"],
+        dropout=values["lora_dropout"],
+        targets=values["lora_target_modules"],
+        seed=values["seed"],
+        revision=revision,
+        modules_to_save=values.get("modules_to_save", ()),
         vocabulary=bool(values.get("new_tokens")),
-    )  # fmt: skip
+    )
 
 
 def add_adapter(
@@ -163,7 +183,7 @@ def add_adapter(
     targets: list[str],
     seed: int,
     revision: str = "main",
-    whole: Sequence[str] = (),
+    modules_to_save: Sequence[str] = (),
     vocabulary: bool = False,
 ) -> PeftModel:
     """Freeze ``model`` and put new adapters beside its ``targets``.
@@ -175,7 +195,7 @@ def add_adapter(
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
             output head. Modules that no text reaches, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
-        whole: names of modules that are trained whole.
+        modules_to_save: names of modules that are trained whole.
         vocabulary: also train the input and output embeddings whole.
 
     Raises:
@@ -190,22 +210,35 @@ def add_adapter(
     if method == "ia3":
         return _put_in(model, IA3Config(task_type=task, exclude_modules=excluded), revision)
     embeddings = embedding_names(model)
-    modules = _whole_modules(model, [*whole, *(embeddings if vocabulary else ())])
-    tied = are_tied(model) and embeddings[0] in modules
-    if tied and model.config.is_encoder_decoder:
+    if vocabulary:
+        modules_to_save = [*modules_to_save, *embeddings]
+    modules = _resolve_modules(model, modules_to_save)
+    trains_tied = are_tied(model) and embeddings[0] in modules
+    if trains_tied and model.config.is_encoder_decoder:
         raise ConfigError(
             f"{'new_tokens' if vocabulary else 'modules_to_save'}: encoder, decoder and output of a {model.config.model_type} "
             "share their embeddings, and peft would train a copy that none of them reads. Train all weights: drop --adapter."
         )
+    # peft takes a list of names, or a text: a regular expression, or its word for all linear layers.
+    target_modules: str | list[str] = pattern_of(targets) or targets
+    if targets == ["all-linear"]:
+        target_modules = "all-linear"
     config = LoraConfig(
-        r=rank, lora_alpha=cast("int", alpha), lora_dropout=dropout, task_type=task, use_rslora=method == "rslora",
-        target_modules=targets[0] if targets == ["all-linear"] else pattern_of(targets) or targets, use_dora=method == "dora",
-        modules_to_save=modules or None, ensure_weight_tying=tied, exclude_modules=excluded,
-    )  # fmt: skip
-    made = _put_in(model, config, revision)
+        r=rank,
+        lora_alpha=cast("int", alpha),
+        lora_dropout=dropout,
+        task_type=task,
+        use_rslora=method == "rslora",
+        use_dora=method == "dora",
+        target_modules=target_modules,
+        exclude_modules=excluded,
+        modules_to_save=modules or None,
+        ensure_weight_tying=trains_tied,
+    )
+    adapted_model = _put_in(model, config, revision)
     if method == "pissa":
-        _start_from_principal_parts(made, config)
-    return made
+        _start_from_principal_components(adapted_model, config)
+    return adapted_model
 
 
 def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "main") -> PeftModel:
@@ -223,22 +256,27 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     config.inference_mode = False
     weights = load_peft_weights(str(folder), device="cpu")
     grow_for_adapter(model, folder)
-    facts = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    made = _put_in(model, config, revision)
+    # A checkpoint records the config as JSON, which has no sets.
+    facts = {}
+    for key, value in config.to_dict().items():
+        facts[key] = sorted(value) if isinstance(value, set) else value
+    adapted_model = _put_in(model, config, revision)
     try:
-        result: Any = set_peft_model_state_dict(made, weights)
+        result: Any = set_peft_model_state_dict(adapted_model, weights)
     except RuntimeError as error:
         raise ConfigError(f"adapter_path: {folder} does not fit this model: {error}") from error
-    lost = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{ADAPTER}" in key)]
-    if lost:
+    # The base's own weights are missing in every adapter.
+    unmatched = [*result.unexpected_keys]
+    unmatched += [key for key in result.missing_keys if f".{ADAPTER}" in key]
+    if unmatched:
         raise ConfigError(
-            f"adapter_path: {folder} was made for another model: {lost[0]} (and {len(lost) - 1} more) is in one and not in the "
-            "other. Give the model that its adapter_config.json names."
+            f"adapter_path: {folder} was made for another model: {unmatched[0]} (and {len(unmatched) - 1} more) is in one and "
+            "not in the other. Give the model that its adapter_config.json names."
         )
     base = getattr(model, "base_facts", None)
     if base is not None:
         base["adapter"] = facts
-    return made
+    return adapted_model
 
 
 def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -248,9 +286,10 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     if not file.exists():
         return
-    with safe_open(file, "pt") as held:
-        names = [key for key in held.keys() if key.endswith(tuple(f".{name}.weight" for name in embedding_names(model)))]  # noqa: SIM118
-        grow_embeddings(model, max((held.get_slice(key).get_shape()[0] for key in names), default=0))
+    suffixes = tuple(f".{name}.weight" for name in embedding_names(model))
+    with safe_open(file, "pt") as weights:
+        names = [name for name in weights.keys() if name.endswith(suffixes)]  # noqa: SIM118
+        grow_embeddings(model, max((weights.get_slice(name).get_shape()[0] for name in names), default=0))
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -262,56 +301,69 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
     Args:
         weights: name -> whole weight, with the buffers of `INITIAL`.
     """
-    pissa = INITIAL in model.peft_config
-    joined = dict(weights)
-    for name in weights if pissa else ():
-        if f".{ADAPTER}." in name:
-            side = 0 if ".lora_A." in name else 1
-            start = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
-            joined[name] = torch.cat([weights[name], start.to(weights[name])], side)
+    is_pissa = INITIAL in model.peft_config
+    saved_weights = dict(weights)
+    if is_pissa:
+        for name, weight in weights.items():
+            if f".{ADAPTER}." in name:
+                initial = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
+                rank_dimension = 0 if ".lora_A." in name else 1
+                saved_weights[name] = torch.cat([weight, initial.to(weight)], rank_dimension)
+    # peft asks for tied weights under each of their names.
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(parameter, name)  # peft asks for tied weights under each of their names
-        if first in joined:
-            joined[name] = joined[first]
-    # the embeddings that a run changes are among the modules that it trains whole
-    model.save_pretrained(str(folder), state_dict=joined, selected_adapters=[ADAPTER], save_embedding_layers=False)
-    # peft's card is a form that nobody has filled in; see `zerobook.models.card`
+        first_name = names.setdefault(parameter, name)
+        if first_name in saved_weights:
+            saved_weights[name] = saved_weights[first_name]
+    # The embeddings that a run changes are among the modules that it trains whole.
+    model.save_pretrained(str(folder), state_dict=saved_weights, selected_adapters=[ADAPTER], save_embedding_layers=False)
+    # peft's card is a form that nobody has filled in; see `zerobook.models.card`.
     (folder / "README.md").unlink(missing_ok=True)
-    if pissa:
+    if is_pissa:
         file = folder / "adapter_config.json"
         facts = read_json(file)
-        file.write_text(json.dumps(facts | {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}, indent=2) + "\n")
+        facts |= {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}
+        file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _whole_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """Return the names of modules to train whole, each once.
 
     Raises:
         ConfigError: the model has no such module, or its weights are quantised.
     """
-    there = dict(model.named_modules())
-    if are_tied(model):  # one weight under two names: peft takes the first, and ties the copies
-        paths = {id(module): path for path, module in there.items()}
-        last, first = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1], embedding_names(model)[0]
-        names = [first if name == last else name for name in names]
-    wanted = list(dict.fromkeys(names))
-    for name in wanted:
-        found = [path for path in there if f".{path}".endswith(f".{name}")]
-        if not found:
-            named = sorted({path.rsplit(".", 1)[-1] for path, module in there.items() if [*module.parameters(recurse=False)]})
-            raise ConfigError(f"modules_to_save: the model has no module {name}. Its modules: {', '.join(named)}.")
-        packed = [path for path in found for weight in there[path].parameters() if not weight.is_floating_point()]
-        if packed:
-            raise ConfigError(f"modules_to_save: {packed[0]} is quantised, and integers are not trained. Drop {name}.")
-    return wanted
+    modules = dict(model.named_modules())
+    if are_tied(model):
+        # One weight under two names: peft takes the first, and ties the copies.
+        paths = {id(module): path for path, module in modules.items()}
+        output_name = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1]
+        input_name = embedding_names(model)[0]
+        names = [input_name if name == output_name else name for name in names]
+    unique_names = list(dict.fromkeys(names))
+    for name in unique_names:
+        matches = [path for path in modules if f".{path}".endswith(f".{name}")]
+        if not matches:
+            known_names = set()
+            for path, module in modules.items():
+                if list(module.parameters(recurse=False)):
+                    known_names.add(path.rsplit(".", 1)[-1])
+            raise ConfigError(
+                f"modules_to_save: the model has no module {name}. Its modules: {', '.join(sorted(known_names))}."
+            )
+        for path in matches:
+            if not all(weight.is_floating_point() for weight in modules[path].parameters()):
+                raise ConfigError(f"modules_to_save: {path} is quantised, and integers are not trained. Drop {name}.")
+    return unique_names
 
 
 def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
     """Return a regular expression for the paths of the modules that get no adapters; None where all may get them."""
-    paths = unreached_modules(model) + [path for path, module in model.named_modules() if _is_router(module)]
+    paths = unreached_modules(model)
+    paths += [path for path, module in model.named_modules() if _is_router(module)]
+    if not paths:
+        return None
     alternatives = "|".join(map(re.escape, paths))
-    return rf"({alternatives})(\..*)?" if paths else None
+    return rf"({alternatives})(\..*)?"
 
 
 def _is_router(module: nn.Module) -> bool:
@@ -323,22 +375,23 @@ def _is_router(module: nn.Module) -> bool:
 def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
     from peft import get_peft_model
 
+    # The commit, where it is known: a branch may move before somebody loads the adapter.
+    revision = getattr(model, "base_commit", None) or revision
     try:
-        made = get_peft_model(model, config, adapter_name=ADAPTER, revision=getattr(model, "base_commit", None) or revision)
+        return cast("PeftModel", get_peft_model(model, config, adapter_name=ADAPTER, revision=revision))
     except ValueError as error:
-        linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         if config.peft_type == "IA3":
             raise ConfigError(
                 f"adapter: peft does not know which modules of a {model.config.model_type} ia3 scales ({error}). Use lora."
             ) from error
+        linear_layers = {path.rsplit(".", 1)[-1] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
             f"lora_target_modules: {getattr(config, 'target_modules', None)} does not fit this model ({error}). Its linear "
-            f"layers: {', '.join(linear)}."
+            f"layers: {', '.join(sorted(linear_layers))}."
         ) from error
-    return cast("PeftModel", made)
 
 
-def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
+def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> None:
     """Initialise LoRA with the largest singular values of the base weights, and keep a frozen copy that is subtracted.
 
     PiSSA subtracts the initial product from the base weights. Here the base stays as it was loaded, so a checkpoint needs no
@@ -367,11 +420,13 @@ def _start_from_principal_parts(model: PeftModel, config: PeftConfig) -> None:
             first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
         scale = module.scaling[ADAPTER] ** 0.5
         for layers, value, sign in ((module.lora_A, first, 1), (module.lora_B, second, -1)):
-            trained, kept = layers[ADAPTER], layers[INITIAL]
+            trained = layers[ADAPTER]
+            initial = layers[INITIAL]
             value = (value / scale).to(trained.weight).contiguous()
             trained.weight.data = value
-            del kept.weight
-            kept.register_buffer("weight", sign * value)
+            # The negative product of the copy is added, so the model begins as the base.
+            del initial.weight
+            initial.register_buffer("weight", sign * value)
     cast("LoraModel", model.base_model).set_adapter([ADAPTER, INITIAL])
 
 
@@ -393,7 +448,8 @@ def _unusable_adapter(folder: Path) -> list[str]:
         return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
     try:
         facts = read_json(file)
-        kind, start = facts["peft_type"], facts.get("init_lora_weights")
+        kind = facts["peft_type"]
+        start = facts.get("init_lora_weights")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [f"adapter_path: {file} is not an adapter's config: {error!r}."]
     if kind not in ("LORA", "IA3"):

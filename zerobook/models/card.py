@@ -64,14 +64,18 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
     base = model_name(config)
     on_hub = _on_hub(config["model_name_or_path"])
     data = data_names(config)
-    loss, method = progress.get("eval_loss"), training_method(config)
+    method = training_method(config)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["zerobook", method]}
+    trained_from = _shown(str(base))
     if on_hub:
         head["base_model"] = base
-    if named := [name for name in data if _on_hub(name)]:
-        head["datasets"] = named
+        trained_from += f", revision {config.get('model_revision')}"
+    hub_data = [name for name in data if _on_hub(name)]
+    if hub_data:
+        head["datasets"] = hub_data
+    loss = progress.get("eval_loss")
     rows = {
-        "trained from": _shown(str(base)) + (f", revision {config.get('model_revision')}" if on_hub else ""),
+        "trained from": trained_from,
         "trained on": ", ".join(map(_shown, data)),
         "dataset revision": config.get("dataset_revision"),
         "method": method,
@@ -85,40 +89,44 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
         "held-out loss": "not measured at this step" if loss is None or not math.isfinite(loss) else f"{loss:.4f}",
         "strategy": f"{training.strategy}, {counted(training.world_size, 'process')}",
         "data fingerprint": progress["data_fingerprint"],
-    } | _of_run(training.run)
-    load = LOAD["adapter" if adapter else "model"].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
+    }
+    rows |= _describe_run(training.run)
+    task = "Seq2SeqLM" if seq2seq else "CausalLM"
+    load = LOAD["adapter" if adapter else "model"].format(task=task)
     lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {training.run.resolve().name}, step {progress['step']}", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in (None, "")]
     lines += ["", "## Use", "", "```python", load, "```", "", "## Limits", ""]
     lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
-    return "\n".join([*lines, *(f"{note[0].upper()}{note[1:]}." for note in notes)]) + "\n"
+    lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
+    return "\n".join(lines) + "\n"
 
 
-def _of_run(folder: Path) -> dict[str, Any]:
+def _describe_run(folder: Path) -> dict[str, Any]:
     """Return what the runlog tells of the run; nothing where there is none."""
     try:
         history = History.read(folder)
     except RunLogError:
         return {}
-    found: dict[str, Any] = {"time": duration(history.time().total)}
-    env, starts = history.of("env"), history.of("run_start")
-    if env:
-        gpus = env[-1]["gpus"]
-        found["hardware"] = f"{len(gpus)} x {gpus[0]}" if gpus else f"{env[-1]['cpus']} CPU cores"
+    rows: dict[str, Any] = {"time": duration(history.time().total)}
+    environments = history.of("env")
+    starts = history.of("run_start")
+    if environments:
+        gpus = environments[-1]["gpus"]
+        rows["hardware"] = f"{len(gpus)} x {gpus[0]}" if gpus else f"{environments[-1]['cpus']} CPU cores"
     if starts:
         versions = starts[-1]["versions"]
-        named = ("torch", "transformers", "accelerate", "deepspeed")
-        found["code"] = code_version(starts[-1])
-        found["versions"] = ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
-    rollbacks = [event for event in history.of("rollback") if event["phase"] == "outcome"]
-    alarms, left_out = (
-        sum(event["alarm"] for event in history.of("spike")),
-        sum(event["samples"] for event in history.of("skip")),
-    )
-    counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": len(rollbacks), "samples left out": left_out}
-    found["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
-    return found
+        libraries = [name for name in ("torch", "transformers", "accelerate", "deepspeed") if name in versions]
+        rows["code"] = code_version(starts[-1])
+        rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in libraries)
+    counts = {
+        "attempts": len(starts),
+        "alarms": sum(event["alarm"] for event in history.of("spike")),
+        "rollbacks": sum(event["phase"] == "outcome" for event in history.of("rollback")),
+        "samples left out": sum(event["samples"] for event in history.of("skip")),
+    }
+    rows["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return rows
 
 
 def _on_hub(name: str | None) -> bool:

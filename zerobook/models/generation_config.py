@@ -18,37 +18,48 @@ RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_pen
 
 
 def decoding(
-    own: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0, **rules: float | None
+    model_settings: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0, **rules: float | None
 ) -> GenerationConfig:
     """Return a config of deterministic beam search (greedy with one beam); set it as ``model.generation_config``.
 
     Args:
-        own: the model's own config. Its special tokens stay. Its lengths, beams and sampling are replaced, so that they
-            neither override the arguments nor conflict with them.
+        model_settings: the model's own config. Its special tokens stay. Its lengths, beams and sampling are replaced, so that
+            they neither override the arguments nor conflict with them.
         max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
         min_tokens: minimum number of tokens before the end token.
         rules: values of `RULES`. The model's own value stays where one is None or not given.
     """
-    config = copy.deepcopy(own)
+    config = copy.deepcopy(model_settings)
     config.update(
-        num_beams=num_beams, max_new_tokens=max_tokens, min_new_tokens=min_tokens or None, max_length=None, min_length=None,
-        do_sample=False, temperature=None, top_k=None, top_p=None, typical_p=None, use_cache=True,
-    )  # fmt: skip
-    config._from_model_config = False  # otherwise the file says that it was derived from config.json
+        num_beams=num_beams,
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens or None,
+        max_length=None,
+        min_length=None,
+        do_sample=False,
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        typical_p=None,
+        use_cache=True,
+    )
+    # Otherwise the file says that it was derived from config.json.
+    config._from_model_config = False
     config.update(**{name: value for name, value in rules.items() if value is not None})
     if num_beams == 1:
-        config.update(early_stopping=None, length_penalty=None)  # transformers refuses to save these without beams
+        # transformers refuses to save these without beams.
+        config.update(early_stopping=None, length_penalty=None)
     return config
 
 
-def stop_tokens(own: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool) -> list[int]:
+def stop_tokens(model_settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool) -> list[int]:
     """Return every token that ends an answer: those of the model's own generation config, and those that training ends with.
 
     A base model's config often names the end of a document only, while its chat template ends turns with another token.
     """
-    ends = own.eos_token_id
-    named = set(ends if isinstance(ends, list) else [ends]) - {None}
-    return sorted(named | end_tokens(tokenizer, chats=not encoder_decoder))
+    ends = model_settings.eos_token_id
+    model_ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+    return sorted(model_ends | end_tokens(tokenizer, chats=not encoder_decoder))
 
 
 def _one_or_all(tokens: list[int]) -> int | list[int] | None:
@@ -63,7 +74,8 @@ def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTra
     """
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
-    config._from_model_config = False  # otherwise the file says that it was derived from config.json, which names fewer tokens
+    # Otherwise the file says that it was derived from config.json, which names fewer tokens.
+    config._from_model_config = False
     if prefix_of(model) and hasattr(model, "peft_config"):  # an adapter has no config.json
         config.source_prefix = prefix_of(model)  # type: ignore[union-attr]  # it keeps keys that it does not know
     config.to_json_file(folder / "generation_config.json", use_diff=True)
@@ -89,8 +101,8 @@ def answer_as_measured(
 
     Both are saved with the model, so that it later generates as it did in the evaluation. `decoding` explains the settings.
     """
-    own = model.generation_config
-    model.generation_config = decoding(own, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens, **rules)
-    model.generation_config.eos_token_id = _one_or_all(stop_tokens(own, tokenizer, encoder_decoder=True))
+    settings = model.generation_config
+    model.generation_config = decoding(settings, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens, **rules)
+    model.generation_config.eos_token_id = _one_or_all(stop_tokens(settings, tokenizer, encoder_decoder=True))
     tasks = getattr(model.config, "task_specific_params", None) or {}
     model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}

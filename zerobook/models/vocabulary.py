@@ -23,8 +23,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     """
     from tokenizers import AddedToken
 
-    known, template = tokenizer.get_vocab(), str(tokenizer.chat_template or "")
-    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    vocabulary = tokenizer.get_vocab()
+    template = str(tokenizer.chat_template or "")
+    new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
     for token in new:
         tokenizer.add_tokens(AddedToken(token, special=token in template, normalized=False))
     tokenizer.new_token_ids = sorted(cast("list[int]", tokenizer.convert_tokens_to_ids(new)))
@@ -50,7 +51,8 @@ def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
     """Give the input and output embeddings at least ``rows`` rows. ``base_facts`` of the model records their number."""
     if rows <= cast("nn.Embedding", model.get_input_embeddings()).num_embeddings:
         return
-    model.resize_token_embeddings(rows, mean_resizing=False)  # the mean of transformers is drawn at random
+    # The new rows of transformers are drawn at random around the mean.
+    model.resize_token_embeddings(rows, mean_resizing=False)
     facts = getattr(model, "base_facts", None)
     if facts is not None:
         facts["embedding_rows"] = rows
@@ -58,16 +60,24 @@ def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
 
 def are_tied(model: PreTrainedModel) -> bool:
     """Return whether the output embeddings are the input embeddings."""
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    return last is not None and cast("nn.Embedding", first).weight is cast("nn.Linear", last).weight
+    inputs = model.get_input_embeddings()
+    outputs = model.get_output_embeddings()
+    return outputs is not None and cast("nn.Embedding", inputs).weight is cast("nn.Linear", outputs).weight
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the input and, where they are not tied, the output embeddings, as peft's ``modules_to_save`` takes
     them."""
-    wanted = [model.get_input_embeddings(), *([] if are_tied(model) else [model.get_output_embeddings()])]
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(module)].rsplit(".", 1)[-1] for module in wanted if module is not None]
+    return [names[id(module)].rsplit(".", 1)[-1] for module in _embeddings(model)]
+
+
+def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the input and, where they are not tied, the output embeddings."""
+    embeddings = [model.get_input_embeddings()]
+    if not are_tied(model):
+        embeddings.append(model.get_output_embeddings())
+    return [module for module in embeddings if module is not None]
 
 
 def _start_at_mean(model: PreTrainedModel, new: list[int]) -> None:
@@ -78,11 +88,12 @@ def _start_at_mean(model: PreTrainedModel, new: list[int]) -> None:
     """
     from peft.utils.integrations import gather_params_ctx
 
-    modules = [model.get_input_embeddings(), *([] if are_tied(model) else [model.get_output_embeddings()])]
-    for module in filter(None, modules):
+    for module in _embeddings(model):
         weight = cast("nn.Parameter", cast("nn.Embedding", module).weight)
-        if weight.is_meta:  # under FSDP2, rank 0 alone has loaded the weights
+        # Under FSDP2, rank 0 alone has loaded the weights.
+        if weight.is_meta:
             continue
         with torch.no_grad(), gather_params_ctx([weight]):
-            if len(weight):  # under ZeRO-3, rank 0's change is sent to the others
+            # Under ZeRO-3, rank 0's change is sent to the others.
+            if len(weight):
                 weight[new] = weight[: new[0]].float().mean(0).to(weight.dtype)

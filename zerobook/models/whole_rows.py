@@ -24,7 +24,8 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
     """
     if strategy.token_split is None:
         return
-    size, name = strategy.token_split.size, strategy.plan.name
+    size = strategy.token_split.size
+    name = strategy.plan.name
     if not objective.splits_tokens(strategy.model):
         raise ConfigError(
             f"objective: {name} gives each of {size} processes a part of each row's tokens, and {type(objective).__name__} "
@@ -32,10 +33,11 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
             "Use a strategy file that does not split rows, or see splits_tokens in docs/how-to/custom_loss.md."
         )
     try:
-        difference = _difference(strategy)
+        difference = _measure_difference(strategy)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # architectures raise different errors for arguments that they do not take
+    # Architectures raise different errors for arguments that they do not take.
+    except Exception as error:
         why = f"its forward pass fails on a part of a row ({type(error).__name__}: {error})"
     else:
         if difference <= _ROUNDING[strategy.plan.precision]:
@@ -48,22 +50,27 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
 
 
 @torch.no_grad()
-def _difference(strategy: Strategy) -> float:
+def _measure_difference(strategy: Strategy) -> float:
     """Return the difference of a split row's logits from the whole row's: root mean squares, as a share; over all ranks."""
     assert strategy.token_split is not None
-    model, was_training = strategy.model, strategy.model.training
-    ids = torch.as_tensor(random_tokens(strategy, _TOKENS * strategy.token_split.size), device=strategy.device)[None]
+    model = strategy.model
+    was_training = model.training
+    tokens = random_tokens(strategy, _TOKENS * strategy.token_split.size)
+    ids = torch.as_tensor(tokens, device=strategy.device)[None]
     positions = torch.arange(ids.size(1), device=strategy.device)[None]
     model.eval()
     try:
-        whole = model(input_ids=ids, position_ids=positions).logits.float()
-        with strategy.split_tokens({"input_ids": ids, "labels": ids}) as part:
-            inputs, _ = with_targets(part)
-            mine = model(**inputs).logits.float()
-        expected = whole[:, part["position_ids"][0]]
-        found = torch.stack([(mine - expected).square().sum(), expected.square().sum()])
+        row_logits = model(input_ids=ids, position_ids=positions).logits.float()
+        with strategy.split_tokens({"input_ids": ids, "labels": ids}) as piece:
+            inputs, _ = with_targets(piece)
+            logits = model(**inputs).logits.float()
+        # The whole row's logits for the tokens that this process has of the split row.
+        expected = row_logits[:, piece["position_ids"][0]]
+        sums = torch.stack([(logits - expected).square().sum(), expected.square().sum()])
     finally:
         model.train(was_training)
         strategy.release_gathered_parameters()
-    apart, size = strategy.sum_over_ranks(found).tolist()
-    return float(np.sqrt(apart / max(size, 1e-12))) if np.isfinite(apart) else float("inf")
+    difference, size = strategy.sum_over_ranks(sums).tolist()
+    if not np.isfinite(difference):
+        return float("inf")
+    return float(np.sqrt(difference / max(size, 1e-12)))
