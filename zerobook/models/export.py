@@ -55,28 +55,23 @@ def export_checkpoint(
     """
     hush_loading()
     _require_free(folder)
-    kept = store.read_json(checkpoint / "config.json")
-    config = kept["config"]
-    notes: list[str] = []
-    revision = kept.get("base_commit") or config["model_revision"]  # a branch may have moved since
-    found, base = _base_model(kept, checkpoint, revision, trust_remote_code)
-    model: Model = found
-    tokenizer = _tokenizer(config, kept.get("chat_template"), base, revision, trust_remote_code)
-    if config["chat_template"] and "chat_template" not in kept:
-        notes.append(
-            f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
-        )
+    recorded = store.read_json(checkpoint / "config.json")
+    config = recorded["config"]
     adapts = trains_adapters(config)
-    grow_embeddings(found, (kept.get("base") or {}).get("embedding_rows", 0))
+
+    # Build the model of the checkpoint, in fp32. A branch may have moved since, so the recorded commit comes first.
+    revision = recorded.get("base_commit") or config["model_revision"]
+    base_model, base = _base_model(recorded, checkpoint, revision, trust_remote_code)
+    tokenizer = _tokenizer(config, recorded.get("chat_template"), base, revision, trust_remote_code)
+    base_facts = recorded.get("base") or {}
+    grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
+    model: Model = base_model
     if adapts:
-        recorded = (kept.get("base") or {}).get("adapter")
-        model = adapted(found, config, revision=revision, recorded=recorded)
+        model = adapted(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
     _fill(model, checkpoint, adapts)
-    bits = 4 if config.get("load_in_4bit") else 8 if config.get("load_in_8bit") else None
-    if adapts and bits:
-        notes.append(
-            f"the adapter was trained beside {bits}-bit weights, and stands here beside the full ones: answers can differ"
-        )
+    notes = _describe_limits(recorded, adapts)
+
+    # Bring it into the form that is written.
     if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
@@ -84,11 +79,13 @@ def export_checkpoint(
         _cast(model, dtype)
     training = Training.of_checkpoint(checkpoint)
     text = card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
+
+    # Write it, and compare what was written.
     with staged(folder) as staging:
         with disk_errors_named(folder, "Free some space, or give another --output."):
             _write(model, tokenizer, config, staging)
             (staging / "README.md").write_text(text, encoding="utf-8")
-        difference = _difference(model, _reload(staging, model, base, dtype, trust_remote_code))
+        difference = _compare_logits(model, _reload(staging, model, base, dtype, trust_remote_code))
         if difference > _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
@@ -99,6 +96,23 @@ def export_checkpoint(
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
+def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:
+    """Return notes for people. ``recorded`` is the checkpoint's config.json."""
+    config = recorded["config"]
+    notes = []
+    if config["chat_template"] and "chat_template" not in recorded:
+        notes.append(
+            f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
+        )
+    for bits in (4, 8):
+        if adapts and config.get(f"load_in_{bits}bit"):
+            notes.append(
+                f"the adapter was trained beside {bits}-bit weights, and stands here beside the full ones: answers can differ"
+            )
+            break
+    return notes
+
+
 def _require_free(folder: Path) -> None:
     """Raise `ConfigError` where ``folder`` is a file, or a folder with something in it."""
     if folder.is_file():
@@ -107,11 +121,13 @@ def _require_free(folder: Path) -> None:
         raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
 
 
-def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model that the run began with, in fp32, and its location. ``kept`` is the checkpoint's config.json."""
+def _base_model(
+    recorded: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, str]:
+    """Return the model that the run began with, in fp32, and its location. ``recorded`` is the checkpoint's config.json."""
     import transformers
 
-    name = kept["config"]["model_name_or_path"]
+    name = recorded["config"]["model_name_or_path"]
     source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
@@ -120,15 +136,17 @@ def _base_model(kept: dict[str, Any], checkpoint: Path, revision: str, trust_rem
         kind = auto_class(type(facts), encoder_decoder=facts.is_encoder_decoder)
         model = kind.from_pretrained(source, config=facts, dtype=torch.float32, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        code = " Pass --trust_remote_code to run its code, if you trust it." * ("custom code" in str(error))
+        advice = ""
+        if "custom code" in str(error):
+            advice = " Pass --trust_remote_code to run its code, if you trust it."
         raise CheckpointError(
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
-            f"{str(error).splitlines()[0]}{code}"
+            f"{str(error).splitlines()[0]}{advice}"
         ) from error
     freeze_unreached(model)
-    digested = (kept.get("base") or {}).get("weights") is not None
-    now = origin.facts(facts, hub.folder(source, revision) if digested else None)
-    origin.check(checkpoint, kept, now, weights=not kept.get("base_commit") or Path(source).exists())
+    has_digest = (recorded.get("base") or {}).get("weights") is not None
+    current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
+    origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
     return model, source
 
 
@@ -138,38 +156,44 @@ def _tokenizer(
     """Return the run's tokenizer, with the chat template from the checkpoint. ``revision`` is the base's."""
     name = base
     if config["tokenizer_name"]:
-        name, revision = embedded.located(config["tokenizer_name"]), config["model_revision"]
+        name = embedded.located(config["tokenizer_name"])
+        revision = config["model_revision"]
+    tokens = config.get("new_tokens", ())
     tokenizer, _ = open_tokenizer(
-        name, template=template, revision=revision, trust_remote_code=trust_remote_code,
-        tokens=config.get("new_tokens", ()),
-    )  # fmt: skip
+        name, template=template, revision=revision, trust_remote_code=trust_remote_code, tokens=tokens
+    )
     return tokenizer
 
 
 def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
     """Copy the trained weights into ``model``. Raises `CheckpointError` where one is missing or an adapter is untrained."""
-    reader, parameters = Reader(checkpoint), dict(model.named_parameters())
-    held, trained = reader.index["shapes"], not adapts
-    for name, shape in held.items():
-        if name not in parameters or list(parameters[name].shape) != shape:
-            there = list(parameters[name].shape) if name in parameters else "not there"
-            raise CheckpointError(f"{checkpoint}: {name} is {shape} in it, and {there} in the model that its config names.")
+    reader = Reader(checkpoint)
+    shapes = reader.index["shapes"]
+    parameters = dict(model.named_parameters())
+    is_trained = not adapts
+    for name, shape in shapes.items():
+        model_shape = list(parameters[name].shape) if name in parameters else "not there"
+        if model_shape != shape:
+            raise CheckpointError(
+                f"{checkpoint}: {name} is {shape} in it, and {model_shape} in the model that its config names."
+            )
         value = reader.read_tensor(f"weight/{name}")
-        # lora_A is drawn, and DoRA's magnitudes are computed: another version or machine may get others
-        fixed = adapts and "lora_A" not in name and "lora_magnitude" not in name
-        trained = trained or (fixed and not torch.equal(value, parameters[name]))
+        # lora_A is drawn, and DoRA's magnitudes are computed: another version or machine may get others.
+        has_known_start = "lora_A" not in name and "lora_magnitude" not in name
+        if not is_trained and has_known_start:
+            is_trained = not torch.equal(value, parameters[name])
         with torch.no_grad():
             parameters[name].copy_(value)
     buffers = dict(persistent_buffers(model))
     for name, value in (read_buffers(checkpoint, buffers) or {}).items():
         buffers[name].copy_(value)
-    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in held]
+    missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in shapes]
     if missing:
         raise CheckpointError(
             f"{checkpoint}: it does not hold {missing[0]} (and {len(missing) - 1} more), which a run trains in the "
             "model that its config names. Bring back the model that it was trained from."
         )
-    if not trained:
+    if not is_trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: its weights are the initial ones.")
 
 
@@ -186,16 +210,21 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
 
     use_cache(model, True)
     if "num_beams" in config:
+        # Checkpoints of earlier versions lack the rules.
+        rules = {name: config.get(name) for name in RULES}
         answer_as_measured(
-            model, tokenizer, source_prefix=config["source_prefix"], num_beams=config["num_beams"],
+            model,
+            tokenizer,
+            source_prefix=config["source_prefix"],
+            num_beams=config["num_beams"],
             max_tokens=config["val_max_target_length"] or config["max_target_length"],
             min_tokens=config["val_min_target_length"],
-            **{name: config.get(name) for name in RULES},  # checkpoints of earlier versions lack them
-        )  # fmt: skip
+            **rules,
+        )
     if hasattr(model, "peft_config"):
         adapter = cast("PeftModel", model)
-        trained = {name: p.detach() for name, p in adapter.named_parameters() if p.requires_grad}
-        save_adapter(adapter, folder, trained | dict(persistent_buffers(adapter)))
+        weights = {name: weight.detach() for name, weight in adapter.named_parameters() if weight.requires_grad}
+        save_adapter(adapter, folder, weights | dict(persistent_buffers(adapter)))
     else:
         model.save_pretrained(str(folder))
     save_generation_config(model, tokenizer, folder)
@@ -210,26 +239,31 @@ def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_rem
 
         base_class = type(cast("PreTrainedModel", cast("PeftModel", model).get_base_model()))
         revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
-        whole = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
-        grow_for_adapter(whole, folder)  # as AutoPeftModel does
-        return PeftModel.from_pretrained(whole, folder).eval()
+        base_model = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
+        # As AutoPeftModel does.
+        grow_for_adapter(base_model, folder)
+        return PeftModel.from_pretrained(base_model, folder).eval()
     kind = auto_class(type(model.config), encoder_decoder=model.config.is_encoder_decoder)
     return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code).eval()
 
 
 @torch.no_grad()
-def _difference(one: Model, other: Model) -> float:
+def _compare_logits(model: Model, reloaded: Model) -> float:
     """Return the largest difference of two models' logits on fixed random tokens, as a share of the largest logit.
 
-    The buffers of ``one`` are cast to the dtypes of ``other``'s: transformers casts some when it loads in half precision.
+    The buffers of ``model`` are cast to the dtypes of ``reloaded``'s: transformers casts some when it loads in half precision.
     """
-    theirs = dict(persistent_buffers(other))
-    for name, buffer in persistent_buffers(one):
-        if f".{INITIAL}." in name:  # it is a part of the adapter that was written
+    reloaded_buffers = dict(persistent_buffers(reloaded))
+    for name, buffer in persistent_buffers(model):
+        # PiSSA's initial weights became a part of the adapter that was written.
+        if f".{INITIAL}." in name:
             continue
-        buffer.data = buffer.data.to(theirs[name].dtype)
-    vocabulary = text_config(one.config).vocab_size
+        buffer.data = buffer.data.to(reloaded_buffers[name].dtype)
+    vocabulary = text_config(model.config).vocab_size
     ids = torch.randint(3, min(vocabulary, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if one.config.is_encoder_decoder else {})
-    mine, reloaded = (model(**batch).logits.float() for model in (one, other))
-    return float((mine - reloaded).abs().max() / mine.abs().max())
+    batch = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids
+    logits = model(**batch).logits.float()
+    reloaded_logits = reloaded(**batch).logits.float()
+    return float((logits - reloaded_logits).abs().max() / logits.abs().max())

@@ -54,8 +54,12 @@ MADE_OF = "made_of.json"
 """File beside an initial model that names its config and seed: others give another initial model."""
 # Errors that mean that the files of a model cannot be read. Others (memory, a kernel, a collective) need their traceback.
 FILE_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
-DTYPES: dict[str, torch.dtype | str]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+DTYPES: dict[str, torch.dtype | str] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "auto": "auto",
+}
 
 FLASH_HEAD = 256
 """Largest head dimension that flash attention 2 takes."""
@@ -81,11 +85,14 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> PreTrainedTokeni
     name = config.tokenizer_name or config.model_name_or_path
     if name is None:
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
-    tokenizer, padded = open_tokenizer(
-        locate(name, strategy, config.model_revision), template=config.chat_template_text,
-        revision=config.model_revision, trust_remote_code=config.trust_remote_code, tokens=config.new_tokens,
-    )  # fmt: skip
-    if padded and strategy.is_main:
+    tokenizer, was_given_pad_token = open_tokenizer(
+        locate(name, strategy, config.model_revision),
+        template=config.chat_template_text,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        tokens=config.new_tokens,
+    )
+    if was_given_pad_token and strategy.is_main:
         print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
     return tokenizer
 
@@ -144,27 +151,35 @@ def choose_attention(
         ConfigError: the config names flash attention 2 in fp32 or for a model that does not train correctly with it, or flex
             attention with attention dropout.
     """
-    asked, dropout = config.attn_implementation, attention_dropout(model_config.to_dict())
+    request = config.attn_implementation
+    dropout = attention_dropout(model_config.to_dict())
     unfit = unfit_for_flash(model_config)
-    dtype = str(model_config.dtype or torch.float32).removeprefix("torch.") if config.dtype == "auto" else config.dtype
-    half = computes_in_half(config, precision, dtype)
-    if asked == "flash_attention_2" and not half:
+    dtype: str = config.dtype
+    if dtype == "auto":
+        dtype = str(model_config.dtype or torch.float32).removeprefix("torch.")
+    is_half = computes_in_half(config, precision, dtype)
+    if request == "flash_attention_2" and not is_half:
         raise ConfigError(fp32_flash_attention(precision, dtype))
-    if asked == "flash_attention_2" and unfit:
+    if request == "flash_attention_2" and unfit:
         raise ConfigError(f"attn_implementation: flash_attention_2 was asked for, but {unfit}. Use auto, sdpa or eager.")
-    if asked == "flex_attention" and dropout:
+    if request == "flex_attention" and dropout:
         raise ConfigError(
             f"attn_implementation: flex_attention has no dropout, and the model's config asks for {dropout:g} in attention. "
             "Use auto, sdpa or eager, or set the dropout to 0 in the model's config.json."
         )
-    if asked != "auto":
-        return asked
-    flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
-    only = getattr(model_class, "_compatible_flash_implementations", None)  # GPT-OSS has kernels of its own
-    if hardware.gpus and hardware.flash_attention and half and flash and (not only or "flash_attention_2" in only):
+    if request != "auto":
+        return request
+    if not hardware.gpus:
+        return None
+    supports_flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
+    # GPT-OSS has kernels of its own.
+    kernels = getattr(model_class, "_compatible_flash_implementations", None) or ("flash_attention_2",)
+    if hardware.flash_attention and is_half and supports_flash and "flash_attention_2" in kernels:
         return "flash_attention_2"
-    flex = hardware.gpus and config.packing and not dropout and getattr(model_class, "_supports_flex_attn", False)
-    return "flex_attention" if flex else None
+    supports_flex = getattr(model_class, "_supports_flex_attn", False)
+    if config.packing and supports_flex and not dropout:
+        return "flex_attention"
+    return None
 
 
 def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
@@ -172,7 +187,8 @@ def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
 
     The model's class claims to support flash attention in all these cases.
     """
-    facts, kind = model_config.to_dict(), model_config.model_type
+    facts = model_config.to_dict()
+    kind = model_config.model_type
     if model_config.is_encoder_decoder:
         return (
             f"{kind} is an encoder-decoder: its cross-attention takes the mask of the source's padding for one of the target, "
@@ -190,10 +206,14 @@ def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
 
 def _largest_head(facts: dict[str, Any]) -> int:
     """Return the largest head dimension that a config names, also in the configs inside of it; 0 where there is none."""
-    inside = [value for value in facts.values() if isinstance(value, dict)]
-    inside += [part for value in facts.values() if isinstance(value, list) for part in value if isinstance(part, dict)]
-    named = [value for key, value in facts.items() if str(key).endswith("head_dim") and isinstance(value, int)]
-    return max([*named, *map(_largest_head, inside)], default=0)
+    largest = 0
+    for key, value in facts.items():
+        if isinstance(value, int) and str(key).endswith("head_dim"):
+            largest = max(largest, value)
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, dict):
+                largest = max(largest, _largest_head(inner))
+    return largest
 
 
 def attention_dropout(facts: dict[str, Any]) -> float:
@@ -204,12 +224,14 @@ def attention_dropout(facts: dict[str, Any]) -> float:
     >>> attention_dropout({"resid_pdrop": 0.2, "attn_config": {"attn_pdrop": 0.1}})
     0.1
     """
-    found = [attention_dropout(value) for value in facts.values() if isinstance(value, dict)]
-    found += [
-        float(value) for key, value in facts.items()
-        if isinstance(key, str) and "drop" in key and ("attn" in key or "attention" in key) and isinstance(value, int | float)
-    ]  # fmt: skip
-    return max(found, default=0.0)
+    largest = 0.0
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            largest = max(largest, attention_dropout(value))
+        is_attention_dropout = isinstance(key, str) and "drop" in key and ("attn" in key or "attention" in key)
+        if is_attention_dropout and isinstance(value, int | float):
+            largest = max(largest, float(value))
+    return largest
 
 
 def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
@@ -220,22 +242,26 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    from_scratch = config.model_name_or_path is None
-    name, key = (config.initialised_from, "config_name") if from_scratch else (config.model_name_or_path, "model_name_or_path")
+    name = config.model_name_or_path
+    key = "model_name_or_path"
+    if name is None:
+        name = config.initialised_from
+        key = "config_name"
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
-    found = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
-    if config.router_aux_loss_coef is not None and router_coefficient(found) is None:
+    model_config = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
+    if config.router_aux_loss_coef is not None and router_coefficient(model_config) is None:
         raise ConfigError(
-            f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({found.model_type}) has no experts to "
-            "balance, or no such loss in transformers. Leave the flag out."
+            f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({model_config.model_type}) has no "
+            "experts to balance, or no such loss in transformers. Leave the flag out."
         )
-    plan, facts = strategy.plan, found.to_dict()
-    unfit = unfit_for_text(facts) + unfit_for_split(plan, facts, complete=True) + unfit_for_parts(plan, found)
-    unfit += unfit_for_zero3(plan, facts)
-    if unfit:
-        raise ConfigError(unfit)
-    return found
+    plan = strategy.plan
+    facts = model_config.to_dict()
+    problems = unfit_for_text(facts) + unfit_for_split(plan, facts, complete=True)
+    problems += unfit_for_parts(plan, model_config) + unfit_for_zero3(plan, facts)
+    if problems:
+        raise ConfigError(problems)
+    return model_config
 
 
 def load_model(
@@ -256,46 +282,60 @@ def load_model(
     """
     from transformers import AutoConfig
 
-    dtype = DTYPES[config.dtype]
-    hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
+    # Find the model, and check that this run can train it.
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    name, commit = config.model_name_or_path, None
+    name = config.model_name_or_path
+    commit = None
     if name is None:
         assert config.initialised_from is not None
         name = _initialise(config, config.initialised_from, strategy, encoder_decoder=encoder_decoder)
     else:
         name = locate(name, strategy, config.model_revision, weights=True)
-        # rank 0's, for every node: a branch in another node's cache can be an older commit
+        # Rank 0's, for every node: a branch in another node's cache can be an older commit.
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
     model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
     check_base(model_config, config, strategy.plan)
-    adapts, revision = config.trains_adapters, options.get("revision", "main")
+    revision = options.get("revision", "main")
+    # An adapter fits only the weights that it was trained beside, so they are digested.
+    adapts = config.trains_adapters
     facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
+
+    # Load it.
     kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
     model_class = kind._model_mapping.get(type(model_config), None)
+    hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
     attention = choose_attention(config, model_config, model_class, hardware, strategy.plan.precision)
-    options |= {"dtype": dtype, "attn_implementation": attention, "config": model_config}
+    options |= {"dtype": DTYPES[config.dtype], "attn_implementation": attention, "config": model_config}
     if quantization is not None:
         options["quantization_config"] = quantization
     if config.device_map:
         options["device_map"] = config.device_map
     if strategy.is_main and quantization is None:
         copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        if warning := too_many_copies(hub.folder(name, revision), config.dtype, copies):
+        warning = too_many_copies(hub.folder(name, revision), config.dtype, copies)
+        if warning:
             print(warning)
     with freed_blocks_returned():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
     if quantization is not None and config.base_format is not None:
         check_layers(model, config.base_format)
-    model.base_commit, model.base_facts = commit, facts
+    model.base_commit = commit
+    model.base_facts = facts
     if strategy.is_main and type(model.config) is not type(model_config):
         print(f"  note: of this {model_config.model_type}, the text model alone is loaded, trained and saved")
+    _prepare_for_training(model, config, strategy)
+    _check_complete(model, name)
+    return model
+
+
+def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:
+    """Turn off what harms training, turn on recomputation, and freeze the weights that no text reaches."""
     keep_4bit_layout(model)
     use_cache(model, False)
     if model.config._attn_implementation == "flex_attention":
-        # each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
-        # attention computes without kernels
+        # Each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
+        # attention computes without kernels.
         torch._dynamo.config.recompile_limit = 64
     dropped = keep_all_layers(model)
     if strategy.is_main and dropped:
@@ -303,13 +343,11 @@ def load_model(
     if strategy.is_main and config.attn_implementation == "auto":
         print(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
-    # it builds the model's class without weights, which ZeRO-3 would shard
+    # It builds the model's class without weights, which ZeRO-3 would shard.
     with strategy.initialising_whole():
         note = freeze_unreached(model)
     if strategy.is_main and note:
         print(f"  note: {note}")
-    _check_whole(model, name)
-    return model
 
 
 def use_cache(model: PreTrainedModel | PeftModel, cache: bool) -> None:
@@ -325,11 +363,13 @@ def keep_all_layers(model: nn.Module) -> float:
     Returns:
         The rate that it had; 0 where the model has none. The model's config keeps it.
     """
-    dropping = [module for module in model.modules() if getattr(module, "layerdrop", 0)]
-    most = max((float(cast("float", module.layerdrop)) for module in dropping), default=0.0)
-    for module in dropping:
-        module.layerdrop = 0.0  # type: ignore[assignment]  # a number; nn.Module declares tensors and modules
-    return most
+    largest_rate = 0.0
+    for module in model.modules():
+        rate = getattr(module, "layerdrop", 0)
+        if rate:
+            largest_rate = max(largest_rate, float(rate))
+            module.layerdrop = 0.0  # type: ignore[assignment]  # a number; nn.Module declares tensors and modules
+    return largest_rate
 
 
 def drop_foreign_attention(config: PreTrainedConfig) -> None:
@@ -349,32 +389,38 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
     Args:
         longest: tokens of the longest sample, in training and held-out data.
     """
-    said = None
+    note = None
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if kinds is None or not hasattr(module, "original_max_seq_len"):
             continue
         rotary = cast("_Rotary", module)
-        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer, kind in by_layer.items():
+        # Some models have other frequencies in each type of layer.
+        kind_of_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer, kind in kind_of_layer.items():
             if "dynamic" not in kind and kind != "longrope":
                 continue
-            facts = rotary.config.rope_parameters if layer is None else rotary.config.rope_parameters[layer]
-            trained = rotary.original_max_seq_len if kind != "longrope" else facts["original_max_position_embeddings"]
-            if longest <= trained:
+            trained_length = rotary.original_max_seq_len
+            if kind == "longrope":
+                parameters = rotary.config.rope_parameters
+                parameters = parameters if layer is None else parameters[layer]
+                trained_length = parameters["original_max_position_embeddings"]
+            if longest <= trained_length:
                 continue
-            buffer = rotary.inv_freq if layer is None else getattr(module, f"{layer}_inv_freq")
-            positions = torch.arange(longest, device=buffer.device)[None]
-            module(buffer, positions, **({} if layer is None else {"layer_type": layer}))  # chooses the frequencies
+            # A forward pass chooses the frequencies, and does so only while the type is not "pinned".
             if layer is None:
+                buffer = rotary.inv_freq
+                module(buffer, torch.arange(longest, device=buffer.device)[None])
                 rotary.rope_type = "pinned"
             else:
+                buffer = getattr(module, f"{layer}_inv_freq")
+                module(buffer, torch.arange(longest, device=buffer.device)[None], layer_type=layer)
                 rotary.rope_type = cast("dict[str, str]", rotary.rope_type) | {layer: "pinned"}
-            said = (
-                f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained} tokens; "
-                f"in this run they are those of its longest sample, {longest} tokens"
+            note = (
+                f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained_length} "
+                f"tokens; in this run they are those of its longest sample, {longest} tokens"
             )
-    return said
+    return note
 
 
 def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
@@ -389,16 +435,17 @@ def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> 
 
 def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
     """Raise `ConfigError` where ids or lengths in the data exceed the model's embeddings."""
-    parts = [data.train, *data.held_out.values()]
-    rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
-    if len(tokenizer) > rows:  # which harms only where such tokens occur
-        largest = max([tokenizer.pad_token_id, *(part.largest_id for part in parts)])
-        if largest >= rows:
+    datasets = [data.train, *data.held_out.values()]
+    embedding_rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    # More tokens than embeddings harm only where such tokens occur.
+    if len(tokenizer) > embedding_rows:
+        largest = max(tokenizer.pad_token_id, *(rows.largest_id for rows in datasets))
+        if largest >= embedding_rows:
             raise ConfigError(
                 f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
-                f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
+                f"{type(model).__name__} has embeddings for {embedding_rows}. Give the tokenizer that belongs to the model."
             )
-    check_length(model, max(part.longest_sample for part in parts))
+    check_length(model, max(rows.longest_sample for rows in datasets))
 
 
 def check_length(model: PreTrainedModel, longest: int) -> None:
@@ -414,10 +461,17 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 def absolute_positions(model: PreTrainedModel) -> int | None:
     """Return the rows of the model's table of positions; None where it has none (rotary or relative ones have no limit)."""
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
-    words = {id(module) for module in model.get_input_embeddings().modules()}  # several where adapters train a copy
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in words]
-    tables += [len(b) for name, b in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J's sines
-    return positions if any(rows in (positions, (positions or 0) + 2) for rows in tables) else None  # OPT's begin at 2
+    # There are several embeddings of words where adapters train a copy.
+    words = {id(module) for module in model.get_input_embeddings().modules()}
+    table_sizes = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in words:
+            table_sizes.append(module.num_embeddings)
+    # GPT-J's table of sines is a buffer.
+    table_sizes += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
+    # OPT's positions begin at 2.
+    has_table = any(size in (positions, (positions or 0) + 2) for size in table_sizes)
+    return positions if has_table else None
 
 
 def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
@@ -444,9 +498,9 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
                 f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
                 "its own initial model. Move that folder away, or give another --output_dir."
             )
-        held = store.all_of(store.folder_of(config.output_dir))
-        if before is not None and held:
-            raise ConfigError(_another_start(folder, before, made_of, len(held)))
+        checkpoints = store.all_of(store.folder_of(config.output_dir))
+        if before is not None and checkpoints:
+            raise ConfigError(_another_start(folder, before, made_of, len(checkpoints)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         drop_foreign_attention(model_config)
@@ -472,7 +526,7 @@ def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
     return model
 
 
-def _check_whole(model: Any, name: str) -> None:
+def _check_complete(model: Any, name: str) -> None:
     """Raise `ConfigError` where weights that text reaches were drawn at random: each strategy would draw others."""
     reached = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
     missing = [path for path in reached if path in model.missing_weights]
@@ -504,29 +558,33 @@ def _config_digest(source: str, revision: str) -> str | None:
     try:
         facts, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
     except (OSError, ValueError):
-        return None  # the config may be gone when the run resumes
-    facts = {key: value for key, value in facts.items() if key not in ("_commit_hash", "_name_or_path", "transformers_version")}
+        # The config may be gone when the run resumes.
+        return None
+    ignored_keys = ("_commit_hash", "_name_or_path", "transformers_version")
+    facts = {key: value for key, value in facts.items() if key not in ignored_keys}
     if "auto_map" in facts:
-        facts["model_revision"] = revision  # the revision of the code that comes with the model
+        # The revision of the code that comes with the model.
+        facts["model_revision"] = revision
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether two initial models are the same. A config may move; where a digest is missing, names are compared."""
-    digests = [made_of.get("config_digest") for made_of in (before, now)]
-    keys = ["seed", "config_name", "model_revision"] if None in digests else ["seed", "config_digest"]
+    keys = ["seed", "config_digest"]
+    if before.get("config_digest") is None or now.get("config_digest") is None:
+        keys = ["seed", "config_name", "model_revision"]
     return all(key in before and before[key] == now[key] for key in keys)
 
 
 def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
     """Return the error message about replacing the initial model of checkpoints."""
     keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
-    words = [", ".join(f"{key} {made_of.get(key, 'unknown')}" for key in keys) for made_of in (before, now)]
+    old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
+    new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
     return (
         f"config_name: {folder} is what the {counted(checkpoints, 'checkpoint')} beside it began with. It was made with "
-        f"{words[0]}, and this run asks for {words[1]}; with that model in its place, they could not be exported. Bring "
-        "the old values (and "
-        "the config's old content) back, or give another --output_dir."
+        f"{old_values}, and this run asks for {new_values}; with that model in its place, they could not be exported. Bring "
+        "the old values (and the config's old content) back, or give another --output_dir."
     )
 
 
@@ -538,9 +596,12 @@ def _from_pretrained(
     try:
         return kind.from_pretrained(name, **options)
     except errors as error:
-        what = "is a folder here, but" if Path(name).exists() else "is no folder here, and"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        lines = str(error).strip().splitlines() or ["no reason given"]
+        reason = lines[0]
+        # Such as KeyError, whose text is a key alone.
         if not isinstance(error, FILE_ERRORS):
-            first = f"{type(error).__name__}: {first}"  # such as KeyError, whose text is a key alone
-        advice = "" if Path(name).exists() else hub.advice(error)
-        raise ConfigError(f"{key}: {name} {what} {kind.__name__} cannot load it: {first}{advice}") from error
+            reason = f"{type(error).__name__}: {reason}"
+        if Path(name).exists():
+            raise ConfigError(f"{key}: {name} is a folder here, but {kind.__name__} cannot load it: {reason}") from error
+        advice = hub.advice(error)
+        raise ConfigError(f"{key}: {name} is no folder here, and {kind.__name__} cannot load it: {reason}{advice}") from error
