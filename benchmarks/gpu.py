@@ -51,7 +51,7 @@ from zerobook.cli.plan import here
 from zerobook.runlog.writer import EVENTS, read
 from zerobook.runlog.writer import STEPS as STEPS_FILE
 from zerobook.utils import subprocess_launch
-from zerobook.utils.devices import known
+from zerobook.utils.devices import find_device
 from zerobook.utils.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +117,7 @@ def _libraries(setting: Setting, left: float, rows: dict[str, Row]) -> Row:
             found["packages"][package] = None
     found |= {"nvcc": shutil.which("nvcc"), "cores": os.cpu_count(), "CUDA of torch": torch.version.cuda}
     if not setting.cpu:
-        facts, like = torch.cuda.get_device_properties(0), known(torch.cuda.get_device_name(0))
+        facts, like = torch.cuda.get_device_properties(0), find_device(torch.cuda.get_device_name(0))
         found |= {
             "memory": facts.total_memory, "multiprocessors": facts.multi_processor_count,
             "capability": f"{facts.major}.{facts.minor}", "bf16": torch.cuda.is_bf16_supported(including_emulation=False),

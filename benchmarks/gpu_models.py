@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.published.trial import Arm, attempt
 from zerobook.utils import subprocess_launch
-from zerobook.utils.devices import known
+from zerobook.utils.devices import find_device
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Case, Row, Setting
@@ -165,7 +165,7 @@ def make(asked: str) -> None:
         "weights multiplied": weights, "attention": 12 * layers * width,
         "products, operations/s": rate(shapes, given["tokens"], device),
     }  # fmt: skip
-    if device == "cuda" and (facts := known(torch.cuda.get_device_name(0))):
+    if device == "cuda" and (facts := find_device(torch.cuda.get_device_name(0))):
         found["data sheet, operations/s"] = facts.flops
     print(json.dumps(found))
 

@@ -8,7 +8,7 @@ import torch
 from zerobook.cli.plan import here
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster
-from zerobook.utils.devices import known
+from zerobook.utils.devices import find_device
 
 # name, GB, dense half precision and fp32 outside of tensor cores (10^12 operations a second), GB/s of memory, GB/s to each
 # other GPU of a node in one direction, NVIDIA's document. Documents give links for both directions, and newer ones half
@@ -56,7 +56,7 @@ SLICES = [
 
 @pytest.mark.parametrize("name, memory, half, fp32, bandwidth, link, source", SHEETS + SLICES, ids=lambda value: str(value))
 def test_a_drivers_name_has_the_data_sheets_figures(name, memory, half, fp32, bandwidth, link, source):
-    device = known(name)
+    device = find_device(name)
     assert device is not None, source
     assert device.memory == pytest.approx(memory * 1e9), source
     assert device.flops == pytest.approx(half * 1e12, rel=5e-3), source
@@ -69,7 +69,7 @@ def test_a_drivers_name_has_the_data_sheets_figures(name, memory, half, fp32, ba
     ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 SOMETHING NEW", "AMD Instinct MI300X", "NVIDIA A100-SXM4-40GB MIG ?"],
 )
 def test_a_card_that_only_sounds_like_a_known_one_is_not_it(name):
-    assert known(name) is None
+    assert find_device(name) is None
 
 
 def on(monkeypatch, name: str, total: float) -> None:

@@ -24,7 +24,7 @@ from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import Weight, hold
 from zerobook.plan.trace import Trace
 from zerobook.plan.traffic import Flow, flows
-from zerobook.utils.devices import DEVICES, known
+from zerobook.utils.devices import DEVICES, find_device
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_impossible_machines_are_refused(flags, said):
      ("Radeon", None)],
 )  # fmt: skip
 def test_a_drivers_name_is_known(name, key):
-    assert known(name) == (DEVICES[key] if key else None)
+    assert find_device(name) == (DEVICES[key] if key else None)
 
 
 def test_machines():

@@ -43,7 +43,7 @@ def weights_digest(folder: Path) -> str | None:
     """
     import xxhash
 
-    names = hub.needed(sorted(file.name for file in folder.iterdir()), weights=True)
+    names = hub.select_files(sorted(file.name for file in folder.iterdir()), weights=True)
     files = [folder / name for name in names if name.endswith((".safetensors", ".bin"))]
     if not files:
         return None

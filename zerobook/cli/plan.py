@@ -15,7 +15,7 @@ from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.plan.hardware import Cluster, nearest
 from zerobook.training.recipe_file import RUNS
-from zerobook.utils.devices import known
+from zerobook.utils.devices import find_device
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
@@ -201,7 +201,7 @@ def here(processes: str | None) -> Cluster:
         taken = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
         print(f"note: {taken}; planned with what is free.", file=sys.stderr)
     name = found.gpu_name or "GPU"
-    listed = known(name)
+    listed = find_device(name)
     device = listed or nearest(total).speed_of(name, total)
     if listed is None:
         print(

@@ -485,7 +485,7 @@ class Library:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"{source.name}: another process is preparing it; waiting for {folder}"
-        with locks.locked(_lock(folder), held=lambda: tqdm.write(waiting)) as alone:
+        with locks.locked(_lock(folder), before_wait=lambda: tqdm.write(waiting)) as alone:
             if not folder.exists():
                 self._say_if_changed(source, folder)
 

@@ -14,7 +14,7 @@ import torch
 
 from zerobook.models.reach import unreached_modules
 from zerobook.strategy import Strategy
-from zerobook.utils.devices import known
+from zerobook.utils.devices import find_device
 from zerobook.utils.model_config import text_config
 
 
@@ -82,7 +82,7 @@ def peak_flops(strategy: Strategy) -> float | None:
     """
     if strategy.device.type != "cuda":
         return None
-    device = known(torch.cuda.get_device_name(strategy.device))
+    device = find_device(torch.cuda.get_device_name(strategy.device))
     if device is None:
         return None
     return strategy.world_size * (device.fp32 if strategy.plan.precision == "no" else device.flops)

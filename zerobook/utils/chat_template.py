@@ -15,4 +15,6 @@ DEFAULT = "zephyr"
 
 def template_file(name: str) -> Path:
     """Return the file of a chat template: one of `NAMES`, or a path."""
-    return FOLDER / f"{name}.jinja" if name in NAMES else Path(name).expanduser()
+    if name in NAMES:
+        return FOLDER / f"{name}.jinja"
+    return Path(name).expanduser()

@@ -51,10 +51,18 @@ class Device:
 def _device(
     name: str, drivers: str, gb: int, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: bool
 ) -> Device:
+    """Return a device whose figures are in the units of data sheets: GB, 10^12 operations a second, and GB a second."""
     return Device(
-        name, gb * 10**9, tflops * 1e12, fp32 * 1e12, gbps * 1e9, (nvlink or pcie) * 1e9, pcie * 1e9,
-        tuple(drivers.split("; ")), **facts,  # type: ignore[arg-type]  # only flags are given so
-    )  # fmt: skip
+        name=name,
+        memory=gb * 10**9,
+        flops=tflops * 1e12,
+        fp32=fp32 * 1e12,
+        bandwidth=gbps * 1e9,
+        link=(nvlink or pcie) * 1e9,
+        pcie=pcie * 1e9,
+        drivers=tuple(drivers.split("; ")),
+        **facts,  # type: ignore[arg-type]  # only flags are given so
+    )
 
 
 # From NVIDIA's data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both directions
@@ -98,22 +106,27 @@ _SLICES = {"a30": 4}
 """Number of compute slices into which MIG divides a card, where it is not 7. Memory is divided into eighths."""
 
 
-def known(name: str) -> Device | None:
+def find_device(name: str) -> Device | None:
     """Return the device with a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None where it is not in `DEVICES`.
 
     For a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, return the slice: its share of the compute slices and
     of the memory, linked by PCIe, since MIG instances reach no other GPU directly.
     """
-    card, _, profile = name.removeprefix("NVIDIA ").partition(" MIG ")
-    found = next((device for device in DEVICES.values() if card in device.drivers), None)
-    if found is None or not profile:
-        return found
-    cut = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
-    if cut is None:
+    card_name, _, profile = name.removeprefix("NVIDIA ").partition(" MIG ")
+    card = next((device for device in DEVICES.values() if card_name in device.drivers), None)
+    if card is None or not profile:
+        return card
+    slices = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
+    if slices is None:
         return None
-    compute = int(cut[1]) / _SLICES.get(found.name, 7)
-    memory = round(8 * int(cut[2]) * 10**9 / found.memory) / 8
+    compute_share = int(slices[1]) / _SLICES.get(card.name, 7)
+    memory_share = round(8 * int(slices[2]) * 10**9 / card.memory) / 8
     return replace(
-        found, name=f"{found.name} MIG {profile}", memory=int(memory * found.memory), flops=compute * found.flops,
-        fp32=compute * found.fp32, bandwidth=memory * found.bandwidth, link=found.pcie,
-    )  # fmt: skip
+        card,
+        name=f"{card.name} MIG {profile}",
+        memory=int(memory_share * card.memory),
+        flops=compute_share * card.flops,
+        fp32=compute_share * card.fp32,
+        bandwidth=memory_share * card.bandwidth,
+        link=card.pcie,
+    )

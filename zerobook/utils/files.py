@@ -18,7 +18,8 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 def modes_by_umask(folder: Path) -> None:
     """Give the files in ``folder`` the mode that the umask gives new files. safetensors lets only the owner read its files."""
-    probe = folder / ".mode"  # the umask can only be read by changing it for a moment, in all threads
+    # The umask can only be read by changing it for a moment, in all threads, so a new file tells it.
+    probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()

@@ -26,11 +26,13 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
     """
     if hidden():
         return None
-    found, driver_cuda = devices(), cuda_of_driver()
-    if not found or driver_cuda is None:
+    gpus = devices()
+    driver_cuda = cuda_of_driver()
+    if not gpus or driver_cuda is None:
         return None
     if built_for is None:
-        built, way_out = "without CUDA", f"Install a torch built for CUDA {driver_cuda} or older"
+        built = "without CUDA"
+        way_out = f"Install a torch built for CUDA {driver_cuda} or older"
     elif _numbers(driver_cuda) < _numbers(built_for):
         built = f"for CUDA {built_for}"
         way_out = f"Update the driver, or install a torch built for CUDA {driver_cuda} or older"
@@ -38,8 +40,8 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
         built = f"for CUDA {built_for}"
         way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
     return (
-        f"torch {torch_version} sees no GPU, but this process may use {counted(len(found), 'NVIDIA GPU')} "
-        f"({', '.join(found)}): "
+        f"torch {torch_version} sees no GPU, but this process may use {counted(len(gpus), 'NVIDIA GPU')} "
+        f"({', '.join(gpus)}): "
         f"torch is built {built}, and the driver, version {driver_version()}, supports CUDA {driver_cuda}. {way_out}. "
         'To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
     )
@@ -56,14 +58,15 @@ def hidden() -> bool:
 
 def devices() -> list[str]:
     """Return the device files of GPUs that this process can open. A container or a job's control group may deny others."""
-    found = []
+    files = []
+    # By length first: nvidia10 comes after nvidia9.
     for file in sorted(DEVICES.glob("nvidia[0-9]*"), key=lambda file: (len(file.name), file.name)):
         try:
             os.close(os.open(file, os.O_RDWR))
         except OSError:
             continue
-        found.append(str(file))
-    return found
+        files.append(str(file))
+    return files
 
 
 def driver_version() -> str:

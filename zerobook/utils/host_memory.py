@@ -16,7 +16,8 @@ from zerobook.errors import ConfigError
 from zerobook.utils.reading import read_safetensors_header
 from zerobook.utils.units import counted
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 """Parameters of glibc's ``mallopt``."""
 LARGE = 256 * 1024
 """Bytes from which a block is mapped on its own while weights are loaded."""
@@ -46,15 +47,16 @@ def freed_blocks_returned() -> Iterator[None]:
         yield
     finally:
         libc.malloc_trim(ctypes.c_size_t(0))
-        # the values that glibc would have reached, as training on a CPU allocates large blocks in every step
+        # The values that glibc would have reached, as training on a CPU allocates large blocks in every step.
         libc.mallopt(M_MMAP_THRESHOLD, USUAL)
         libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
 
 
 def _set_by_user(environment: Mapping[str, str]) -> bool:
     """Return whether the environment sets a threshold of glibc's allocator."""
-    own = environment.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
-    return bool(own) or re.search("(mmap|trim)_threshold", environment.get("GLIBC_TUNABLES", "")) is not None
+    if environment.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}:
+        return True
+    return re.search("(mmap|trim)_threshold", environment.get("GLIBC_TUNABLES", "")) is not None
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
@@ -63,16 +65,21 @@ def weight_bytes(folder: Path, dtype: str) -> int:
     Args:
         dtype: that floats are loaded in: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the files' own.
     """
-    total, width = 0, LOADED.get(dtype)
+    total = 0
+    loaded_width = LOADED.get(dtype)
     for file in folder.glob("model*.safetensors"):
         try:
             header: dict[str, Any] = json.loads(read_safetensors_header(file))
             header.pop("__metadata__", None)
             for entry in header.values():
                 start, end = entry["data_offsets"]
-                stored = WIDTHS.get(entry["dtype"], 1)
-                floats = stored > 1 and "F" in entry["dtype"]  # 8-bit floats are quantised, and stay so
-                total += (end - start) // stored * (width if width and floats else stored)
+                width = WIDTHS.get(entry["dtype"], 1)
+                elements = (end - start) // width
+                # 8-bit floats are quantised, and stay so.
+                is_float = width > 1 and "F" in entry["dtype"]
+                if is_float and loaded_width:
+                    width = loaded_width
+                total += elements * width
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file}: it is no file of weights that can be read: {error}.") from None
     return total
@@ -82,12 +89,12 @@ def too_many_copies(folder: Path | None, dtype: str, copies: int) -> str | None:
     """Return a warning if ``copies`` copies of a model, each of another rank, exceed this host's free memory; else None."""
     import psutil
 
-    one = 0 if folder is None else weight_bytes(folder, dtype)
+    copy_bytes = 0 if folder is None else weight_bytes(folder, dtype)
     free = psutil.virtual_memory().available
-    if one * copies <= free:
+    if copy_bytes * copies <= free:
         return None
     return (
-        f"host RAM: {counted(copies, 'rank')} on this host load a copy of the weights each, {one / 1e9:.1f} GB x {copies} = "
-        f"{one * copies / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, which shards the "
-        "model while it is loaded, or start fewer ranks."
+        f"host RAM: {counted(copies, 'rank')} on this host load a copy of the weights each, {copy_bytes / 1e9:.1f} GB x "
+        f"{copies} = {copy_bytes * copies / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free. Use accelerate_configs/zero3.yaml, "
+        "which shards the model while it is loaded, or start fewer ranks."
     )

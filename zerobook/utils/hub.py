@@ -33,9 +33,10 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
     check_reachable(name, revision)
     from huggingface_hub import HfApi, snapshot_download
 
-    with suppress(Exception):  # errors of the network are of httpx's classes, whose module depends on the hub's version
-        wanted = needed(HfApi().list_repo_files(name, revision=revision), weights=weights)
-        snapshot_download(name, revision=revision, allow_patterns=wanted)
+    # Errors of the network are of httpx's classes, whose module depends on the hub's version.
+    with suppress(Exception):
+        files = select_files(HfApi().list_repo_files(name, revision=revision), weights=weights)
+        snapshot_download(name, revision=revision, allow_patterns=files)
 
 
 def check_reachable(name: str, revision: str = "main") -> None:
@@ -50,8 +51,9 @@ def check_reachable(name: str, revision: str = "main") -> None:
     if is_path(name) or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
         return
     address = urlsplit(constants.ENDPOINT)
+    # With a proxy, it is the proxy that has to be reached.
     if any(getproxies().get(kind) for kind in (address.scheme, "all")):
-        return  # the proxy is what has to be reached
+        return
     try:
         port = address.port or {"http": 80}.get(address.scheme, 443)
         socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()
@@ -74,8 +76,11 @@ def is_path(name: str) -> bool:
 
 def commit(name: str, revision: str) -> str | None:
     """Return the commit that ``revision`` of a model has in the hub's cache on this machine; None for a folder."""
-    found = None if Path(name).exists() else folder(name, revision)
-    return None if found is None else found.name
+    if Path(name).exists():
+        return None
+    # The cache has a folder for each commit.
+    snapshot = folder(name, revision)
+    return None if snapshot is None else snapshot.name
 
 
 def folder(name: str, revision: str) -> Path | None:
@@ -87,22 +92,34 @@ def folder(name: str, revision: str) -> Path | None:
 
     try:
         file = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # no name of the hub, such as an embedded model's
+    except HFValidationError:
+        # No name of the hub, such as an embedded model's.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
 
-def needed(files: Iterable[str], *, weights: bool) -> list[str]:
+def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
     """Return which files of a repository to download: configs, tokenizers, code, and at most one kind of weights.
 
     >>> files = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx"]
-    >>> needed(files, weights=True), needed(files, weights=False)
+    >>> select_files(files, weights=True), select_files(files, weights=False)
     (['config.json', 'model.safetensors'], ['config.json'])
     """
-    own = [file for file in files if "/" not in file]
-    kinds = [[file for file in own if re.match(kind, file)] for kind in _WEIGHTS]
-    chosen = next(filter(None, kinds), []) if weights else []
-    return [file for file in own if file in chosen or (file.endswith(_BESIDE) and not any(file in kind for kind in kinds))]
+    top_level = [file for file in files if "/" not in file]
+    all_weights: list[str] = []
+    chosen_weights: list[str] = []
+    # The first kind of weights that is there is the one to load.
+    for pattern in _WEIGHTS:
+        weight_files = [file for file in top_level if re.match(pattern, file)]
+        all_weights += weight_files
+        if weights and not chosen_weights:
+            chosen_weights = weight_files
+    selected = []
+    for file in top_level:
+        is_needed = file in chosen_weights if file in all_weights else file.endswith(_BESIDE)
+        if is_needed:
+            selected.append(file)
+    return selected
 
 
 def advice(error: BaseException) -> str:
@@ -116,11 +133,13 @@ def advice(error: BaseException) -> str:
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]  # None ends the chain
-    for one in chain:
-        status = one.response.status_code if isinstance(one, HfHubHTTPError) and one.response is not None else None
-        if isinstance(one, GatedRepoError) or status in (401, 403):
+    for cause in chain:
+        status = None
+        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
+            status = cause.response.status_code
+        if isinstance(cause, GatedRepoError) or status in (401, 403):
             return " It is gated, private or not there: ask for access on its page, and run hf auth login."
-        if type(one).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+        if type(cause).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             return (
                 " The hub cannot be reached. Give a folder, or set HF_HUB_OFFLINE=1 where the model is in the cache and there "
                 "is no network."

@@ -15,13 +15,14 @@ def hush() -> None:
 
     Deprecation notices are for this project. Other warnings of libraries are shown by rank 0 alone.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that it would load from the hub for a CPU
-    # the order in which sharded weights are gathered for a checkpoint, under tensor parallelism
+    # Kernels that bitsandbytes would load from the hub for a CPU.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # The order in which sharded weights are gathered for a checkpoint, under tensor parallelism.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_says_more_than_the_device)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
-    # nothing changes logits in place
+    # Nothing changes logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     if os.environ.get("RANK", "0") != "0":
         warnings.filterwarnings("ignore", module=_LIBRARIES)
@@ -38,9 +39,10 @@ def hush_loading() -> None:
 
 def hush_deepspeed_builds() -> None:
     """Silence the line that DeepSpeed prints on each rank for its op of communication between CPUs."""
-    # `deepspeed.comm.torch` by attribute is torch itself
-    import_module("deepspeed.comm.torch").__dict__["print"] = lambda *_: None  # there is no logger and no option
+    # There is no logger and no option. `deepspeed.comm.torch` by attribute is torch itself.
+    import_module("deepspeed.comm.torch").__dict__["print"] = lambda *_: None
 
 
 def _says_more_than_the_device(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Setting accelerator to CPU")  # so does the line about the strategy
+    # The line about the strategy names the device too.
+    return not record.getMessage().startswith("Setting accelerator to CPU")

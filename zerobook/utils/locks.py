@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zerobook.utils.writing import refuse_link
 
-_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_HELD_BY_OTHER = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 _POLL_S = 0.1
 
@@ -32,7 +32,7 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 return None
-            if error.errno not in _HELD:
+            if error.errno not in _HELD_BY_OTHER:
                 raise
         if time.monotonic() >= deadline:
             return False
@@ -41,29 +41,31 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
 
 @contextmanager
 def locked(
-    file: Path, *, wait: float = math.inf, held: Callable[[], None] = lambda: None, temporary: bool = False
+    file: Path, *, wait: float = math.inf, before_wait: Callable[[], None] = lambda: None, temporary: bool = False
 ) -> Iterator[bool | None]:
     """Lock ``file``, which is made if it is missing, for the block. Yield what `lock` returns.
 
     Args:
         wait: seconds to wait for another process that holds the lock.
-        held: called once, before the wait, where another process holds the lock.
+        before_wait: called once, where another process holds the lock.
         temporary: delete the file after the block. A process that opened it just before counts it as held.
     """
     with open(file, "a", opener=refuse_link) as handle:
-        found = lock(handle.fileno())
-        if found is False:
-            held()
-            found = lock(handle.fileno(), wait=wait)
-        if temporary and found and not _is_open(file, handle.fileno()):
+        is_locked = lock(handle.fileno())
+        if is_locked is False:
+            before_wait()
+            is_locked = lock(handle.fileno(), wait=wait)
+        # The process that held the lock before may have deleted the file: then others lock another file of this name.
+        if temporary and is_locked and not _is_open(file, handle.fileno()):
             unlock(handle.fileno())
-            found = False
+            is_locked = False
         try:
-            yield found
+            yield is_locked
         finally:
-            if temporary and found is not False:
+            # Deleted while it is locked: afterwards it may be another process's.
+            if temporary and is_locked is not False:
                 file.unlink(missing_ok=True)
-            if found:
+            if is_locked:
                 unlock(handle.fileno())
 
 

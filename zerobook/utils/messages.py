@@ -75,7 +75,7 @@ def _tagged(value: object) -> object:
             return {key: _tagged(item) for key, item in value.items()}
         return {_TAG: "dict", "value": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
     if isinstance(value, Path):
-        # JSON escapes a name that is no UTF-8, which Python has in half surrogate pairs
+        # JSON escapes a name that is no UTF-8, which Python has in half surrogate pairs.
         return {_TAG: "path", "value": os.fspath(value)}
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
@@ -93,7 +93,8 @@ def _untagged(value: Any) -> Any:
         return value
     if _TAG not in value:
         return {key: _untagged(item) for key, item in value.items()}
-    kind, content = value[_TAG], value["value"]
+    kind = value[_TAG]
+    content = value["value"]
     if kind == "tuple":
         return tuple(_untagged(item) for item in content)
     if kind == "dict":
@@ -128,11 +129,11 @@ def _error(
     """Return an error of this package or of the operating system as it was, and any other one as a `RuntimeError`."""
     if number is not None:
         return OSError(number, text, file)
-    for known in _subclasses(ZerobookError):
-        if known.__name__ != kind:
+    for error_class in _subclasses(ZerobookError):
+        if error_class.__name__ != kind:
             continue
-        # a class can have arguments of its own, which its text was made of
-        error = known.__new__(known)
+        # A class can have arguments of its own, which its text was made of, so `__init__` is not called.
+        error = error_class.__new__(error_class)
         error.args = (str(text),)
         if isinstance(error, ConfigError):
             error.problems = [str(problem) for problem in problems or [text]]
@@ -163,7 +164,7 @@ def read(data: bytes | str, kind: Any) -> Any:
     if len(data) > MOST_BYTES_IN_STORE:
         raise MessageError(_refusal(data))
     try:
-        # pydantic's parser refuses what is nested deeply
+        # Pydantic's parser refuses what is nested deeply.
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise MessageError(f"{_refusal(data)}: {error.errors()[0]['msg']}") from None
@@ -210,10 +211,11 @@ class SignedStore:
 
     def _verified(self, key: str, data: bytes) -> bytes:
         length = 2 * hashlib.sha256().digest_size
-        signature, value = data[:length], data[length:]
+        signature = data[:length]
+        value = data[length:]
         return value if hmac.compare_digest(signature, self._signature(key, value)) else b""
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        # the key is signed too: a heartbeat of one rank is none of another
+        # The key is signed too: a heartbeat of one rank is none of another.
         text = key.encode() + b"\0" + value
         return hmac.new(self._secret, text, hashlib.sha256).hexdigest().encode()

@@ -15,9 +15,13 @@ def auto_class(config_class: type, *, encoder_decoder: bool) -> Any:
 
     if encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
-    text, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    saved_as = getattr(text._model_mapping.get(config_class, None), "config_class", type(None))
-    return images if config_class in images._model_mapping and saved_as not in text._model_mapping else text
+    text = transformers.AutoModelForCausalLM
+    images = transformers.AutoModelForImageTextToText
+    # The text model's own config, which is what would be saved.
+    saved_config_class = getattr(text._model_mapping.get(config_class, None), "config_class", type(None))
+    if config_class in images._model_mapping and saved_config_class not in text._model_mapping:
+        return images
+    return text
 
 
 def text_config(config: Any) -> Any:
@@ -28,11 +32,13 @@ def text_config(config: Any) -> Any:
 
 def hidden_width(config: Any) -> int:
     """Return the width of the text model's layers, the largest where there are several; 0 where the config names none."""
-    for part in (config, text_config(config)):
-        if size := getattr(part, "hidden_size", None):
-            return int(size)
-        if sizes := getattr(part, "hidden_sizes", None):
-            return int(max(sizes))
+    for candidate in (config, text_config(config)):
+        width = getattr(candidate, "hidden_size", None)
+        if width:
+            return int(width)
+        widths = getattr(candidate, "hidden_sizes", None)
+        if widths:
+            return int(max(widths))
     return 0
 
 

@@ -243,30 +243,97 @@ SENTENCES = {
 """Name in another trainer -> what to do here in its place."""
 
 ABSENT = {
-    "neftune_noise_alpha", "noisy_embedding_alpha", "label_smoothing_factor", "push_to_hub", "hub_model_id", "hub_token",
-    "hub_strategy", "wandb_entity", "wandb_watch", "wandb_log_model", "use_unsloth", "use_liger_kernel",
-    "enable_liger_kernel", "loraplus_lr_ratio", "use_galore", "use_badam", "lora_bias", "lora_fan_in_fan_out",
-    "lora_on_cpu", "rope_scaling", "shift_attn", "s2_attention", "use_llama_pro", "relora", "unfrozen_parameters",
-    "freeze_trainable_layers", "plot_loss", "ddp_backend", "tf32", "metric_for_best_model", "greater_is_better",
-    "logging_first_step", "auto_find_batch_size", "restore_callback_states_from_checkpoint", "enable_jit_checkpoint",
-    "dataloader_in_order", "eval_accumulation_steps", "eval_delay", "lr_scheduler_kwargs", "label_names", "optim_args",
-    "hub_revision", "dataloader_persistent_workers", "optim_target_modules", "truncation_mode", "truncation_strategy",
-    "loss_scale", "system", "default_system", "model_author", "model_name", "init_weights", "vllm", "trl", "plugins",
-    "eval_sample_packing", "eta_min", "model_config", "experts_implementation", "lora_o_kernel", "lora_qkv_kernel",
-    "lora_mlp_kernel", "batching_strategy", "kt_weight_path", "loss_type", "port", "host", "checkpointer",
-    "max_steps_per_epoch", "optimizer_in_bwd",
-    "xformers_attention", "dataloader_pin_memory", "dataloader_drop_last",
-}  # fmt: skip
+    "neftune_noise_alpha",
+    "noisy_embedding_alpha",
+    "label_smoothing_factor",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_token",
+    "hub_strategy",
+    "wandb_entity",
+    "wandb_watch",
+    "wandb_log_model",
+    "use_unsloth",
+    "use_liger_kernel",
+    "enable_liger_kernel",
+    "loraplus_lr_ratio",
+    "use_galore",
+    "use_badam",
+    "lora_bias",
+    "lora_fan_in_fan_out",
+    "lora_on_cpu",
+    "rope_scaling",
+    "shift_attn",
+    "s2_attention",
+    "use_llama_pro",
+    "relora",
+    "unfrozen_parameters",
+    "freeze_trainable_layers",
+    "plot_loss",
+    "ddp_backend",
+    "tf32",
+    "metric_for_best_model",
+    "greater_is_better",
+    "logging_first_step",
+    "auto_find_batch_size",
+    "restore_callback_states_from_checkpoint",
+    "enable_jit_checkpoint",
+    "dataloader_in_order",
+    "eval_accumulation_steps",
+    "eval_delay",
+    "lr_scheduler_kwargs",
+    "label_names",
+    "optim_args",
+    "hub_revision",
+    "dataloader_persistent_workers",
+    "optim_target_modules",
+    "truncation_mode",
+    "truncation_strategy",
+    "loss_scale",
+    "system",
+    "default_system",
+    "model_author",
+    "model_name",
+    "init_weights",
+    "vllm",
+    "trl",
+    "plugins",
+    "eval_sample_packing",
+    "eta_min",
+    "model_config",
+    "experts_implementation",
+    "lora_o_kernel",
+    "lora_qkv_kernel",
+    "lora_mlp_kernel",
+    "batching_strategy",
+    "kt_weight_path",
+    "loss_type",
+    "port",
+    "host",
+    "checkpointer",
+    "max_steps_per_epoch",
+    "optimizer_in_bwd",
+    "xformers_attention",
+    "dataloader_pin_memory",
+    "dataloader_drop_last",
+}
 """Names in other trainers of what is not here. The nearest spelling would mean something else."""
 
 OTHER_RECIPES = {
     "recipes/lora_finetune.py": {
-        "adapter", "adapter_path", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save",
-        "load_in_4bit", "load_in_8bit",
+        "adapter",
+        "adapter_path",
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "modules_to_save",
+        "load_in_4bit",
+        "load_in_8bit",
     },
     "recipes/causal_lm.py": {"config_name"},
     "recipes/seq2seq_chatbot.py": {"val_max_target_length"},
-}  # fmt: skip
+}
 """Recipe -> flags that not every recipe has."""
 
 VALUES: dict[str, dict[str, str]] = {
@@ -308,8 +375,8 @@ def translate(name: str, flags: set[str], prefix: str = "") -> str | None:
         if candidate.split()[0] in flags:
             return f"Did you mean {prefix}{candidate}?"
     for candidate in candidates:
-        for recipe, its_flags in OTHER_RECIPES.items():
-            if candidate.split()[0] in its_flags:
+        for recipe, recipe_flags in OTHER_RECIPES.items():
+            if candidate.split()[0] in recipe_flags:
                 return f"{recipe} takes {prefix}{candidate}."
     if name in SENTENCES:
         return SENTENCES[name]

@@ -87,7 +87,9 @@ def file_digest(file: Path, tell: Callable[[int], Any] = lambda count: None) -> 
 
     digest = xxhash.xxh3_128()
     with open_regular(file) as handle:
-        while block := handle.read(_BLOCK):
+        block = handle.read(_BLOCK)
+        while block:
             digest.update(block)
             tell(len(block))
+            block = handle.read(_BLOCK)
     return digest.hexdigest()

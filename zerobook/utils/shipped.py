@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _PACKAGE = Path(__file__).absolute().parents[1]
-_INSTALLED = _PACKAGE / "_shipped"  # setup.py writes it into a wheel
+_INSTALLED = _PACKAGE / "_shipped"
+"""Folder that setup.py writes into a wheel."""
 
 
 def shipped(name: str) -> Path:
@@ -20,7 +21,7 @@ def shipped(name: str) -> Path:
     """
     if clone() is not None:
         return _PACKAGE.parent / name
-    # recipes are modules: zerobook.recipes.causal_lm
+    # Recipes are modules: zerobook.recipes.causal_lm.
     folder = _PACKAGE if Path(name).parts[0] == "recipes" else _INSTALLED
     return folder / name
 

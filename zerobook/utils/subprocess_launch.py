@@ -22,14 +22,20 @@ def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -
     Args:
         launcher: flags of ``accelerate launch``; a strategy file as ``--config_file FILE``.
     """
-    start = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(ranks)]
-    start += [] if "--config_file" in launcher else ["--num_machines", "1"]
-    return [*start, "--main_process_port", "0", str(script), *(str(word) for word in words)]
+    line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(ranks)]
+    if "--config_file" not in launcher:
+        line += ["--num_machines", "1"]
+    # Port 0 is any that is free.
+    line += ["--main_process_port", "0", str(script)]
+    return [*line, *map(str, words)]
 
 
 def flags(values: Mapping[str, object]) -> list[str]:
     """Return ``{"seed": 1}`` as ``--seed 1``."""
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    words = []
+    for key, value in values.items():
+        words += [f"--{key}", str(value)]
+    return words
 
 
 def run(
@@ -40,19 +46,22 @@ def run(
     On a CPU, each rank gets one thread, because ranks share the cores. On a GPU, a run chooses its threads: an optimizer in
     host memory needs more.
     """
-    own = dict(environment or {})
-    threads = {} if _on_gpu(os.environ | own) else {"OMP_NUM_THREADS": "1"}
-    given = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"} | own
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(line, cwd=cwd, env=given, stdout=said, stderr=subprocess.STDOUT)
+    environment = dict(environment or {})
+    defaults = {"TOKENIZERS_PARALLELISM": "false"}
+    if not _on_gpu(os.environ | environment):
+        defaults["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            line, cwd=cwd, env=os.environ | defaults | environment, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
         finally:
             kill_family(process)
-        said.seek(0)
-        return code, said.read()
+        output.seek(0)
+        return code, output.read()
 
 
 def _on_gpu(environment: Mapping[str, str]) -> bool:
@@ -80,5 +89,6 @@ def kill_family(process: subprocess.Popen) -> None:
 def last_error(text: str) -> str:
     """Return the line of a failed run's output that names the error. torchrun's own summary does not."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    lines = [line for line in lines if not line.startswith("raise ")] or lines  # a traceback's source line
-    return lines[0][:300] if lines else "it said nothing of an error"
+    # A line of code in a traceback is taken only where there is nothing better.
+    messages = [line for line in lines if not line.startswith("raise ")] or lines
+    return messages[0][:300] if messages else "it said nothing of an error"

@@ -30,8 +30,8 @@ def plain(text: str, *, lines: bool = True) -> str:
     >>> plain("\x1b[31mred\x1b]0;title\x07\r\nnext\u202e"), plain("one\n[12] two", lines=False)
     ('red\nnext', 'one [12] two')
     """
-    found = _CONTROLS.sub("", _SEQUENCES.sub("", text))
-    return found if lines else " ".join(found.split())
+    text = _CONTROLS.sub("", _SEQUENCES.sub("", text))
+    return text if lines else " ".join(text.split())
 
 
 def without_passwords(text: str) -> str:
@@ -50,7 +50,7 @@ def visible(text: str, besides: str = "") -> str:
     'a\\x1b[2J\\u202e \\xab\n'
     """
     escape = re.compile(f"{_CONTROLS.pattern}|[{re.escape(besides)}]") if besides else _CONTROLS
-    return escape.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return escape.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -24,9 +24,9 @@ def parse_bytes(text: str, key: str) -> int:
     if match is None or value is None:
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
-    amount = int(
-        Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()]
-    )  # exact: the float 2.01 times 10^9 is below 2010000000
+    # Exact: the float 2.01 times 10^9 is below 2010000000.
+    unit = (match[2] or "").lower()
+    amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[unit])
     if amount <= 0:
         raise ConfigError(f"{key}: {text!r} is zero. Give the amount of memory, such as 80GB.")
     return amount
@@ -42,7 +42,9 @@ def parse_rate(text: str, key: str) -> float:
     value = _number(match[1]) if match else None
     if match is None or not value or (match[3] == "b/s" and (match[2] or "").islower()):
         raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
-    return value * _DECIMAL[(match[2] or "").lower()] / (1 if "B" in match[3] else 8)
+    rate = value * _DECIMAL[(match[2] or "").lower()]
+    is_bytes = "B" in match[3]
+    return rate if is_bytes else rate / 8
 
 
 def parse_count(text: str, key: str) -> int:
@@ -113,4 +115,9 @@ def duration(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Return a number with three figures."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

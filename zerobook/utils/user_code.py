@@ -25,22 +25,23 @@ def problem(key: str, spec: str) -> str | None:
         key: the config key that holds it, with which the sentence begins.
         spec: ``FILE.py:Class`` or ``module:Class``.
     """
-    where, _, name = spec.rpartition(":")
-    if not where or not name.isidentifier():
+    source, _, name = spec.rpartition(":")
+    if not source or not name.isidentifier():
         return f"{key}: {spec!r} does not name a class. Write FILE.py:Class or module:Class."
-    if not where.endswith(".py"):
-        missing = f"{key}: {spec}: there is no module {where}. Give one that Python finds, or FILE.py."
-        return None if _is_there(where) else missing
-    file = Path(where).expanduser()
+    if not source.endswith(".py"):
+        if _is_importable(source):
+            return None
+        return f"{key}: {spec}: there is no module {source}. Give one that Python finds, or FILE.py."
+    file = Path(source).expanduser()
     if not file.is_file():
-        return f"{key}: {spec}: there is no file {where}."
+        return f"{key}: {spec}: there is no file {source}."
     try:
-        names = _names(ast.parse(file.read_bytes()))
+        names = _bound_names(ast.parse(file.read_bytes()))
     except (SyntaxError, ValueError) as error:
-        return f"{key}: {spec}: {where} is not valid Python: {error}."
+        return f"{key}: {spec}: {source} is not valid Python: {error}."
     if name in names or "*" in names:
         return None
-    return f"{key}: {spec}: {where} has no {name}.{nearest(name, names)}"
+    return f"{key}: {spec}: {source} has no {name}.{nearest(name, names)}"
 
 
 def load(key: str, spec: str) -> object:
@@ -49,13 +50,16 @@ def load(key: str, spec: str) -> object:
     Raises:
         ConfigError: it is not there. Errors of the user's code are passed on.
     """
-    found = problem(key, spec)
-    if found:
-        raise ConfigError(found)
-    where, _, name = spec.rpartition(":")
-    module = _of_file(Path(where).expanduser().resolve()) if where.endswith(".py") else importlib.import_module(where)
+    reason = problem(key, spec)
+    if reason:
+        raise ConfigError(reason)
+    source, _, name = spec.rpartition(":")
+    if source.endswith(".py"):
+        module = _import_file(Path(source).expanduser().resolve())
+    else:
+        module = importlib.import_module(source)
     if not hasattr(module, name):
-        raise ConfigError(f"{key}: {spec}: {where} has no {name}.{nearest(name, set(dir(module)))}")
+        raise ConfigError(f"{key}: {spec}: {source} has no {name}.{nearest(name, set(dir(module)))}")
     return getattr(module, name)
 
 
@@ -66,20 +70,22 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
         ConfigError: it is not there, its file does not run, or it is no class that derives from ``base``, or abstract.
     """
     try:
-        found = load(key, spec)
+        loaded = load(key, spec)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:
+        # A user's code may raise anything.
         raise ConfigError(f"{key}: {spec.rpartition(':')[0]} does not run: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{key}: {spec}: {found!r} does not derive from {base.__module__}.{base.__name__}.")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise ConfigError(f"{key}: {spec}: {loaded!r} does not derive from {base.__module__}.{base.__name__}.")
+    if inspect.isabstract(loaded):
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
         raise ConfigError(f"{key}: {spec} does not define {missing}, which {base.__name__} requires.")
-    return found
+    return loaded
 
 
-def _of_file(file: Path) -> ModuleType:
+def _import_file(file: Path) -> ModuleType:
+    """Return the module of a file, which is run if it is not loaded yet."""
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
@@ -95,7 +101,7 @@ def _of_file(file: Path) -> ModuleType:
     return module
 
 
-def _is_there(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     """Return whether Python finds a module's package. To find a module inside of it, Python would run the package."""
     package = module.partition(".")[0]
     try:
@@ -104,14 +110,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _names(tree: ast.Module) -> set[str]:
+def _bound_names(tree: ast.Module) -> set[str]:
     """Return the names that the file binds, at any place in it."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            names.add(node.id)
+    return names

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 def versions() -> dict[str, str]:
     """Return the versions of zerobook, Python and the libraries that affect a run."""
-    found = {"zerobook": _version("zerobook"), "python": platform.python_version()}
-    return found | {name: _version(name) for name in ("torch", "accelerate", "deepspeed", "transformers", "peft")}
+    libraries = {name: _version(name) for name in ("torch", "accelerate", "deepspeed", "transformers", "peft")}
+    return {"zerobook": _version("zerobook"), "python": platform.python_version(), **libraries}
 
 
 def _version(package: str) -> str:

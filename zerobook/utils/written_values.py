@@ -30,8 +30,8 @@ def as_list(value: Any) -> Any:
         return []
     if not isinstance(value, str):
         return [value]
-    parts = [part.strip() for part in value.split(",")]
-    return parts if all(map(_WORD.fullmatch, parts)) else [value]
+    words = [word.strip() for word in value.split(",")]
+    return words if all(map(_WORD.fullmatch, words)) else [value]
 
 
 def as_whole_number(value: Any) -> Any:

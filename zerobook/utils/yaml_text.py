@@ -35,10 +35,10 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def _size(self, node: yaml.Node, mark: Any) -> int:
-        """Return the number of values in a node, whose parts are composed already."""
+        """Return the number of values in a node, whose children are composed already."""
         children: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
-            children = [part for pair in node.value for part in pair]
+            children = [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         size = 1 + sum(self._sizes[id(child)] for child in children)
@@ -52,11 +52,11 @@ class _DistinctKeysLoader(BoundedLoader):
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise yaml.composer.ComposerError(None, None, f"the key {key.value} is given twice", key.start_mark)
-            seen.add(str(key.value))
+            keys.add(str(key.value))
         return node
 
 
