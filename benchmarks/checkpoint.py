@@ -81,7 +81,7 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         save(Saver(strategy, config.output_dir, keep=1))
     elif phase == "load":
         for _ in range(3):
-            timed("load", lambda: state.load(strategy, store.complete(checkpoints)[-1]))
+            timed("load", lambda: state.load(strategy, store.list_complete(checkpoints)[-1]))
     else:
         mine = [piece.values.detach().cpu().clone() for piece in strategy.pieces()]
         spare = [torch.empty_like(values) for values in mine]
@@ -123,9 +123,9 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
         if strategy.is_main:
             for _ in range(3):
                 start = time.perf_counter()
-                assert store.damage(store.complete(checkpoints)[-1], thorough=True) is None
+                assert store.find_damage(store.list_complete(checkpoints)[-1], thorough=True) is None
                 found.setdefault("verify", []).append(time.perf_counter() - start)
-            found["stored"] = [store.bytes_of(store.complete(checkpoints)[-1])]
+            found["stored"] = [store.bytes_of(store.list_complete(checkpoints)[-1])]
         strategy.barrier()
     if strategy.is_main:
         out.write_text(json.dumps(found))

@@ -125,7 +125,7 @@ def read(name: str) -> list[dict]:
 def checkpoints() -> list[Path]:
     from zerobook.checkpoint import store
 
-    return store.complete(store.folder_of(ROOT / OUTPUT))
+    return store.list_complete(store.folder_of(ROOT / OUTPUT))
 
 
 def report() -> bool:

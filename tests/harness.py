@@ -92,9 +92,9 @@ class Run:
     def state(self) -> dict[str, Any]:
         """All tensors of the newest checkpoint, by their names there."""
         from zerobook.checkpoint.state import tensors
-        from zerobook.checkpoint.store import complete, folder_of
+        from zerobook.checkpoint.store import folder_of, list_complete
 
-        return tensors(complete(folder_of(self.output))[-1])
+        return tensors(list_complete(folder_of(self.output))[-1])
 
 
 def command(
@@ -278,7 +278,7 @@ def reseal(checkpoint: Path) -> None:
     for name, facts in manifest["files"].items():
         facts |= {"bytes": (checkpoint / name).stat().st_size, "xxh3_128": file_digest(checkpoint / name)}
     (checkpoint / store.MANIFEST).write_text(json.dumps(manifest))
-    assert store.damage(checkpoint, thorough=True) is None
+    assert store.find_damage(checkpoint, thorough=True) is None
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def test_a_checkpoint_brings_buffers_back(make, tmp_path, background):
             buffer.add_(7)  # later training, which neither a save in the background nor a rollback may see
     saver.wait()
     (result,) = saver.results()
-    assert result.problem is None and store.damage(result.checkpoint, thorough=True) is None
+    assert result.problem is None and store.find_damage(result.checkpoint, thorough=True) is None
     manifest = json.loads((result.checkpoint / store.MANIFEST).read_text())
     assert manifest["format_version"] == 4 and BUFFERS in manifest["files"]
     state.load(strategy, result.checkpoint)
@@ -114,7 +114,7 @@ def test_a_checkpoint_brings_buffers_back(make, tmp_path, background):
 def test_format_3_is_still_read(make, tmp_path):
     strategy, _ = make()
     saved(strategy, tmp_path)
-    (checkpoint,) = store.complete(store.folder_of(tmp_path))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path))
     (checkpoint / BUFFERS).unlink()
     file = checkpoint / store.MANIFEST
     manifest = json.loads(file.read_text())
@@ -133,7 +133,7 @@ def test_format_3_is_still_read(make, tmp_path):
 def test_a_model_with_other_buffers_is_refused(tiny, make, tmp_path):
     strategy, _ = make()
     saved(strategy, tmp_path)
-    (checkpoint,) = store.complete(store.folder_of(tmp_path))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path))
     other, _ = make(bart(tiny, extra=False))
     before = {name: p.detach().clone() for name, p in other.trainable()}
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_an_adapters_checkpoint_has_no_buffers_of_its_base(tiny, make, tmp_path)
     strategy, _ = make(get_peft_model(bart(tiny), LoraConfig(target_modules=["q_proj"])))
     assert strategy.buffers() == {}
     saved(strategy, tmp_path)
-    (checkpoint,) = store.complete(store.folder_of(tmp_path))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path))
     assert load_file(checkpoint / BUFFERS) == {}
     state.load(strategy, checkpoint)
     assert layer_of(SimpleNamespace(unwrapped=strategy.unwrapped.get_base_model())).seen.tolist() == [1001]
@@ -163,7 +163,7 @@ def test_an_export_has_the_buffers_of_the_checkpoint(tiny, make, tmp_path):
     with torch.no_grad():
         strategy.unwrapped.final_logits_bias.add_(1.001)
     saved(strategy, tmp_path)
-    (checkpoint,) = store.complete(store.folder_of(tmp_path))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path))
     facts = {"model_name_or_path": str(tiny / "bart"), "trust_remote_code": False, "model_revision": None, "dataset_name": "x",
              "tokenizer_name": None, "chat_template": None, "learning_rate": 1, "lr_scheduler_type": "linear"}  # fmt: skip
     (checkpoint / "config.json").write_text(json.dumps({"config": facts}))

@@ -89,7 +89,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
     save_in_processes(tmp_path, 1)
     calls, codes = save_in_processes(tmp_path, 2, victim, fatal=10**6)
     assert codes == [0, 0] and calls > (15 if victim == 0 else 3)
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2], "save_total_limit 1"
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [2], "save_total_limit 1"
     step, killed = 3, 0
     for fatal in range(1, calls + 1):
         _, codes = save_in_processes(tmp_path, step, victim, fatal)
@@ -97,7 +97,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
         with store.owned(checkpoints):  # what the next attempt does first
             resolution = resolve_resume(tmp_path, "auto", thorough=True)
         found = resolution.checkpoint
-        assert found is not None and store.damage(found, thorough=True) is None, f"call {fatal}"
+        assert found is not None and store.find_damage(found, thorough=True) is None, f"call {fatal}"
         assert store.step_of(found) in (step - 1, step) and not resolution.skipped
         assert len(state.tensors(found)) == 9
         assert not [f for f in checkpoints.iterdir() if f.name.startswith(".step")], "leftovers are swept away"
@@ -157,7 +157,7 @@ def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path,
     def one(rank):
         saver = save.Saver(Slow(rank, dealt, barrier.wait, told), tmp_path, keep=None, background=background)
         if background:
-            saver._copies = lambda: saver.strategy._late()
+            saver._copy_pieces = lambda: saver.strategy._late()
         saver.save(Progress(step=1), {"config": {}})
         saver.wait()
         results[rank] = saver.results()
@@ -200,7 +200,7 @@ def test_what_cannot_be_deleted_fails_no_save_and_is_tried_again(tmp_path, capsy
     (published(tmp_path, 2) / ".nfs1").touch()
     published(tmp_path, 3, keep=1)
     said = capsys.readouterr().err
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [3]
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [3]
     assert said.count("cannot be cleaned up") == 2 and "step-000001.deleted: " in said
     assert ".nfs1: Device or resource busy" in said
     (published(tmp_path, 1) / ".nfs1").touch()  # of another branch; its hidden name is taken
@@ -220,7 +220,7 @@ def test_a_half_deleted_checkpoint_does_not_come_back_instead_of_a_whole_one(tmp
     whole.rename(checkpoints / ".step-000001.replaced-2")  # killed while the next one was published
     with store.owned(checkpoints):
         found = resolve_resume(tmp_path, "auto", thorough=True).checkpoint
-    assert found == whole and store.damage(found, thorough=True) is None
+    assert found == whole and store.find_damage(found, thorough=True) is None
 
 
 def test_what_a_killed_save_left_never_becomes_part_of_the_next(tmp_path, capsys, stuck, monkeypatch):
@@ -235,7 +235,7 @@ def test_what_a_killed_save_left_never_becomes_part_of_the_next(tmp_path, capsys
     monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(PermissionError(1, "Not permitted", self)))
     (result,) = save_all(tmp_path, 3, spread({9}, 2))
     assert "cannot be made" in result.problem and "Not permitted" in result.problem
-    assert store.complete(store.folder_of(tmp_path)) == [found]
+    assert store.list_complete(store.folder_of(tmp_path)) == [found]
 
 
 def test_links_are_swept_and_what_they_lead_to_is_not(tmp_path):

@@ -35,7 +35,7 @@ def test_a_failed_save_leaves_no_checkpoint_and_harms_no_other(tmp_path):
     with pytest.raises(OSError), staged(tmp_path, 6) as staging:
         (staging / "tensors.bin").write_bytes(b"half")
         raise OSError("disk full")
-    assert store.complete(store.folder_of(tmp_path)) == [first]
+    assert store.list_complete(store.folder_of(tmp_path)) == [first]
     assert resolve_resume(tmp_path, "auto").checkpoint == first
     again = make(tmp_path, 6)
     assert resolve_resume(tmp_path, "auto").checkpoint == again
@@ -48,9 +48,9 @@ def test_auto_walks_past_damage_and_a_named_one_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"2 bytes, the manifest says 3 bytes"):
         resolve_resume(tmp_path, str(bad))
     (bad / "tensors.bin").unlink()
-    assert "missing" in store.damage(bad)
+    assert "missing" in store.find_damage(bad)
     (bad / store.MANIFEST).write_text("{")
-    assert "cannot be read: JSONDecodeError" in store.damage(bad)
+    assert "cannot be read: JSONDecodeError" in store.find_damage(bad)
     assert resolve_resume(tmp_path / "nothing", "auto").checkpoint is None
 
 
@@ -97,7 +97,7 @@ def test_a_step_saved_again_replaces_the_old_one_and_pruning_keeps_the_newest(tm
     assert (store.folder_of(tmp_path) / "step-000003" / "tensors.bin").read_bytes() == b"newer"
     removed = store.prune(store.folder_of(tmp_path), 2)
     assert [store.step_of(c) for c in removed] == [1]
-    assert [store.step_of(c) for c in store.complete(store.folder_of(tmp_path))] == [2, 3]
+    assert [store.step_of(c) for c in store.list_complete(store.folder_of(tmp_path))] == [2, 3]
     assert not [f for f in store.folder_of(tmp_path).iterdir() if f.name.startswith(".")]
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_cannot_be_read_is_set_aside_and_never_removed(tmp_pat
     left = sorted(c.name for c in checkpoints.iterdir())
     assert left == ["step-000012.unreadable", "step-000012.unreadable-2", "step-000018"]
     assert content(aside) == before
-    for whole in store.complete(checkpoints):
+    for whole in store.list_complete(checkpoints):
         shutil.rmtree(whole)
     command(["list", str(tmp_path)])
     assert "12 unreadable-2" in capsys.readouterr().out
@@ -205,12 +205,12 @@ def test_a_run_from_elsewhere_does_not_start_beside_what_was_set_aside(tmp_path,
 def test_a_kill_while_checkpoints_are_set_aside_leaves_the_ones_nearest_to_the_goal(tmp_path, monkeypatch):
     for step in (6, 12, 18, 24):
         make(tmp_path, step)
-    checkpoints, real = store.folder_of(tmp_path), store._put_aside
+    checkpoints, real = store.folder_of(tmp_path), store._set_one_aside
     left = [True, True]
-    monkeypatch.setattr(store, "_put_aside", lambda *args: left.pop() and real(*args))
+    monkeypatch.setattr(store, "_set_one_aside", lambda *args: left.pop() and real(*args))
     with pytest.raises(IndexError):
         store.set_aside(checkpoints, 6)
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [6, 12]
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [6, 12]
 
 
 def test_a_checkpoint_is_pinned_from_inside_its_folder(tmp_path, monkeypatch):
@@ -237,7 +237,9 @@ def test_no_manifest_is_an_error_of_the_reader(tmp_path_factory, manifest):
     one = tmp_path_factory.mktemp("run") / "step-000001"
     one.mkdir()
     (one / store.MANIFEST).write_text(json.dumps(manifest))
-    assert isinstance(store.damage(one, thorough=True), str), "a reason: none of the files that a manifest must list is there"
+    assert isinstance(store.find_damage(one, thorough=True), str), (
+        "a reason: none of the files that a manifest must list is there"
+    )
 
 
 def test_a_folder_that_is_not_of_a_run_loses_no_file_of_its_own(tmp_path):
@@ -251,7 +253,7 @@ def test_a_folder_that_is_not_of_a_run_loses_no_file_of_its_own(tmp_path):
 
 
 def steps(folder):
-    return [store.step_of(c) for c in store.complete(store.folder_of(folder))]
+    return [store.step_of(c) for c in store.list_complete(store.folder_of(folder))]
 
 
 def test_going_on_from_an_earlier_checkpoint_gives_the_later_ones_up(tmp_path):

@@ -126,7 +126,7 @@ def test_any_cut_reads_back_as_any_other(tmp_path_factory, cuts, ranks, start, l
         (result,) = save_all(folder, 3, spread(cuts, ranks))
     finally:
         save.FILE_BYTES = before
-    assert result.problem is None and store.damage(result.checkpoint, thorough=True) is None
+    assert result.problem is None and store.find_damage(result.checkpoint, thorough=True) is None
     assert not [f for f in result.checkpoint.iterdir() if f.name.startswith("rank-")]
     found = state.tensors(result.checkpoint)
     assert set(found) == set(WHOLE) and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
@@ -140,7 +140,7 @@ def test_a_share_that_is_missing_or_there_twice_is_no_checkpoint(tmp_path):
     lost = spread({9}, 2)
     lost[1].pop()
     (result,) = save_all(tmp_path, 2, lost)
-    assert "the ranks gave" in result.problem and store.complete(store.folder_of(tmp_path)) == [good.checkpoint]
+    assert "the ranks gave" in result.problem and store.list_complete(store.folder_of(tmp_path)) == [good.checkpoint]
     twice = spread({9}, 2)
     twice[0].append(twice[1][0])
     (result,) = save_all(tmp_path, 3, twice)
@@ -212,7 +212,7 @@ def test_a_host_that_never_sees_the_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "_BEGIN_S", 1)
     (result,) = save_all(tmp_path / "run", 1, spread({9}, 2), folders={1: tmp_path / "elsewhere"})
     assert result.problem.startswith("rank 1: it did not begin to write within 1 s")
-    assert store.complete(store.folder_of(tmp_path / "run")) == []
+    assert store.list_complete(store.folder_of(tmp_path / "run")) == []
 
 
 def test_a_rank_that_writes_for_long_is_waited_for(tmp_path, monkeypatch):
@@ -239,15 +239,15 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
         save_all(tmp_path, step, spread(set(), 1), loss=loss)
     checkpoints = store.folder_of(tmp_path)
     assert command(["pin", str(checkpoints / "step-000001")]) == 0
-    assert store.best(checkpoints).name == "step-000002"
+    assert store.find_best(checkpoints).name == "step-000002"
     (tmp_path / "half").mkdir()
     (checkpoints / ".step-000009.partial").mkdir()
     save_all(tmp_path, 7, spread(set(), 1), keep=2)
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [1, 2, 6, 7]
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [1, 2, 6, 7]
     assert resolve_resume(tmp_path, "best").checkpoint.name == "step-000002"
     command(["unpin", str(checkpoints / "step-000001")])
     assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 7]
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [2, 7]
     with pytest.raises(CheckpointError, match="--keep is None"):
         command(["prune", str(tmp_path)])
     store.sweep(checkpoints)
@@ -263,8 +263,8 @@ def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path, bad):
     for step, loss in {1: bad, 2: 1.0, 3: bad, 4: 2.0, 5: bad}.items():
         save_all(tmp_path, step, spread(set(), 1), loss=loss, keep=1 if step == 5 else None)
     checkpoints = store.folder_of(tmp_path)
-    assert [store.step_of(c) for c in store.complete(checkpoints)] == [2, 5]
-    assert resolve_resume(tmp_path, "best").checkpoint == store.best(checkpoints) == checkpoints / "step-000002"
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [2, 5]
+    assert resolve_resume(tmp_path, "best").checkpoint == store.find_best(checkpoints) == checkpoints / "step-000002"
     command(["list", str(tmp_path)])
 
 
@@ -276,12 +276,12 @@ def test_best_is_the_same_checkpoint_for_all_who_ask(tmp_path_factory, losses):
         with staged(folder, step) as staging:
             (staging / store.PROGRESS).write_text(json.dumps(Progress(step=step, eval_loss=loss).to_json()))
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    best = store.best(store.folder_of(folder))
+    best = store.find_best(store.folder_of(folder))
     assert (best is None) == (not finite)
     if best is not None:
         assert store.eval_loss(best) == min(finite) and resolve_resume(folder, "best").checkpoint == best
         store.prune(store.folder_of(folder), 1)
-        assert store.best(store.folder_of(folder)) == best
+        assert store.find_best(store.folder_of(folder)) == best
 
 
 @given(st.lists(st.sampled_from([math.nan, math.inf, 1.0, 2.0, 3.0]), max_size=6), st.sampled_from([None, math.nan, 2.5]))
@@ -348,7 +348,7 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
     harm, words = DAMAGE[kind]
     for step in (1, 2):
         save_all(tmp_path, step, spread({9}, 2))
-    good, bad = store.complete(store.folder_of(tmp_path))
+    good, bad = store.list_complete(store.folder_of(tmp_path))
     harm(bad)
     resolution = resolve_resume(tmp_path, "auto", thorough=True)
     assert resolution.checkpoint == good
@@ -366,12 +366,12 @@ def test_readers_that_do_not_read_tensors_see_a_changed_json_file_too(tmp_path, 
     """Every process reads the batch size and the losses from these before the ranks look at every byte together."""
     for step, loss in ((1, 2.0), (2, 1.0)):
         save_all(tmp_path, step, spread({9}, 2), loss=loss)
-    good, bad = store.complete(store.folder_of(tmp_path))
+    good, bad = store.list_complete(store.folder_of(tmp_path))
     (bad / name).write_bytes(harm((bad / name).read_bytes()))
-    assert store.complete(store.folder_of(tmp_path)) == [good]
+    assert store.list_complete(store.folder_of(tmp_path)) == [good]
     assert resolve_resume(tmp_path, "auto").checkpoint == good
     assert resolve_resume(tmp_path, "best").checkpoint == good
-    assert store.best(store.folder_of(tmp_path)) == good
+    assert store.find_best(store.folder_of(tmp_path)) == good
     assert command(["list", str(tmp_path)]) == 0
     shown = "".join(capsys.readouterr().out.split())
     assert "damaged" in shown and "itscontentisdamaged" in re.sub(r"[^a-z]", "", shown) and "2.0000" in shown
@@ -380,7 +380,7 @@ def test_readers_that_do_not_read_tensors_see_a_changed_json_file_too(tmp_path, 
 def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
     for step in (1, 2):
         save_all(tmp_path, step, spread({9}, 1))
-    one, other = store.complete(store.folder_of(tmp_path))
+    one, other = store.list_complete(store.folder_of(tmp_path))
     index = json.loads((one / "tensors.json").read_text())
     for pieces in index["pieces"].values():
         for piece in pieces:
@@ -393,10 +393,10 @@ def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
 
 def test_a_pickle_is_never_opened(tmp_path):
     save_all(tmp_path, 1, spread({9}, 1))
-    (one,) = store.complete(store.folder_of(tmp_path))
+    (one,) = store.list_complete(store.folder_of(tmp_path))
     fired = tmp_path / "fired"
     (one / "tensors.pt").write_bytes(b"cos\nmkdir\n(S'" + str(fired).encode() + b"'\ntR.")
-    assert store.damage(one, thorough=True) is None and len(state.tensors(one)) == 9
+    assert store.find_damage(one, thorough=True) is None and len(state.tensors(one)) == 9
     assert not fired.exists()
 
 
@@ -437,7 +437,7 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder"):
             command(["prune", str(tmp_path), "--keep", "1"])
         assert time.monotonic() - start < 30
-        assert [store.step_of(c) for c in store.complete(tmp_path)] == [1, 2]
+        assert [store.step_of(c) for c in store.list_complete(tmp_path)] == [1, 2]
         command(["pin", str(first)])
         assert store.is_pinned(first), "people pin while a run trains"
         command(["unpin", str(first)])
@@ -448,7 +448,7 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
     with store.owned(tmp_path):
         pass
     assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
-    assert [store.step_of(c) for c in store.complete(tmp_path)] == [2]
+    assert [store.step_of(c) for c in store.list_complete(tmp_path)] == [2]
 
 
 def test_a_run_holds_its_folder_until_its_process_ends(tmp_path):

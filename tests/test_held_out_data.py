@@ -122,7 +122,7 @@ def evaluations(finished) -> list[dict]:
 
 
 def newest_progress(finished) -> dict:
-    return store.read_json(store.complete(store.folder_of(finished.output))[-1] / store.PROGRESS)
+    return store.read_json(store.list_complete(store.folder_of(finished.output))[-1] / store.PROGRESS)
 
 
 def test_a_resume_with_other_held_out_data_warns_and_compares_the_new_losses_alone(tiny, tmp_path, run, capsys):
@@ -189,7 +189,7 @@ def test_the_best_checkpoint_is_one_of_the_newest_held_out_data(tmp_path):
     store.prune(checkpoints, 1)
 
     assert store.step_of(best) == 3
-    assert [store.step_of(checkpoint) for checkpoint in store.complete(checkpoints)] == [3, 5]
+    assert [store.step_of(checkpoint) for checkpoint in store.list_complete(checkpoints)] == [3, 5]
 
 
 def test_losses_and_patience_are_of_one_held_out_data():

@@ -69,10 +69,10 @@ def checkpoint_with(tmp_path: Path, write) -> Path:
 def test_a_manifest_that_cannot_be_one_is_damage_that_names_the_file(tmp_path, write):
     checkpoint = checkpoint_with(tmp_path, write)
 
-    reason = store.damage(checkpoint)
+    reason = store.find_damage(checkpoint)
 
     assert reason is not None and store.MANIFEST in reason
-    assert store.complete(checkpoint.parent) == []
+    assert store.list_complete(checkpoint.parent) == []
 
 
 @pytest.mark.timeout(60)

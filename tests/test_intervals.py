@@ -199,7 +199,7 @@ def flags(tiny, **more):
 
 
 def checkpoints_of(run):
-    return [store.step_of(c) for c in store.complete(store.folder_of(run.output))]
+    return [store.step_of(c) for c in store.list_complete(store.folder_of(run.output))]
 
 
 def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_end(tiny, tmp_path, capfd):

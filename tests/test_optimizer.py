@@ -136,7 +136,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(make, said, tmp_path):  # noqa: F811
     strategy = make(optimizer=said, model=wide())
     step(strategy), step(strategy)
     checkpoint = save(strategy, tmp_path, said)
-    assert store.damage(checkpoint, thorough=True) is None
+    assert store.find_damage(checkpoint, thorough=True) is None
     assert {t.dtype for t in state.tensors(checkpoint).values()} == {torch.float32}
     tensors, now = state.tensors(checkpoint), held(strategy)
     assert same(tensors, {name.replace("None/", "weight/"): tensor for name, tensor in now.items()})
@@ -243,7 +243,7 @@ def test_state_is_read_and_written_where_it_lies(said, device):
 def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, tmp_path):  # noqa: F811
     """A checkpoint that an earlier version wrote is read, and the same training gives the same tensors and index."""
     old = FIXTURES / "format4" / "step-000003"
-    assert store.damage(old, thorough=True) is None
+    assert store.find_damage(old, thorough=True) is None
     torch.manual_seed(0)
     strategy = make(model=torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)))
     for scale in (1.0, 2.0, 3.0):

@@ -66,7 +66,7 @@ def test_any_slices_are_assembled_into_the_same_tensor(tmp_path_factory, data, s
     finally:
         save._FIRST_BLOCK, save._LARGEST_BLOCK = before
     (saved,) = saver.results()
-    assert saved.problem is None and store.damage(saved.checkpoint, thorough=True) is None
+    assert saved.problem is None and store.find_damage(saved.checkpoint, thorough=True) is None
     slices = any(len(offset) > 1 for cut in cuts.values() for offset, _ in cut)
     assert store.read_json(saved.checkpoint / store.MANIFEST)["format_version"] == (5 if slices else 4)
     reader = state.Reader(saved.checkpoint)

@@ -243,7 +243,7 @@ def test_export_finds_the_tokenizer_as_training_does(base, trained, tmp_path, mo
         )
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as here:  # a checkpoint is found by any path that leads to it
-        here.chdir(store.complete(store.folder_of(run))[-1])
+        here.chdir(store.list_complete(store.folder_of(run))[-1])
         export([".", "--output", str(tmp_path / "exported")])
     found, saved = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "exported", run / "model"))
     assert found.chat_template == saved.chat_template and found.pad_token == saved.pad_token == "<|im_end|>"
@@ -584,7 +584,7 @@ def test_everything_of_a_model_is_on_the_disk_before_its_run_counts_as_finished(
 
 def test_a_run_without_room_for_its_model_is_refused_before_it_trains(tiny, tmp_path, monkeypatch):
     train(tmp_path / "first", **short(tiny))
-    (checkpoint,) = store.complete(store.folder_of(tmp_path / "first"))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path / "first"))
     usage = shutil.disk_usage(tmp_path)
     room = store.bytes_of(checkpoint) + 1000
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
@@ -602,7 +602,7 @@ def test_the_model_is_written_where_the_last_checkpoint_does_not_fit(tiny, tmp_p
     with pytest.raises(CheckpointError, match="could not be saved"):
         train(tmp_path / "run", **short(tiny), **({"async_save": True} if background else {}))
 
-    assert not store.complete(store.folder_of(tmp_path / "run"))
+    assert not store.list_complete(store.folder_of(tmp_path / "run"))
     assert (tmp_path / "run" / "model" / "model.safetensors").exists(), "what was trained is not lost"
 
 

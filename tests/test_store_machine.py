@@ -65,7 +65,7 @@ class Store(RuleBasedStateMachine):
     def everything(self):
         """name -> number of the save, of all that has a visible name."""
         found = {}
-        for one in (*store.candidates(self.folder), *(a for k in ("abandoned", "unreadable")
+        for one in (*store.list_candidates(self.folder), *(a for k in ("abandoned", "unreadable")
                                                       for a in store.list_aside(self.folder, k))):  # fmt: skip
             found[(one / "data").read_text()] = one
         return found
@@ -99,7 +99,7 @@ class Store(RuleBasedStateMachine):
             (staging / "data").write_text(number)
             store.publish(staging, step)
             published.append(True)
-            best.append(store.best(self.folder))
+            best.append(store.find_best(self.folder))
             best[0] = best[0] and (best[0] / "data").read_text()
             store.prune(self.folder, keep)
 
@@ -115,7 +115,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), kill=MAYBE)
     def roll_back(self, data, kill):
-        there = [c for c in store.complete(self.folder) if store.damage(c, thorough=True) is None]
+        there = [c for c in store.list_complete(self.folder) if store.find_damage(c, thorough=True) is None]
         there = [c for c in there if store.step_of(c) < self.step]
         if not there:
             return
@@ -132,7 +132,7 @@ class Store(RuleBasedStateMachine):
     def resume(self, data, kill):
         named = [str(c) for c in self.everything().values()]
         asked = data.draw(st.sampled_from(["auto", "auto", "best", *named]))
-        whole = [c for c in store.candidates(self.folder) if store.damage(c, thorough=True) is None]
+        whole = [c for c in store.list_candidates(self.folder) if store.find_damage(c, thorough=True) is None]
         found = []
 
         def work():
@@ -173,7 +173,7 @@ class Store(RuleBasedStateMachine):
     @precondition(lambda self: not self.running)
     @rule(keep=st.integers(1, 3), kill=MAYBE)
     def prune(self, keep, kill):
-        best = store.best(self.folder)
+        best = store.find_best(self.folder)
 
         def work():
             with store.owned(self.folder, wait=0):
@@ -184,7 +184,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(["manifest", "json", "byte", "missing"]))
     def damage(self, data, how):
-        there = {n: c for n, c in self.everything().items() if store.damage(c) is None}
+        there = {n: c for n, c in self.everything().items() if store.find_damage(c) is None}
         if not there:
             return
         number = data.draw(st.sampled_from(sorted(there)))

@@ -113,7 +113,7 @@ def test_chats_for_a_base_model_are_rendered_by_a_template_that_is_said_and_kept
     assert "zephyr" in note and "--chat_template" in note
     expected = template_file("zephyr").read_text()
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template == expected
-    (checkpoint,) = store.complete(store.folder_of(tmp_path / "run"))
+    (checkpoint,) = store.list_complete(store.folder_of(tmp_path / "run"))
     assert store.read_json(checkpoint / "config.json")["chat_template"] == expected
 
     more = train(

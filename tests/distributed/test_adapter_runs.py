@@ -90,7 +90,7 @@ def test_a_saved_adapter_is_trained_further(launches, tmp_path, strategy):
 def test_a_checkpoint_is_trained_further_by_its_name(launches, tmp_path, recipe):
     """The first process exports the checkpoint, as `zerobook export` does, and the others wait for the folder."""
     before = launches("single", 1, 4, 1, recipe, save_steps=2)
-    first = store.complete(store.folder_of(before.output))[0]
+    first = store.list_complete(store.folder_of(before.output))[0]
     export([str(first), "--output", str(tmp_path / "kept"), "--keep_adapter"])
     flags = dict(lora_r=None, lora_alpha=None) if recipe == "lora_finetune" else {}
     run, same = (launches("zero3", 2, 2, 1, recipe, model_name_or_path=name, **flags) for name in (first, tmp_path / "kept"))
@@ -118,7 +118,7 @@ def test_a_run_goes_on_beside_the_same_adapter_only(launches, tmp_path):
     before = launches("zero3", 2, 2, 1, "lora_finetune")
     flags = dict(adapter_path=before.output / "adapter", lora_r=None, lora_alpha=None, learning_rate=1e-3)
     run = launches("fsdp", 2, 2, 1, "lora_finetune", **flags)
-    (*_, checkpoint) = store.complete(store.folder_of(run.output))
+    (*_, checkpoint) = store.list_complete(store.folder_of(run.output))
     kept = store.read_json(checkpoint / "config.json")
     assert kept["base"]["adapter"]["lora_alpha"] == 32
 

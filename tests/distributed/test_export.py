@@ -69,7 +69,7 @@ def test_an_adapter_is_merged_or_kept_and_an_untrained_one_refused(launches, tin
     begun = launch("single", 1, "lora_finetune", tmp_path / "begun", **flags)
     facts = json.loads((begun.output / "adapter" / "adapter_config.json").read_text())
     assert facts["revision"] == "v1", "a folder has no revisions, so the word alone is looked at"
-    (checkpoint,) = store.complete(store.folder_of(begun.output))
+    (checkpoint,) = store.list_complete(store.folder_of(begun.output))
     with pytest.raises(CheckpointError, match="what it was before training"):
         export([str(checkpoint), "--output", str(tmp_path / "nothing")])
     assert not (tmp_path / "nothing").exists()

@@ -175,7 +175,7 @@ def test_resume_refuses_other_data_and_other_models(tiny, tmp_path, killed):
 def test_no_rank_starts_over_checkpoints_that_cannot_be_read(tiny, tmp_path, killed):
     output = tmp_path / "run"
     shutil.copytree(killed.output, output)
-    checkpoints = store.candidates(store.folder_of(output))
+    checkpoints = store.list_candidates(store.folder_of(output))
     assert [c.name for c in checkpoints] == ["step-000004", "step-000008"]
 
     def harmed(harm, words, expect):
@@ -186,7 +186,7 @@ def test_no_rank_starts_over_checkpoints_that_cannot_be_read(tiny, tmp_path, kil
         for part in run.text.split("Root Cause"):  # by the rank that stopped first, and by its launcher
             assert "none of them can be read" in part and part.count(words) == len(checkpoints), part
         assert run.text.count("Root Cause") == (expect == 1) and "(rank 1)" not in run.text
-        assert {f: f.read_bytes() for c in store.candidates(store.folder_of(output)) for f in c.iterdir()} == before
+        assert {f: f.read_bytes() for c in store.list_candidates(store.folder_of(output)) for f in c.iterdir()} == before
 
     harmed(flip, "its content is damaged", 1)  # seen by rank 0, once the ranks know each other
     harmed(lambda c: manifest(c, format_version=99), "format 99 is newer", REFUSED)  # seen by each rank, before

@@ -70,7 +70,7 @@ class CheckpointManager:
         if not self.config.limits_checkpoints_itself:
             return []
         steps = []
-        for checkpoint in store.complete(self.folder):
+        for checkpoint in store.list_complete(self.folder):
             saved_config = store.read_json(checkpoint / "config.json")["config"]
             if saved_config.get("save_steps") != AUTOMATIC:
                 steps.append(store.step_of(checkpoint))
@@ -82,7 +82,7 @@ class CheckpointManager:
         Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
         """
         step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
-        if step is None or store.damage(self._of(step), thorough=True) is not None:
+        if step is None or store.find_damage(self._of(step), thorough=True) is not None:
             return
         new_paths = store.set_aside(self.folder, step)
         if new_paths:
@@ -173,7 +173,7 @@ class CheckpointManager:
     def _prunable_bytes(self) -> int:
         """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
         total = 0
-        for checkpoint in store.complete(self.folder):
+        for checkpoint in store.list_complete(self.folder):
             if not store.is_pinned(checkpoint) and store.step_of(checkpoint) not in self._saved_at_set_steps:
                 total += store.bytes_of(checkpoint)
         return total
@@ -207,7 +207,7 @@ class CheckpointManager:
         """Return (steps of the checkpoints proven good, steps of the other complete checkpoints)."""
         proven: list[int] = []
         unproven: list[int] = []
-        for checkpoint in store.complete(self.folder):
+        for checkpoint in store.list_complete(self.folder):
             step = store.step_of(checkpoint)
             (proven if step in self.proven else unproven).append(step)
         return proven, unproven
@@ -226,7 +226,7 @@ class CheckpointManager:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
         def check() -> bool:
-            reason = store.damage(self._of(step), thorough=True)
+            reason = store.find_damage(self._of(step), thorough=True)
             if reason is not None:
                 self.skipped[self._of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
@@ -242,7 +242,7 @@ class CheckpointManager:
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""
-        earlier = [checkpoint for checkpoint in store.complete(self.folder) if store.step_of(checkpoint) < step]
+        earlier = [checkpoint for checkpoint in store.list_complete(self.folder) if store.step_of(checkpoint) < step]
         return earlier[-1] if earlier else None
 
     def reads_before(self, step: int) -> Callable[[str, int], float] | None:
@@ -315,7 +315,7 @@ class CheckpointManager:
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 self._warn_of_a_slow_save(seconds)
                 continue
-            complete = store.complete(folder.parent)
+            complete = store.list_complete(folder.parent)
             last_complete = complete[-1].name if complete else None
             log.event("save_failed", step=step, reason=problem, last_complete=last_complete)
             fallback = f"the last complete one is {last_complete}" if complete else "there is no complete one yet"

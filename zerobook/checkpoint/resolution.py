@@ -61,7 +61,7 @@ def none_usable(output_dir: str | Path) -> str | None:
 def _resolve_in_run(output_dir: str | Path, request: str, thorough: bool) -> Resolution:
     """Return the checkpoint under ``output_dir`` that ``auto`` or ``best`` refers to."""
     checkpoints = store.folder_of(output_dir)
-    candidates = store.candidates(checkpoints)
+    candidates = store.list_candidates(checkpoints)
     if request == "best":
         candidates = store.sort_by_loss(candidates)
     resolution = _last_undamaged(candidates, thorough)
@@ -88,9 +88,9 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     """Return the checkpoint that the path of a checkpoint, or of a run, refers to."""
     path = Path(request).expanduser()
     checkpoints = store.folder_of(path)
-    is_run = not (path / store.MANIFEST).exists() and len(store.candidates(checkpoints)) > 0
+    is_run = not (path / store.MANIFEST).exists() and len(store.list_candidates(checkpoints)) > 0
     if not is_run:
-        problem = store.damage(path, thorough=thorough)
+        problem = store.find_damage(path, thorough=thorough)
         if problem is not None:
             raise CheckpointError(f"{problem}. {_suggest_older(path, thorough)}")
         return Resolution(path, {})
@@ -98,7 +98,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     if checkpoints.resolve() == own_checkpoints.resolve():
         # `store.set_aside` compares the skipped checkpoints with paths below ``output_dir``.
         checkpoints = own_checkpoints
-    resolution = _last_undamaged(store.candidates(checkpoints), thorough)
+    resolution = _last_undamaged(store.list_candidates(checkpoints), thorough)
     if resolution.checkpoint is None:
         listing = _list_reasons(request, resolution.skipped)
         raise CheckpointError(f"{listing}\nMake one of them readable, or name another run or checkpoint.")
@@ -110,7 +110,7 @@ def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
     own_checkpoints = store.folder_of(output_dir)
     if checkpoint.resolve().parent == own_checkpoints.resolve():
         return
-    complete = store.complete(own_checkpoints)
+    complete = store.list_complete(own_checkpoints)
     if complete:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {counted(len(complete), 'checkpoint')} in {output_dir}, the newest "
@@ -126,7 +126,7 @@ def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
     """Return the last of ``checkpoints`` that is not damaged, and the damaged ones after it as skipped."""
     skipped: dict[Path, str] = {}
     for checkpoint in reversed(checkpoints):
-        problem = store.damage(checkpoint, thorough=thorough)
+        problem = store.find_damage(checkpoint, thorough=thorough)
         if problem is None:
             return Resolution(checkpoint, skipped)
         skipped[checkpoint] = problem
@@ -135,7 +135,7 @@ def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
 
 def _suggest_older(damaged: Path, thorough: bool) -> str:
     """Return advice on what to resume from instead of a damaged checkpoint. In a new folder, ``auto`` would begin anew."""
-    candidates = store.candidates(damaged.parent)
+    candidates = store.list_candidates(damaged.parent)
     damaged_step = store.step_before_suffix(damaged)
     if damaged_step is not None:
         candidates = [checkpoint for checkpoint in candidates if store.step_of(checkpoint) < damaged_step]

@@ -43,7 +43,7 @@ def find_result(name: str) -> Result:
         raise ConfigError(f"{name}: it holds both {results[0]} and {results[1]}. Name one of them.")
     if results:
         return find_result(str(results[0]))
-    checkpoints = store.complete(store.folder_of(name))
+    checkpoints = store.list_complete(store.folder_of(name))
     if checkpoints:
         raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {how_to_export(checkpoints[-1])}")
     raise ConfigError(

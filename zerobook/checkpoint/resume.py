@@ -20,7 +20,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
     """
     if config.resume_from_checkpoint is not None:
         return None
-    checkpoints = store.complete(store.folder_of(config.output_dir))
+    checkpoints = store.list_complete(store.folder_of(config.output_dir))
     if not checkpoints:
         problem = none_usable(config.output_dir)
         return None if problem is None else f"output_dir: {problem}"

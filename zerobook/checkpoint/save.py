@@ -92,7 +92,7 @@ class Saver:
         self.protected: frozenset[int] = frozenset()
         """steps whose checkpoints are not pruned"""
         self.keep_best = True
-        self._host: list[torch.Tensor] = []
+        self._host_blocks: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
 
@@ -106,14 +106,15 @@ class Saver:
         strategy = self.strategy
         staging = store.staging_of(self.checkpoints, progress.step)
         start = time.monotonic()
-        problem = strategy.on_main(lambda: _make(staging))
+        problem = strategy.on_main(lambda: _make_staging(staging))
         if problem is not None:
             if strategy.is_main:
-                self._results.append(Saved(self._final(progress.step), 0.0, problem))
+                self._results.append(Saved(self._final_path(progress.step), 0.0, problem))
             return
+        # The state exists before its shapes are asked for: optimizers make it in their first step.
         strategy.materialise_optimizer()
         index = self._make_index()
-        shapes = _shapes(strategy)
+        shapes = _tensor_shapes(strategy)
         state_shapes = {name: shape for name, shape in shapes.items() if shape != index["shapes"][name.partition("/")[2]]}
         if state_shapes:
             index[STATE_SHAPES] = state_shapes
@@ -121,7 +122,7 @@ class Saver:
         texts = {INDEX: index, store.PROGRESS: progress.to_json(), "config.json": config}
         if self.background:
             # Training goes on, so everything that it changes is copied first.
-            pieces: Iterable[Piece] = self._copies()
+            pieces: Iterable[Piece] = self._copy_pieces()
             texts = json.loads(json.dumps(texts))
         else:
             pieces = strategy.pieces()
@@ -162,7 +163,7 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _copies(self) -> list[Piece]:
+    def _copy_pieces(self) -> list[Piece]:
         """Return this rank's share, in host memory. A piece that does not fit into the rest of a block is cut there."""
         copies = []
         block = -1
@@ -180,25 +181,27 @@ class Saver:
                 copies.append(head._replace(values=copy))
                 uncopied = [*rest, *uncopied[1:]]
                 room = room[count:]
+        # The copies are asynchronous, and the next step changes what is copied.
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
 
     def _block(self, number: int, *, pinned: bool) -> torch.Tensor:
         """Return a block of host memory, fp32 [n], made at its first use: each is twice as large as the one before."""
-        if number == len(self._host):
+        if number == len(self._host_blocks):
             elements = min(_FIRST_BLOCK << number, _LARGEST_BLOCK)
-            self._host.append(torch.empty(elements, dtype=torch.float32, pin_memory=pinned))
-        return self._host[number]
+            self._host_blocks.append(torch.empty(elements, dtype=torch.float32, pin_memory=pinned))
+        return self._host_blocks[number]
 
     def _write(self, save: _Save) -> None:
         """Write this rank's share. Rank 0 then makes the checkpoint, and records the result."""
-        if not _appears(save.staging):
+        if not _is_visible_in_time(save.staging):
             # Rank 0 reports that this rank did not begin.
             return
         self._write_share(save)
         if not self.strategy.is_main:
             return
+        # In the background, an error that is raised here would go unnoticed.
         problem: str | None = None
         try:
             self._publish(save)
@@ -208,7 +211,7 @@ class Saver:
             problem = str(error)
         if problem is not None:
             shutil.rmtree(save.staging, ignore_errors=True)
-        self._results.append(Saved(self._final(save.step), time.monotonic() - save.start, problem))
+        self._results.append(Saved(self._final_path(save.step), time.monotonic() - save.start, problem))
 
     def _write_share(self, save: _Save) -> None:
         """Write this rank's pieces, and leave their index, or the reason why they could not be written."""
@@ -216,14 +219,14 @@ class Saver:
         failed = save.staging / f"rank-{rank}.failed"
         try:
             index = write_pieces(save.staging, rank, save.pieces)
-            _publish_file(save.staging / f"rank-{rank}.json", json.dumps(index))
+            _write_at_once(save.staging / f"rank-{rank}.json", json.dumps(index))
         except OSError as error:
-            _leave_word(failed, f"{error.strerror or error} ({error.filename or save.staging})")
+            _report_failure(failed, f"{error.strerror or error} ({error.filename or save.staging})")
         except Exception as error:
             # Every error is told to rank 0: in a thread it would go unnoticed.
-            _leave_word(failed, f"{type(error).__name__}: {error}")
+            _report_failure(failed, f"{type(error).__name__}: {error}")
 
-    def _final(self, step: int) -> Path:
+    def _final_path(self, step: int) -> Path:
         return self.checkpoints / store.name_of(step)
 
     def _publish(self, save: _Save) -> None:
@@ -294,12 +297,12 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
         index: dict[str, Any] = read_json(done)
         done.unlink()
         return index
-    if is_late and not any(name.startswith(_prefix(rank)) for name in names):
+    if is_late and not any(name.startswith(_file_prefix(rank)) for name in names):
         raise CheckpointError(f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}")
     return None
 
 
-def _make(staging: Path) -> str | None:
+def _make_staging(staging: Path) -> str | None:
     """Make the folder of a save. Return why it cannot be made, None where it is there."""
     try:
         store.make_staging(staging)
@@ -308,7 +311,7 @@ def _make(staging: Path) -> str | None:
     return None
 
 
-def _appears(staging: Path) -> bool:
+def _is_visible_in_time(staging: Path) -> bool:
     """Wait until this host sees the folder that rank 0 has made. Return whether it does."""
     deadline = time.monotonic() + _BEGIN_S
     while time.monotonic() < deadline:
@@ -319,7 +322,7 @@ def _appears(staging: Path) -> bool:
     return False
 
 
-def _prefix(rank: int) -> str:
+def _file_prefix(rank: int) -> str:
     """Return the prefix of the names of a rank's files."""
     return f"tensors-{rank:05d}-"
 
@@ -342,7 +345,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
                 digests[file.path.name] = file.close()
                 file = None
             if file is None:
-                file = _File(folder / f"{_prefix(rank)}{len(digests):05d}.safetensors")
+                file = _File(folder / f"{_file_prefix(rank)}{len(digests):05d}.safetensors")
             file.add(piece_name, values)
             if len(offset) == 1:
                 entry = [offset[0], offset[0] + values.numel(), file.path.name]
@@ -413,10 +416,10 @@ class _File:
 
 def bytes_of_state(strategy: Strategy) -> int:
     """Return the bytes of the tensors in a checkpoint."""
-    return 4 * sum(math.prod(shape) for shape in _shapes(strategy).values())
+    return 4 * sum(math.prod(shape) for shape in _tensor_shapes(strategy).values())
 
 
-def _shapes(strategy: Strategy) -> dict[str, list[int]]:
+def _tensor_shapes(strategy: Strategy) -> dict[str, list[int]]:
     """Return name -> shape of all tensors of a checkpoint, with names as ``exp_avg/PARAMETER``."""
     shapes = {}
     for name, parameter in strategy.trainable():
@@ -426,14 +429,14 @@ def _shapes(strategy: Strategy) -> dict[str, list[int]]:
     return shapes
 
 
-def _publish_file(file: Path, text: str) -> None:
+def _write_at_once(file: Path, text: str) -> None:
     """Write a file that appears complete or not at all."""
     partial = file.with_suffix(".part")
     partial.write_text(text)
     partial.rename(file)
 
 
-def _leave_word(file: Path, reason: str) -> None:
+def _report_failure(file: Path, reason: str) -> None:
     """Report that this rank failed. An empty file needs no space; the reason is written if there is space.
 
     If the folder is gone, rank 0 has given the save up already, and reports why.

@@ -40,9 +40,12 @@ _REQUIRED_FILES |= dict.fromkeys((4, 5), (*_REQUIRED_FILES[3], "buffers.safetens
 """Files that a manifest of each format must list. A file without a digest could have any content."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
-_ASIDE = re.compile(r"(step-\d+)\.(abandoned|unreadable)(-\d+)?$")
+"""Name of a checkpoint's folder."""
+_NAME_ASIDE = re.compile(r"(step-\d+)\.(abandoned|unreadable)(-\d+)?$")
+"""Name of a checkpoint that was set aside."""
 _LEFTOVER = re.compile(r"\.(step-\d+).*\.(partial|replaced|deleted)(-\d+)?$")
-_PIN = ".pinned"
+"""Name of a folder that was being written, replaced or deleted when its process was killed."""
+_PIN_SUFFIX = ".pinned"
 _GRACE_S = 15
 """Seconds to wait for a lock: loader processes of a killed run hold it until they notice its end."""
 
@@ -101,16 +104,18 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     holder = checkpoints / f"{LOCK}.holder"
     with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as locked:
         if locked is False:
-            who = ""
+            holder_name = ""
             with suppress(OSError, UnicodeDecodeError):
-                who = plain(reading.read_text(holder), lines=False)
+                holder_name = plain(reading.read_text(holder), lines=False)
             raise CheckpointError(
-                f"{checkpoints}: {who or 'another process'} uses this folder. Two processes there would delete each other's "
-                "checkpoints. Wait for that process or stop it, or give a new run another --output_dir."
+                f"{checkpoints}: {holder_name or 'another process'} uses this folder. Two processes there would delete each "
+                "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir."
             )
         if locked is None:
-            words = f"WARNING: {checkpoints}: its file system has no locks, so a second run that writes there is not refused."
-            say(words, file=sys.stderr)
+            say(
+                f"WARNING: {checkpoints}: its file system has no locks, so a second run that writes there is not refused.",
+                file=sys.stderr,
+            )
             yield
             return
         try:
@@ -154,6 +159,9 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
         version: of the format.
     """
     checkpoints = staging.parent
+    final = checkpoints / name_of(step)
+
+    # The manifest, last: a folder without it is no checkpoint.
     digests = digests or {}
     unflushed = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: reading.file_digest(file) for file in unflushed}
@@ -164,20 +172,22 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     manifest.write_text(json.dumps({"format_version": version, "step": step, "files": files}, indent=1))
     for file in (*unflushed, manifest, staging):
         fsync(file)
-    final = checkpoints / name_of(step)
+
+    # Free the name, and take it. A rename is atomic.
     replaced = None
     if os.path.lexists(final):
-        if damage(final, thorough=True) is not None:
-            _put_aside(final, "unreadable")
+        if find_damage(final, thorough=True) is not None:
+            _set_one_aside(final, "unreadable")
         elif is_pinned(final):
-            _put_aside(final, "abandoned")
+            _set_one_aside(final, "abandoned")
         else:
-            replaced = _free(checkpoints / f".{final.name}.replaced")
+            replaced = _find_free_name(checkpoints / f".{final.name}.replaced")
             final.rename(replaced)
     staging.rename(final)
+    # The checkpoint is complete once its name is on the disk.
     fsync(checkpoints)
     if replaced is not None:
-        with _warned(replaced):
+        with _warning_on_error(replaced):
             # Hidden under another name first: `sweep` treats a folder named replaced as complete.
             _delete(_hide(replaced))
 
@@ -194,25 +204,25 @@ def sweep(checkpoints: Path) -> None:
         final = checkpoints / leftover.group(1)
         if leftover.group(2) == "replaced" and not os.path.lexists(final):
             # The writer was killed before the new checkpoint had its name.
-            with _warned(folder):
+            with _warning_on_error(folder):
                 folder.rename(final)
         else:
             _delete(folder)
-    for marker in checkpoints.glob(f"step-*{_PIN}"):
-        if not os.path.lexists(marker.with_name(marker.name.removesuffix(_PIN))):
-            with _warned(marker):
+    for marker in checkpoints.glob(f"step-*{_PIN_SUFFIX}"):
+        if not os.path.lexists(marker.with_name(marker.name.removesuffix(_PIN_SUFFIX))):
+            with _warning_on_error(marker):
                 marker.unlink()
 
 
 def _hide(folder: Path) -> Path:
     """Rename a folder to a hidden name, and return that. No reader takes it, even if its deletion is interrupted."""
-    doomed = _free(folder.with_name(f".{folder.name.lstrip('.')}.deleted"))
+    doomed = _find_free_name(folder.with_name(f".{folder.name.lstrip('.')}.deleted"))
     folder.rename(doomed)
     return doomed
 
 
 def _delete(folder: Path) -> None:
-    with _warned(folder):
+    with _warning_on_error(folder):
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
         else:
@@ -220,17 +230,19 @@ def _delete(folder: Path) -> None:
 
 
 @contextmanager
-def _warned(path: Path) -> Iterator[None]:
+def _warning_on_error(path: Path) -> Iterator[None]:
     """Turn an error while ``path`` is cleaned up into a warning: nothing that is kept depends on it."""
     try:
         yield
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        words = f"WARNING: {path}: it cannot be cleaned up ({where}{error.strerror or error}); the next start tries again."
-        say(words, file=sys.stderr)
+        file = "" if error.filename is None else f"{error.filename}: "
+        say(
+            f"WARNING: {path}: it cannot be cleaned up ({file}{error.strerror or error}); the next start tries again.",
+            file=sys.stderr,
+        )
 
 
-def _free(path: Path) -> Path:
+def _find_free_name(path: Path) -> Path:
     """Return ``path``, with a number added if that name is taken."""
     free_path = path
     number = 1
@@ -240,9 +252,9 @@ def _free(path: Path) -> Path:
     return free_path
 
 
-def _put_aside(checkpoint: Path, kind: str) -> Path:
+def _set_one_aside(checkpoint: Path, kind: str) -> Path:
     """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Returns the new path."""
-    new_path = _free(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
+    new_path = _find_free_name(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
     # Before the rename: a kill between the two must not leave the checkpoint without its pin.
     pin(new_path, is_pinned(checkpoint))
     checkpoint.rename(new_path)
@@ -250,21 +262,21 @@ def _put_aside(checkpoint: Path, kind: str) -> Path:
     return new_path
 
 
-def complete(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `damage`."""
-    return [checkpoint for checkpoint in candidates(checkpoints) if damage(checkpoint) is None]
+def list_complete(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `find_damage`."""
+    return [checkpoint for checkpoint in list_candidates(checkpoints) if find_damage(checkpoint) is None]
 
 
-def candidates(checkpoints: Path) -> list[Path]:
+def list_candidates(checkpoints: Path) -> list[Path]:
     """Return all folders with a checkpoint's name, damaged or not, oldest step first."""
     if not checkpoints.is_dir():
         return []
     return sorted((folder for folder in checkpoints.iterdir() if _NAME.match(folder.name)), key=step_of)
 
 
-def all_of(checkpoints: Path) -> list[Path]:
+def list_all(checkpoints: Path) -> list[Path]:
     """Return every checkpoint's folder: whole, damaged, abandoned or unreadable."""
-    return [*candidates(checkpoints), *list_aside(checkpoints, "abandoned"), *list_aside(checkpoints, "unreadable")]
+    return [*list_candidates(checkpoints), *list_aside(checkpoints, "abandoned"), *list_aside(checkpoints, "unreadable")]
 
 
 def list_aside(checkpoints: Path, kind: str) -> list[Path]:
@@ -273,13 +285,13 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
         return []
     folders = []
     for folder in sorted(checkpoints.iterdir()):
-        match = _ASIDE.match(folder.name)
+        match = _NAME_ASIDE.match(folder.name)
         if match is not None and match.group(2) == kind:
             folders.append(folder)
     return folders
 
 
-def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
+def find_damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
     """Return why a folder is not a complete checkpoint, or None where it is one.
 
     The digests of JSON files are always compared: they are cheap, and values from them (the batch size, the losses) must not
@@ -290,12 +302,13 @@ def damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], An
         tell: called with the bytes of every block read.
     """
     try:
-        return _find_damage(checkpoint, thorough, tell)
+        return _examine(checkpoint, thorough, tell)
     except OSError as error:
         return f"{error.filename or checkpoint}: it cannot be read: {error.strerror or error}"
 
 
-def _find_damage(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
+def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
+    """Do the same. An error of the disk is raised."""
     if checkpoint.is_symlink():
         return f"{checkpoint}: it is a symbolic link; its target may change or belong to another run"
 
@@ -357,8 +370,8 @@ def bytes_of(checkpoint: Path) -> int:
 def list_unreadable(checkpoints: Path) -> dict[Path, str]:
     """Return the checkpoints that cannot be read, also those set aside, each with the reason. No tensors are read."""
     reasons: dict[Path, str] = {}
-    for checkpoint in candidates(checkpoints):
-        problem = damage(checkpoint)
+    for checkpoint in list_candidates(checkpoints):
+        problem = find_damage(checkpoint)
         if problem is not None:
             reasons[checkpoint] = problem
     return reasons | list_set_aside_unreadable(checkpoints)
@@ -370,7 +383,7 @@ def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
     for checkpoint in list_aside(checkpoints, "unreadable"):
         # The damage may lie in tensors, which are not read here, or be gone.
         default = "it was set aside because it could not be read; --resume_from_checkpoint with its path tries it again"
-        reasons[checkpoint] = damage(checkpoint) or f"{checkpoint}: {default}"
+        reasons[checkpoint] = find_damage(checkpoint) or f"{checkpoint}: {default}"
     return reasons
 
 
@@ -378,6 +391,7 @@ def eval_loss(checkpoint: Path) -> float | None:
     """Return the held-out loss at a checkpoint's step; None where it was not evaluated there, or is not finite."""
     try:
         loss = reading.read_json(checkpoint / PROGRESS)["eval_loss"]
+        # Earlier versions recorded a NaN.
         return loss if math.isfinite(loss) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -401,7 +415,7 @@ def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
         loss = eval_loss(checkpoint)
         if loss is not None:
             losses[checkpoint] = loss
-    newest = next((checkpoint for checkpoint in reversed(losses) if damage(checkpoint) is None), None)
+    newest = next((checkpoint for checkpoint in reversed(losses) if find_damage(checkpoint) is None), None)
     comparable = list(losses)
     if newest is not None:
         fingerprint = held_out_fingerprint(newest)
@@ -409,9 +423,9 @@ def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
     return sorted(comparable, key=lambda checkpoint: losses[checkpoint], reverse=True)
 
 
-def best(checkpoints: Path) -> Path | None:
+def find_best(checkpoints: Path) -> Path | None:
     """Return the complete checkpoint with the lowest held-out loss, see `sort_by_loss`; None where none was evaluated."""
-    by_loss = sort_by_loss(complete(checkpoints))
+    by_loss = sort_by_loss(list_complete(checkpoints))
     return by_loss[-1] if by_loss else None
 
 
@@ -425,12 +439,12 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     Args:
         unreadable: checkpoints that were found damaged when every byte was read. Here no tensors are read.
     """
-    later = [checkpoint for checkpoint in candidates(checkpoints) if step_of(checkpoint) > step]
+    later = [checkpoint for checkpoint in list_candidates(checkpoints) if step_of(checkpoint) > step]
     new_paths = []
     # Newest first: after a kill between two, ``auto`` takes the one that is nearest to ``step``.
     for checkpoint in reversed(later):
-        is_readable = checkpoint not in unreadable and damage(checkpoint) is None
-        new_paths.append(_put_aside(checkpoint, "abandoned" if is_readable else "unreadable"))
+        is_readable = checkpoint not in unreadable and find_damage(checkpoint) is None
+        new_paths.append(_set_one_aside(checkpoint, "abandoned" if is_readable else "unreadable"))
     return new_paths[::-1]
 
 
@@ -441,8 +455,8 @@ def take_back(checkpoint: Path, step: int) -> Path:
     """
     final = checkpoint.with_name(name_of(step))
     if os.path.lexists(final):
-        _put_aside(final, "abandoned" if damage(final) is None else "unreadable")
-    # The pin first, as in `_put_aside`.
+        _set_one_aside(final, "abandoned" if find_damage(final) is None else "unreadable")
+    # The pin first, as in `_set_one_aside`.
     pin(final, is_pinned(checkpoint))
     checkpoint.rename(final)
     pin(checkpoint, False)
@@ -451,7 +465,7 @@ def take_back(checkpoint: Path, step: int) -> Path:
 
 def pin(checkpoint: Path, pinned: bool = True) -> None:
     """Keep a checkpoint from being pruned, or with ``pinned`` False, allow it again."""
-    marker = _marker(checkpoint)
+    marker = _pin_file(checkpoint)
     if pinned:
         open(marker, "ab", opener=refuse_link).close()
     else:
@@ -459,11 +473,11 @@ def pin(checkpoint: Path, pinned: bool = True) -> None:
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    return _marker(checkpoint).exists()
+    return _pin_file(checkpoint).exists()
 
 
-def _marker(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f"{checkpoint.name}{_PIN}")
+def _pin_file(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}{_PIN_SUFFIX}")
 
 
 def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), *, keep_best: bool = True) -> list[Path]:
@@ -476,16 +490,17 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
         keep_best: keep the one with the lowest held-out loss.
     """
     deleted: list[Path] = []
-    with _warned(checkpoints):
-        abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if damage(checkpoint) is None]
-        unpinned = [checkpoint for checkpoint in (*abandoned, *complete(checkpoints)) if not is_pinned(checkpoint)]
-        best_checkpoint = best(checkpoints) if keep_best else None
+    with _warning_on_error(checkpoints):
+        abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if find_damage(checkpoint) is None]
+        unpinned = [checkpoint for checkpoint in (*abandoned, *list_complete(checkpoints)) if not is_pinned(checkpoint)]
+        best_checkpoint = find_best(checkpoints) if keep_best else None
+        # Oldest first, and abandoned ones before all others.
         surplus = unpinned[:-keep] if keep else []
         for checkpoint in surplus:
-            # A person may pin while the run prunes.
+            # Pins are read again: a person may pin while the run prunes.
             if checkpoint == best_checkpoint or step_of(checkpoint) in protected or is_pinned(checkpoint):
                 continue
-            with _warned(checkpoint):
+            with _warning_on_error(checkpoint):
                 hidden = _hide(checkpoint)
                 deleted.append(checkpoint)
                 _delete(hidden)

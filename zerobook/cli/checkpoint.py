@@ -87,7 +87,7 @@ def _pin(checkpoint: Path, pinned: bool) -> None:
 def _checkpoints_folder(path: Path) -> Path:
     """Return the folder of a run's checkpoints: ``path`` itself, or the one in it."""
     for folder in (store.folder_of(path), path):
-        if store.candidates(folder) or store.list_unreadable(folder):
+        if store.list_candidates(folder) or store.list_unreadable(folder):
             return folder
     raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
 
@@ -96,7 +96,7 @@ def _one_or_all(path: Path) -> list[Path]:
     if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
         return [path]
     folder = _checkpoints_folder(path)
-    return [*store.candidates(folder), *store.list_aside(folder, "unreadable")]
+    return [*store.list_candidates(folder), *store.list_aside(folder, "unreadable")]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -112,14 +112,14 @@ def _table(title: str, *columns: str) -> Table:
 def _list(folder: Path, *, as_json: bool) -> None:
     from rich.text import Text
 
-    best = store.best(folder)
+    best = store.find_best(folder)
     if as_json:
-        print(json.dumps([_facts(checkpoint, best) for checkpoint in store.candidates(folder)], indent=2))
+        print(json.dumps([_facts(checkpoint, best) for checkpoint in store.list_candidates(folder)], indent=2))
         return
     table = _table(str(folder), "step", "samples", "held-out loss", "size", "written", "by", "")
     unreadable = store.list_unreadable(folder)
-    for checkpoint in sorted({*store.candidates(folder), *store.list_aside(folder, "abandoned"), *unreadable}):
-        reason = unreadable.get(checkpoint) or store.damage(checkpoint)
+    for checkpoint in sorted({*store.list_candidates(folder), *store.list_aside(folder, "abandoned"), *unreadable}):
+        reason = unreadable.get(checkpoint) or store.find_damage(checkpoint)
         if reason is None:
             table.add_row(*_row(checkpoint, is_best=checkpoint == best))
         else:
@@ -148,7 +148,7 @@ def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
 
 def _facts(checkpoint: Path, best: Path | None = None) -> dict[str, Any]:
     """Return a checkpoint as JSON values."""
-    reason = store.damage(checkpoint)
+    reason = store.find_damage(checkpoint)
     if reason is not None:
         return {"folder": str(checkpoint), "damage": reason}
     index = store.read_json(checkpoint / "tensors.json")
@@ -181,7 +181,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
     damage = {}
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
         for checkpoint in checkpoints:
-            damage[checkpoint] = store.damage(checkpoint, thorough=True, tell=bar.update)
+            damage[checkpoint] = store.find_damage(checkpoint, thorough=True, tell=bar.update)
     if as_json:
         findings = [{"folder": str(checkpoint), "damage": reason} for checkpoint, reason in damage.items()]
         print(json.dumps(findings, indent=2))
@@ -192,7 +192,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
 
 def _inspect(checkpoint: Path) -> None:
-    reason = store.damage(checkpoint)
+    reason = store.find_damage(checkpoint)
     if reason is not None:
         raise CheckpointError(reason)
     index = store.read_json(checkpoint / "tensors.json")

@@ -62,7 +62,7 @@ def export(arguments: list[str]) -> int:
 def _find_checkpoint(path: Path, which: str) -> Path:
     """Return ``path`` itself where it is an undamaged checkpoint, else the newest or the best of the run at ``path``."""
     if (path / store.MANIFEST).exists():
-        reason = store.damage(path, thorough=True)
+        reason = store.find_damage(path, thorough=True)
         if reason is not None:
             raise CheckpointError(reason)
         return path

@@ -498,7 +498,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
                 f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
                 "its own initial model. Move that folder away, or give another --output_dir."
             )
-        checkpoints = store.all_of(store.folder_of(config.output_dir))
+        checkpoints = store.list_all(store.folder_of(config.output_dir))
         if before is not None and checkpoints:
             raise ConfigError(_another_start(folder, before, made_of, len(checkpoints)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}

@@ -119,7 +119,7 @@ def locate_result(name: str) -> str:
     try:
         result = find_result(name)
     except ConfigError:
-        newest = store.complete(store.folder_of(name))[-1:]
+        newest = store.list_complete(store.folder_of(name))[-1:]
         if not newest:
             raise
         return str(_exported(newest[0]))

@@ -172,8 +172,8 @@ def next_commands(config: RecipeConfig) -> str:
     """Return what to type after a run."""
     run = shlex.quote(config.output_dir)
     checkpoints = store.folder_of(config.output_dir)
-    best = store.best(checkpoints)
-    is_last_best = best is None or best == store.complete(checkpoints)[-1]
+    best = store.find_best(checkpoints)
+    is_last_best = best is None or best == store.list_complete(checkpoints)[-1]
     option = "" if is_last_best else " --checkpoint best"
     return f"next:\n  zerobook chat {run}\n  zerobook export {run}{option} --output MODEL\n  zerobook runlog report {run}"
 

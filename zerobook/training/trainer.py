@@ -506,7 +506,7 @@ class Trainer:
     def _describe_broken_model(self, record: StepRecord) -> str:
         """Return the error message for a model whose losses are not finite. Collective."""
         way_on = "There is no checkpoint: start again with"
-        if self.strategy.on_main(lambda: bool(store.complete(self.manager.folder))):
+        if self.strategy.on_main(lambda: bool(store.list_complete(self.manager.folder))):
             way_on = "Go on with --resume_from_checkpoint auto and"
         return (
             f"step {record.step}: the loss is {record.loss}, and none was finite for a while; nothing was saved "
