@@ -92,6 +92,7 @@ class Evaluator:
                 metrics |= new_metrics
                 samples += table
         strategy.model.train()
+        # Forward passes without a backward pass can leave weights gathered. Collective.
         strategy.release_gathered_parameters()
         if metrics:
             result["metrics"] = metrics

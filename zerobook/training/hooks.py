@@ -185,6 +185,7 @@ class Hooks:
         hooks = self._overriding("around_loss")
         if not hooks:
             return nullcontext()
+        # If a hook fails, the contexts that were entered before are left again.
         with ExitStack() as stack:
             for hook in hooks:
                 try:

@@ -118,11 +118,13 @@ class AutomaticSaves:
     @property
     def next_step(self) -> int | None:
         """The step after which the run saves next; None where no time of a step is known yet, and none is due by count."""
+        # No time is known yet: only the first save, which is due by count, can be.
         if self._measured.step_seconds == 0:
             return self._early
         due = self.last_save + automatic_interval(*self._measured, self.total_steps)
         # An early save takes time that the run earns later: the next one waits for that, but not longer than half an hour.
         due = max(due, min(self._earned_step(), self.last_save + _longest(self._measured.step_seconds)))
+        # A save that the run cannot earn any more is not made early.
         if self._early is None or self._earned_step() > self.total_steps:
             return due
         return min(due, self._early)
@@ -187,8 +189,12 @@ class AutomaticEvaluations:
 
     def is_due(self, step: int, step_seconds: float) -> bool:
         """Return whether the checkpoint of ``step`` is evaluated. Its time follows from ``step_seconds``, 0 if not known."""
+        if step_seconds == 0:
+            return False
+        # The last evaluation's time, or an estimate before the first one.
         cost = self._estimated_steps * step_seconds if self._seconds is None else self._seconds
-        return step_seconds > 0 and SHARE * (step - self.last_evaluation) * step_seconds >= (1 - SHARE) * cost
+        # The evaluation is to take 5 % of the time since the last one, its own included.
+        return SHARE * (step - self.last_evaluation) * step_seconds >= (1 - SHARE) * cost
 
 
 class Schedule:

@@ -55,6 +55,7 @@ class Logbook(Hook):
         self._start = time.monotonic()
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        # A stream tells which shards it has begun.
         for facts in trainer.state.loader.order.news():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])

@@ -83,6 +83,7 @@ class Pace:
         Args:
             spent: seconds of the host since the last measurement.
         """
+        # On a GPU the host's times say when work was given to the device, not how long it took.
         if self._clock is None:
             self.seconds = spent.phases
             self.waited = spent.waited
@@ -118,5 +119,6 @@ class DeviceClock:
         seconds: dict[str, float] = defaultdict(float)
         for (phase, begin), (_, end) in pairwise(self._events):
             seconds[phase] += begin.elapsed_time(end) / 1000
+        # The phase that the newest event has begun goes on.
         del self._events[:-1]
         return dict(seconds)

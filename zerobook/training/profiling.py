@@ -70,6 +70,7 @@ class Profiler(Hook):
 
     def _write(self, trainer: TrainerView, profiled: profile) -> None:
         strategy = trainer.strategy
+        # Kernels of these steps may still run.
         if strategy.device.type == "cuda":
             torch.cuda.synchronize()
         profiled.stop()

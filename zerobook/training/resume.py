@@ -211,10 +211,12 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
     progress = state.progress
     config = state.config
     saved = store.read_json(checkpoint / "config.json")["config"]
+    # A number of steps, or what it follows from.
     saved_length = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
     length = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
     if length == saved_length:
         return progress.total_steps
+    # A person has asked for another length.
     if log and state.end_step != progress.total_steps:
         tqdm.write(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
     return state.end_step
@@ -224,12 +226,14 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
         tqdm.write(plain(f"passed over: {reason}"))
+    # The progress was read before, for the sample order and the schedule.
     _, bytes_read = manager.load()
     progress = state.progress
     verified, differing = state.verify(progress.following)
     if log is None:
         return
     tqdm.write(f"resumed {manager.checkpoint} at step {progress.step}")
+    # Only after the load: if that fails, a restart still finds the later checkpoints.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
     log.event(

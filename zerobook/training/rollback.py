@@ -56,6 +56,7 @@ class Recovery:
             cut = [action.to_step, action.rate_factor, state.config.rollback_lr_steps]
         intent = None if self.log is None else self._log_intent(self.log, action, left_out, cut)
         if action.goes_back:
+            # All cuts so far and the new one: the checkpoint knows only those from before it.
             rate_cuts = list(progress.rate_cuts)
             if cut is not None:
                 rate_cuts.append(cut)
@@ -102,6 +103,7 @@ class Recovery:
         start = time.monotonic()
         # A save in progress belongs to the steps that are given up.
         manager.finish(self.log)
+        # Its processes hold memory that the load may need.
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
         # After loading: if that fails, a restart still finds the later checkpoints.
@@ -165,6 +167,7 @@ class Recovery:
         config = self.state.config
         manager = self.manager
         step = self.state.progress.step
+        # Collective. The rest is rank 0's.
         manager.finish(log)
         if log is None:
             return

@@ -42,7 +42,9 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 
     A user's error is printed without a traceback, and the process exits with 2.
     """
+    # Before transformers and DeepSpeed are imported.
     hush()
+    # The processes have not met yet: an error here ends the launcher too.
     with exit_on_error(ends_launcher=True):
         parsed = read(recipe_class.config_class)
         config = parsed.config
@@ -89,6 +91,7 @@ def train(
     from zerobook.training.trainer import Trainer
     from zerobook.training.watching import watching
 
+    # The config and the launch. A script or a notebook has not resolved them.
     if sources is None:
         sources = from_python(recipe.config)
     if plan is None:
@@ -97,6 +100,7 @@ def train(
     config = recipe.config
     strategy = build(config, plan)
     with watching(config, strategy) as watch:
+        # The data. The model's config is checked first: preparing data can take hours.
         preflight.check(strategy, config)
         tokenizer = load_tokenizer(config, strategy)
         recipe.check_model_config(load_config(config, strategy))
@@ -110,6 +114,8 @@ def train(
             sources["chat_template"] = "default of a tokenizer without one"
             recipe = type(recipe)(config)
             tokenizer.chat_template = config.chat_template_text
+
+        # The model.
         enter("load")
         model = recipe.model(tokenizer, strategy)
         note = fit_embeddings(model, tokenizer)
@@ -119,6 +125,8 @@ def train(
         check_fit(model, tokenizer, data)
         collate = recipe.collator(tokenizer, adapted)
         scorers = recipe.scorers(tokenizer, adapted, data, collate)
+
+        # The training.
         trainer = Trainer(
             config,
             sources,
@@ -137,6 +145,7 @@ def train(
             if trainer.save_results and strategy.is_main:
                 say(next_commands(config))
         finally:
+            # A launched process ends, and the system closes its files. A notebook goes on.
             if not launched():
                 trainer.close()
                 # Another run may have another precision.

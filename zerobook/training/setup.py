@@ -38,12 +38,14 @@ def first_state(
     Raises:
         CheckpointError: data, model or settings differ from those of the checkpoint.
     """
+    # Everything that could refuse the checkpoint comes before its weights are loaded.
     checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)
     resume.compare_held_out_data(progress, data, log)
     resume.check_base(checkpoint, config, model)
     ladder = resume.earlier_decisions(progress, manager, strategy, log)
+    # Ranks that share rows (tensor or sequence parallelism) read the same samples.
     layout = BatchLayout(
         world_size=strategy.mesh.data_parallel_size,
         rank=strategy.mesh.data_parallel_rank,
@@ -59,6 +61,7 @@ def first_state(
         warmup=config.warmup_steps(state.total_steps),
         total=state.total_steps,
     )
+    # A DeepSpeed JSON can have a scheduler of its own.
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()
     return state, ladder

@@ -68,6 +68,7 @@ class RunState:
         """Build the loader from the current position in the sample order, without the samples that are left out."""
         config, progress = self.config, self.progress
         rows = self.data.train.skipping(progress.skip_ranges)
+        # With a number of steps, the samples never end.
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(rows))
         order = _make_order(rows, self.data.weights, config.order_settings, progress)
         self.loader = BatchLoader(

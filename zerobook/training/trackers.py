@@ -44,6 +44,7 @@ class Trackers(Hook):
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
         name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
         options: dict[str, dict[str, Any]] = {
+            # Each tracker has a name of its own for the run's name, and those that can resume a run take its id.
             "wandb": {"name": name, "id": wandb_id, "resume": "allow"},
             "mlflow": {"run_id": identities["mlflow"]} if "mlflow" in identities else {"run_name": name},
             "swanlab": {"experiment_name": name},

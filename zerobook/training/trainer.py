@@ -112,6 +112,7 @@ class Trainer:
         # A hook may have replaced them.
         strategy = self.strategy
         data = self.data
+        # Only now: a hook may have replaced the collator.
         if config.padding_free and not getattr(self.collate, "flatten", False):
             raise ConfigError(
                 f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
@@ -134,13 +135,16 @@ class Trainer:
 
         # The model, distributed.
         has_own_head = head.install(model) is not None
+        # Whole weights are freed while they are sharded. Without this, the allocator would keep them.
         with freed_blocks_returned():
             strategy.prepare(model, config, self.state.total_steps)
         longest_sample = max(rows.longest_sample for rows in (data.train, *data.held_out.values()))
         note = pin_rotary(strategy.unwrapped, longest_sample)
         if note:
             self.console.say(f"  note: {note}")
+        # Steps of the last checkpoint and of the last evaluation, which are not done again at the end.
         self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
+        self._evaluated: int | None = None
         if self.save_results:
             self.manager.check_space(
                 self.state.end_step - progress.step, bytes_of_result(strategy, config), has_held_out=bool(data.held_out)
@@ -163,12 +167,13 @@ class Trainer:
             has_perplexity=self.objective.is_cross_entropy,
         )
         self.evaluation: dict[str, Any] | None = None
-        self._evaluated: int | None = None
+        # Steps since the last log point, whose losses are tensors, and what was added to the current step.
         self._pending: list[StepRecord] = []
         self._metrics: dict[str, SupportsFloat] = {}
         self._add_own_hooks(sources)
         self._load_checkpoint()
         self._plan_saves()
+        # After the load, which logs the checkpoint's values beside these.
         progress.total_steps = self.state.total_steps
         progress.global_batch = self.state.layout.global_batch
         progress.world_size = strategy.world_size
@@ -271,6 +276,7 @@ class Trainer:
         progress = self.progress
         strategy = self.strategy
         self.preemption = Preemption(strategy, settle=self._wait_for_device)
+        # Counted here: the operations depend on the prepared model.
         self.pace.flops = model_flops(strategy)
         self.pace.peak = peak_flops(strategy)
         self.pace.devices = strategy.world_size
@@ -282,6 +288,7 @@ class Trainer:
             if self.config.eval_on_start and progress.step == 0:
                 self.evaluate()
             strategy.model.train()
+            # A spike interrupts the training. It goes on after the recovery action, or the process ends in `_recover`.
             action = self._train_until_action()
             while action is not None:
                 self._recover(action)
@@ -289,6 +296,7 @@ class Trainer:
             self.console.close()
             if self._out_of_patience() and progress.step < self.state.end_step:
                 self._stop_early()
+            # Before the last save: the checkpoint records its held-out loss.
             if self._evaluated != progress.step:
                 self.evaluate()
             failure = self._save_last()
@@ -296,8 +304,10 @@ class Trainer:
             if self.save_results:
                 enter("export")
                 save_result()
+            # Only now, when the model is written.
             if failure is not None:
                 raise failure
+        # The event that the run has ended comes after the model.
         if self.logbook:
             self.logbook.finish(self)
         return progress
@@ -342,6 +352,8 @@ class Trainer:
             self._pending.append(self.train_step(plan, micro_batches))
             step = progress.step
             is_last = step >= state.end_step
+
+            # Log: losses and norms are known now, and a spike is seen before it is saved.
             if not is_last:
                 self._measure_first_steps()
             evaluates = self._evaluations.is_due(step, passes_before, progress.epoch)
@@ -350,18 +362,21 @@ class Trainer:
                 action = self._log_point()
                 if action is not None:
                     return action
-            # Again: the log point has measured how long steps and saves take.
+
+            # Evaluate and save. Again: the log point has measured how long steps and saves take.
             saves = saves and self._is_save_due(passes_before, evaluates)
             # Before the save: the checkpoint records its held-out loss.
             if is_last or evaluates or (saves and self._is_evaluation_due()):
                 self.evaluate()
             if saves:
+                # A copy of the weights that has come to differ must not be saved.
                 action = self.monitor.replicas(step)
                 if action is not None and action.kind != "none":
                     return action
                 # `run` saves the end.
                 if not is_last:
                     self.save()
+            # Saves in the background end at any time.
             if config.async_save and self.log:
                 self.manager.report(self.log)
             if not is_last and self.preemption.due(step):
@@ -426,10 +441,12 @@ class Trainer:
         total_loss: torch.Tensor | None = None
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
+            # Where the strategy can, it reduces gradients over the ranks in the last micro-batch only.
             with strategy.micro_batch(last=index == state.layout.accumulation - 1):
                 enter("forward")
                 with self.hooks.around_loss(self, batch):
                     loss, metrics = self._loss(batch)
+                # The divisor is of the global batch, so that the loss does not depend on how it is cut.
                 loss = loss / plan.tokens
                 enter("backward")
                 strategy.backward(loss)
@@ -488,6 +505,7 @@ class Trainer:
         enter("reduce")
         self._read(records)
         self.pace.measure(log_point(self.progress.step))
+        # Ranks are compared once their devices have done the same steps.
         if self.watch:
             for slow in self.watch.take_slow():
                 self._report_slow(slow)
@@ -565,6 +583,7 @@ class Trainer:
         """Carry out a recovery action. Call on every rank with the same ``action``."""
         action = self.recovery.checked(action)
         if action.kind == "stop":
+            # The process ends here.
             self._save_before_stop(action)
             self.console.close()
             self.recovery.hand_over(action)
@@ -572,6 +591,7 @@ class Trainer:
         with during("roll back"):
             self.recovery.act(action)
         if action.goes_back:
+            # What was evaluated and saved belongs to steps that were given up.
             self._evaluated = None
             self._saved = None
             self._save_clock.start(self.progress.step)
@@ -597,6 +617,7 @@ class Trainer:
         if record is None:
             return None
         if self._automatic_evaluations is not None:
+            # Rank 0's clock, so that all ranks decide the same about the next evaluation. Collective.
             seconds = self.strategy.on_main(lambda: record.seconds)
             self._automatic_evaluations.evaluated(self.progress.step, seconds)
         self.hooks("on_evaluate", self, record)
@@ -617,6 +638,7 @@ class Trainer:
             return
         self._saved = step
         self.monitor.saved(step)
+        # What a resumed run needs besides weights and optimizer state.
         self.progress.detector = self.monitor.detector.state()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
@@ -643,6 +665,7 @@ class Trainer:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
         step = self.progress.step
         reason = self.preemption.received
+        # The log point sees a spike in the steps since the last one.
         if self._log_point() is None and self._saved != step:
             self.save()
         self.manager.finish(self.log)
@@ -654,5 +677,6 @@ class Trainer:
     def _leave(self, code: int) -> None:
         """End this process after all ranks have reached this point."""
         self.hooks("on_end", self)
+        # A rank that ended earlier would make the launcher kill the others. Collective.
         self.strategy.barrier()
         leave(code)

@@ -31,6 +31,7 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
         return
     # A restarted attempt can find the store of the attempt before. The secret goes through the process group alone.
     attempt, secret = strategy.from_main((uuid.uuid4().hex, secrets.token_hex()))
+    # A copy of the group's store, since the watch reads it from a thread of its own.
     if strategy.world_size == 1:
         plain_store: dist.Store = dist.HashStore()
     else:
