@@ -51,6 +51,7 @@ class CheckpointManager:
         self.save_steps = config.save_steps
         self._keeps_proven = True
         self._warned = False
+        # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.hold(config))
         if config.resume_from_checkpoint == "auto":
@@ -108,6 +109,7 @@ class CheckpointManager:
         config = self.config
         strategy = self.strategy
         checkpoint_bytes = bytes_of_state(strategy)
+        # A finished run that is started again saves nothing.
         is_saved = steps == 0 and self.goes_on_in_place
         count = 0 if is_saved else config.checkpoints_at_once(steps, has_held_out=has_held_out)
         assert count is not None, "the number of steps is known here"
@@ -159,6 +161,7 @@ class CheckpointManager:
             return (
                 "The run saves at its end only: one that is killed starts again at step 0, and a spike cannot be rolled back."
             )
+        # Room for the one that is kept and the one that is written. What is left holds the proven one, then the best one.
         self.saver.keep = 1
         spare = room - 2
         self._keeps_proven = spare >= 1
@@ -280,6 +283,7 @@ class CheckpointManager:
                 "base": getattr(self.strategy.unwrapped, "base_facts", None),
             },
         )
+        # In the background, `report` is called after later steps.
         if not self.config.async_save:
             self.strategy.on_main(lambda: self.report(log))
 

@@ -34,6 +34,7 @@ def merge(indices: list[dict[str, list[Entry]]], shapes: dict[str, list[int]]) -
         for name, entries in index.items():
             merged.setdefault(name, []).extend(entries)
     for name, shape in shapes.items():
+        # Stretches first, each kind in order.
         entries = sorted(merged.get(name, []), key=lambda entry: (is_slice(entry), entry[0]))
         merged[name] = entries
         covers = _slices_cover if any(map(is_slice, entries)) else _stretches_cover
@@ -62,6 +63,7 @@ def _stretches_cover(entries: list[Entry], shape: list[int]) -> bool:
 def _slices_cover(entries: list[Entry], shape: list[int]) -> bool:
     """Return whether slices, and stretches among them, hold each number of a tensor once."""
     slices: list[Box] = []
+    # Stretches are cut into slices, so that all are compared alike.
     for entry in entries:
         if is_slice(entry):
             slices.append((tuple(entry[0]), tuple(entry[1])))

@@ -117,6 +117,7 @@ def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, s
     A key that only one config has is ignored: versions of transformers add keys, with values that change nothing. Inside a
     setting, such as the parameters of rotary positions, it is a difference if the same version wrote both (``strict``).
     """
+    # ``model_type`` is in the config of a model, and not in a setting inside it.
     is_whole_config = "model_type" in was and "model_type" in now
     keys = {*was, *now} if strict and not is_whole_config else was.keys() & now.keys()
     differing: dict[str, tuple[Any, Any]] = {}

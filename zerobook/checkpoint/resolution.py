@@ -111,6 +111,7 @@ def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
     if checkpoint.resolve().parent == own_checkpoints.resolve():
         return
     complete = store.list_complete(own_checkpoints)
+    # With both in one folder, a later ``auto`` could not choose.
     if complete:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {counted(len(complete), 'checkpoint')} in {output_dir}, the newest "

@@ -35,6 +35,7 @@ def find_result(name: str) -> Result:
         return Result(base_of(folder), folder)
     if (folder / store.MANIFEST).exists():
         raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {how_to_export(folder)}")
+    # A model. Checkpoints have a config.json too, and were refused above.
     if (folder / "config.json").exists():
         return Result(name)
     # A run's folder.

@@ -102,6 +102,7 @@ class Saver:
         Returns when the checkpoint is complete or has failed; in the background, when the state is copied. `results` returns
         the outcome.
         """
+        # The blocks of host memory still hold the last save until it is written.
         self.wait()
         strategy = self.strategy
         staging = store.staging_of(self.checkpoints, progress.step)
@@ -140,6 +141,7 @@ class Saver:
             self._thread.start()
         else:
             self._write(save)
+            # Ranks go on when rank 0 has made the checkpoint. Collective.
             strategy.barrier()
 
     def _make_index(self) -> dict[str, Any]:
@@ -171,6 +173,7 @@ class Saver:
         for piece in self.strategy.pieces():
             uncopied = [piece]
             while uncopied:
+                # The rest of the block is used up.
                 if not len(room):
                     block += 1
                     room = self._block(block, pinned=piece.values.is_cuda)
@@ -209,6 +212,7 @@ class Saver:
             problem = f"rank 0: {error.strerror or error} ({error.filename or save.staging})"
         except CheckpointError as error:
             problem = str(error)
+        # Ranks that still write find their folder gone, and give up.
         if problem is not None:
             shutil.rmtree(save.staging, ignore_errors=True)
         self._results.append(Saved(self._final_path(save.step), time.monotonic() - save.start, problem))
@@ -341,12 +345,14 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
         for name, key, offset, values in pieces:
             tensor_name = f"{key or 'weight'}/{name}"
             piece_name = entry_name(tensor_name, offset)
+            # Begin another file where this one is full.
             if file is not None and not file.has_room(piece_name, values):
                 digests[file.path.name] = file.close()
                 file = None
             if file is None:
                 file = _File(folder / f"{_file_prefix(rank)}{len(digests):05d}.safetensors")
             file.add(piece_name, values)
+            # A piece of the flattened tensor is listed by its end, a slice by its shape.
             if len(offset) == 1:
                 entry = [offset[0], offset[0] + values.numel(), file.path.name]
             else:
@@ -376,24 +382,31 @@ class _File:
     def __init__(self, path: Path):
         self.path = path
         self._header: dict[str, Any] = {}
-        self._length = 2
-        self._end = 0
+        # In characters, with the two braces. A header with all tensors is not made again for each of them.
+        self._header_length = 2
+        # In bytes, counted from the end of the header, as the format counts.
+        self._data_end = 0
         self._file = path.open("wb")
         self._file.seek(8 + HEADER_BYTES)
 
     def _entry(self, values: torch.Tensor) -> dict[str, Any]:
-        return {"dtype": "F32", "shape": list(values.shape), "data_offsets": [self._end, self._end + 4 * values.numel()]}
+        return {
+            "dtype": "F32",
+            "shape": list(values.shape),
+            "data_offsets": [self._data_end, self._data_end + 4 * values.numel()],
+        }
 
     def has_room(self, name: str, values: torch.Tensor) -> bool:
-        length = self._length + len(json.dumps({name: self._entry(values)}))
-        return length <= HEADER_BYTES and self._end + 4 * values.numel() <= FILE_BYTES
+        """Return whether ``values`` can be added within the limits of a file and of its header."""
+        length = self._header_length + len(json.dumps({name: self._entry(values)}))
+        return length <= HEADER_BYTES and self._data_end + 4 * values.numel() <= FILE_BYTES
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Append ``values``; they are not kept."""
         self._header[name] = self._entry(values)
-        self._length += len(json.dumps({name: self._header[name]}))
+        self._header_length += len(json.dumps({name: self._header[name]}))
         self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
-        self._end += 4 * values.numel()
+        self._data_end += 4 * values.numel()
 
     def abandon(self) -> None:
         """Free the file's space: on a full disk, otherwise not even the error could be written."""

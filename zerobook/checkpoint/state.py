@@ -52,6 +52,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     if problem is not None:
         raise ConfigError(problem)
     blind_node = None if (folder / token).exists() else socket.gethostname()
+    # Collective.
     nodes = strategy.gather(blind_node)
     # After the gather, when every rank has looked for the file.
     if strategy.is_main:
@@ -83,12 +84,14 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
     if problem is not None:
         raise CheckpointError(problem)
+    # Everything that could refuse the checkpoint comes before the first value is changed.
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check_weights(strategy, checkpoint, parameters, index["shapes"])
     reader = Reader(checkpoint, index)
     _check_state(strategy, checkpoint, parameters, reader)
     buffers = read_buffers(checkpoint, dict(persistent_buffers(strategy.unwrapped)))
+    # The optimizer makes its state in its first step, so it has none yet.
     strategy.materialise_optimizer()
     for name, parameter in parameters:
         for key in (None, *strategy.state_shapes(parameter)):
@@ -176,6 +179,7 @@ class Reader:
             rows = self._read_rows(name, first_row, end_row).flatten()
             return [rows[start - first_row * row_size : stop - first_row * row_size]]
         stretches = []
+        # Pieces are listed in order, so the stretches are too.
         for piece_start, piece_stop, file in pieces:
             low = max(start, piece_start)
             high = min(stop, piece_stop)
@@ -221,6 +225,7 @@ class Reader:
     def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return the slice of ``shape`` that begins at ``offset`` in the tensor ``name``, in fp32."""
         self.bytes_read += 4 * math.prod(shape)
+        # Rows are read whole, and cut in the other dimensions afterwards.
         block = self._read_rows(name, offset[0], offset[0] + shape[0])
         for dimension in range(1, len(shape)):
             block = block.narrow(dimension, offset[dimension], shape[dimension])
@@ -230,6 +235,7 @@ class Reader:
         from safetensors import safe_open
 
         if name not in self._open:
+            # The index may have been made by somebody else.
             if Path(name).name != name:
                 raise CheckpointError(f"{self.folder / INDEX}: the file {name} leads out of the checkpoint's folder.")
             self._open[name] = safe_open(self.folder / name, framework="pt")

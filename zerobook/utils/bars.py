@@ -22,6 +22,7 @@ class tqdm(_tqdm):
 
     def __init__(self, *args: Any, desc: str | None = None, **options: Any):
         self.is_on_terminal = (options.get("file") or sys.stderr).isatty()
+        # One line a minute, and the first one after a minute.
         if not self.is_on_terminal:
             options |= {"mininterval": LINE_EVERY_S, "maxinterval": LINE_EVERY_S, "delay": LINE_EVERY_S}
         super().__init__(*args, desc=desc and plain(desc, lines=False), **options)

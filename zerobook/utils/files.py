@@ -47,6 +47,7 @@ def staged(folder: Path) -> Iterator[Path]:
     with locks.locked(lock_file, wait=0, temporary=True) as locked:
         if locked is False:
             raise ConfigError(f"{folder}: another process is writing this folder. Wait until it ends, or give another folder.")
+        # What a killed process left there is deleted: by the lock, nobody writes it now.
         staging = staging_of(folder)
         staging.mkdir()
         try:
@@ -67,6 +68,7 @@ def put_in_place(staging: Path, folder: Path) -> None:
     old = folder.with_name(f".{folder.name}.replaced")
     _remove(old)
     _make_durable(staging)
+    # A rename cannot replace a folder with content.
     if os.path.lexists(folder):
         folder.rename(old)
     staging.rename(folder)

@@ -33,6 +33,7 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
     if built_for is None:
         built = "without CUDA"
         way_out = f"Install a torch built for CUDA {driver_cuda} or older"
+    # A driver runs programs that were built for its CUDA or an older one.
     elif _numbers(driver_cuda) < _numbers(built_for):
         built = f"for CUDA {built_for}"
         way_out = f"Update the driver, or install a torch built for CUDA {driver_cuda} or older"

@@ -54,6 +54,7 @@ def check_reachable(name: str, revision: str = "main") -> None:
     # With a proxy, it is the proxy that has to be reached.
     if any(getproxies().get(kind) for kind in (address.scheme, "all")):
         return
+    # Reached for a connection only: what the hub answers is its client's business.
     try:
         port = address.port or {"http": 80}.get(address.scheme, 443)
         socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()

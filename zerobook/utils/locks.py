@@ -34,6 +34,7 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
                 return None
             if error.errno not in _HELD_BY_OTHER:
                 raise
+        # Tried at least once, also without a wait.
         if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_S)

@@ -127,6 +127,7 @@ def _error(
     kind: str, text: str, problems: list[str] | None = None, number: int | None = None, file: str | None = None
 ) -> Exception:
     """Return an error of this package or of the operating system as it was, and any other one as a `RuntimeError`."""
+    # Only errors of the operating system have a number.
     if number is not None:
         return OSError(number, text, file)
     for error_class in _subclasses(ZerobookError):

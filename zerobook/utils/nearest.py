@@ -18,6 +18,7 @@ def nearest(name: str, names: set[str], prefix: str = "") -> str:
 
 def nearest_file(missing: Path) -> str:
     """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
+    # A folder may have millions of files.
     try:
         neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
     except OSError:

@@ -78,6 +78,7 @@ def _on_gpu(environment: Mapping[str, str]) -> bool:
 def kill_family(process: subprocess.Popen) -> None:
     """Kill what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
     family: list[psutil.Process] = []
+    # Children are listed before anything is killed: afterwards they have another parent.
     with suppress(psutil.NoSuchProcess):
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:

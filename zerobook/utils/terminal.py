@@ -30,6 +30,7 @@ def plain(text: str, *, lines: bool = True) -> str:
     >>> plain("\x1b[31mred\x1b]0;title\x07\r\nnext\u202e"), plain("one\n[12] two", lines=False)
     ('red\nnext', 'one [12] two')
     """
+    # Sequences first: a control character begins them.
     text = _CONTROLS.sub("", _SEQUENCES.sub("", text))
     return text if lines else " ".join(text.split())
 

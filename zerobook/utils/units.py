@@ -75,6 +75,7 @@ def gb(amount: float) -> str:
 
 def size(amount: float) -> str:
     """Return bytes with the decimal unit that fits: ``1.21 TB``."""
+    # From 999.5 of a unit on, three figures would round to 1000.
     for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= 0.9995 * unit:
             return f"{_three(amount / unit)} {name}"

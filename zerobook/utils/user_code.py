@@ -86,9 +86,11 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
 
 def _import_file(file: Path) -> ModuleType:
     """Return the module of a file, which is run if it is not loaded yet."""
+    # A copy: looking at a module can import others.
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
+    # Two files of one name, in different folders, are two modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -96,6 +98,7 @@ def _import_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Half a module must not be found by the next import.
         del sys.modules[name]
         raise
     return module

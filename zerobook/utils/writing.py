@@ -38,6 +38,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     staging = file.with_name(f"{file.name}.partial")
     try:
+        # What a killed process left there, or a link.
         staging.unlink(missing_ok=True)
         with open(staging, "wb", opener=refuse_link) as handle:
             handle.write(data)

@@ -28,6 +28,7 @@ class BoundedLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels are nested", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
+        # A node that an alias repeats has its size already, unless the alias is inside of it.
         if id(node) not in self._sizes:
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it repeats", mark)
