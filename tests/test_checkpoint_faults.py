@@ -94,7 +94,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
     for fatal in range(1, calls + 1):
         _, codes = save_in_processes(tmp_path, step, victim, fatal)
         killed += codes[victim] == -signal.SIGKILL
-        with store.owned(checkpoints):  # what the next attempt does first
+        with store.locked(checkpoints):  # what the next attempt does first
             resolution = resolve_resume(tmp_path, "auto", thorough=True)
         found = resolution.checkpoint
         assert found is not None and store.find_damage(found, thorough=True) is None, f"call {fatal}"
@@ -205,10 +205,10 @@ def test_what_cannot_be_deleted_fails_no_save_and_is_tried_again(tmp_path, capsy
     assert ".nfs1: Device or resource busy" in said
     (published(tmp_path, 1) / ".nfs1").touch()  # of another branch; its hidden name is taken
     published(tmp_path, 4, keep=1)
-    with store.owned(checkpoints):  # nor does the next start fail
+    with store.locked(checkpoints):  # nor does the next start fail
         assert "cannot be cleaned up" in capsys.readouterr().err
     stuck()
-    with store.owned(checkpoints):
+    with store.locked(checkpoints):
         pass
     assert sorted(c.name for c in checkpoints.iterdir() if store.LOCK not in c.name) == ["step-000004"]
 
@@ -218,7 +218,7 @@ def test_a_half_deleted_checkpoint_does_not_come_back_instead_of_a_whole_one(tmp
     (published(tmp_path, 1) / ".nfs1").touch()
     whole = published(tmp_path, 1)
     whole.rename(checkpoints / ".step-000001.replaced-2")  # killed while the next one was published
-    with store.owned(checkpoints):
+    with store.locked(checkpoints):
         found = resolve_resume(tmp_path, "auto", thorough=True).checkpoint
     assert found == whole and store.find_damage(found, thorough=True) is None
 
@@ -247,7 +247,7 @@ def test_links_are_swept_and_what_they_lead_to_is_not(tmp_path):
     for name in (".step-000009.partial", ".step-000002.abandoned.deleted", "step-000003", "step-000004.abandoned"):
         (checkpoints / name).symlink_to(kept)
     (checkpoints / ".step-000005.deleted").touch()
-    with store.owned(checkpoints):
+    with store.locked(checkpoints):
         pass
     published(tmp_path, 6, keep=1)
     assert not first.exists() and (kept / "file").exists()

@@ -422,13 +422,13 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
         save_all(tmp_path / "run", step, spread({9}, 1))
     tmp_path = store.folder_of(tmp_path / "run")
     hold = "import sys, time; from pathlib import Path; from zerobook.checkpoint import store\n"
-    hold += "with store.owned(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+    hold += "with store.locked(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "mine\n"
         with (
             pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder.*--output_dir"),
-            store.owned(tmp_path),
+            store.locked(tmp_path),
         ):
             pass
         start = time.monotonic()
@@ -445,7 +445,7 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
     finally:
         other.kill()
         other.wait()
-    with store.owned(tmp_path):
+    with store.locked(tmp_path):
         pass
     assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
     assert [store.step_of(c) for c in store.list_complete(tmp_path)] == [2]
@@ -453,17 +453,18 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
 
 def test_a_run_holds_its_folder_until_its_process_ends(tmp_path):
     words = "import os, sys; from pathlib import Path; from zerobook.checkpoint import store\n"
-    words += "store.hold(Path(sys.argv[1])); store.hold(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()\n"
+    words += "store.lock_until_exit(Path(sys.argv[1])); store.lock_until_exit(Path(sys.argv[1]))\n"
+    words += "print('mine', flush=True); sys.stdin.read()\n"
     words += "import atexit; atexit._run_exitfuncs(); os._exit(0)"  # as launched processes end
     other = subprocess.Popen(
         [sys.executable, "-c", words, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     assert other.stdout.readline() == "mine\n"
-    with pytest.raises(CheckpointError, match=f"process {other.pid}"), store.owned(tmp_path, wait=0):
+    with pytest.raises(CheckpointError, match=f"process {other.pid}"), store.locked(tmp_path, wait=0):
         pass
     other.communicate("", timeout=60)
     assert other.returncode == 0 and not (tmp_path / ".lock.holder").exists()
-    with store.owned(tmp_path, wait=0):
+    with store.locked(tmp_path, wait=0):
         pass
 
 
@@ -475,7 +476,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path, 
     monkeypatch.setattr(fcntl, "flock", flock)
     save_all(tmp_path, 1, spread({9}, 1))
     save_all(tmp_path, 2, spread({9}, 1))
-    with store.owned(store.folder_of(tmp_path)):
+    with store.locked(store.folder_of(tmp_path)):
         assert "has no locks" in capsys.readouterr().err
     assert command(["prune", str(tmp_path), "--keep", "1"]) == 0
     log = RunLog(tmp_path)
@@ -495,5 +496,5 @@ def test_a_lock_that_another_process_holds_is_told_from_an_error(tmp_path, monke
             locks.lock(0)
     else:
         assert locks.lock(0) is False
-        with pytest.raises(CheckpointError, match="uses this folder"), store.owned(tmp_path, wait=0):
+        with pytest.raises(CheckpointError, match="uses this folder"), store.locked(tmp_path, wait=0):
             pass

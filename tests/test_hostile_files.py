@@ -387,7 +387,7 @@ def pin_a_checkpoint(folder):
 
 
 def hold_the_checkpoints(folder):
-    with store.owned(store.folder_of(folder), wait=0):
+    with store.locked(store.folder_of(folder), wait=0):
         pass
 
 

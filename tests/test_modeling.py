@@ -334,7 +334,7 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     assert [f.name for f in mine.iterdir()] == ["weights.bin"]
 
     words = "import sys; from pathlib import Path; from zerobook.checkpoint import store\n"
-    words += "store.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    words += "store.lock_until_exit(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     folder = store.folder_of(tmp_path / "other")
     (tmp_path / "other" / "initial_model").mkdir(parents=True)
     (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{}")
@@ -350,7 +350,7 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{")  # a note that cannot be read was still written by a run
     start(tmp_path / "other", 1)
     assert json.loads((tmp_path / "other" / "initial_model" / MADE_OF).read_text())["seed"] == 1
-    with pytest.raises(CheckpointError, match="uses this folder"), store.owned(folder):
+    with pytest.raises(CheckpointError, match="uses this folder"), store.locked(folder):
         pass  # the lock is held until the process ends, not only while the model is made
 
 

@@ -291,13 +291,13 @@ def test_a_run_that_was_submitted_twice_does_not_replace_the_first_ones_checkpoi
     train(tmp_path / "later", **given)
     for file in (tmp_path / "later").rglob("*lock*"):
         file.unlink()
-    hold = store.hold
+    hold = store.lock_until_exit
 
     def first_is_done(checkpoints):
         hold(checkpoints)
         shutil.copytree(tmp_path / "later", checkpoints.parent, dirs_exist_ok=True)
 
-    monkeypatch.setattr(store, "hold", first_is_done)
+    monkeypatch.setattr(store, "lock_until_exit", first_is_done)
     with pytest.raises(ConfigError, match=r"holds 3 checkpoints of an earlier run, the newest step-000006.*--output_dir"):
         train(tmp_path / "run", **given, seed=7)
     for file in (tmp_path / "later").rglob("*"):

@@ -82,7 +82,7 @@ class Store(RuleBasedStateMachine):
         finally:
             Calls.left = None
             if not self.running:
-                with store.owned(self.folder):
+                with store.locked(self.folder):
                     pass
 
     # --- the run
@@ -136,7 +136,7 @@ class Store(RuleBasedStateMachine):
         found = []
 
         def work():
-            with store.owned(self.folder):
+            with store.locked(self.folder):
                 resolution = resolve_resume(self.run, asked, thorough=True)
                 one = resolution.checkpoint
                 found.append(one)
@@ -176,7 +176,7 @@ class Store(RuleBasedStateMachine):
         best = store.find_best(self.folder)
 
         def work():
-            with store.owned(self.folder, wait=0):
+            with store.locked(self.folder, wait=0):
                 store.prune(self.folder, keep)
 
         self.mortal(kill, work)

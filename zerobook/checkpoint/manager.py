@@ -53,7 +53,7 @@ class CheckpointManager:
         self._warned = False
         # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
-        strategy.on_main(lambda: resume.hold(config))
+        strategy.on_main(lambda: resume.lock_run_folder(config))
         if config.resume_from_checkpoint == "auto":
             strategy.on_main(self._finish_rollback)
         self.checkpoint = strategy.on_main(self._resolve_resume)
@@ -91,7 +91,7 @@ class CheckpointManager:
             tqdm.write(f"the last attempt ended during a rollback to step {step}: set aside {names}")
 
     @property
-    def goes_on_in_place(self) -> bool:
+    def resumes_in_place(self) -> bool:
         """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
         if self.checkpoint is None:
             return False
@@ -110,7 +110,7 @@ class CheckpointManager:
         strategy = self.strategy
         checkpoint_bytes = bytes_of_state(strategy)
         # A finished run that is started again saves nothing.
-        is_saved = steps == 0 and self.goes_on_in_place
+        is_saved = steps == 0 and self.resumes_in_place
         count = 0 if is_saved else config.checkpoints_at_once(steps, has_held_out=has_held_out)
         assert count is not None, "the number of steps is known here"
         # Pruning the checkpoints that are there makes room.

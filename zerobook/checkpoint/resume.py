@@ -57,12 +57,12 @@ def earlier_result(config: RecipeConfig) -> str | None:
     )
 
 
-def hold(config: RecipeConfig) -> None:
-    """Lock the run's folder until this process ends, and check it again: see `store.hold` and `earlier_run`.
+def lock_run_folder(config: RecipeConfig) -> None:
+    """Lock the run's folder until this process ends, and check it again: see `store.lock_until_exit` and `earlier_run`.
 
     The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
     """
-    store.hold(store.folder_of(config.output_dir))
+    store.lock_until_exit(store.folder_of(config.output_dir))
     earlier = earlier_run(config)
     if earlier:
         raise ConfigError(earlier)

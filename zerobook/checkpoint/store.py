@@ -70,18 +70,18 @@ _LOCKS: dict[Path, ExitStack] = {}
 """Folders that this process has locked, each with what unlocks it."""
 
 
-def hold(checkpoints: Path) -> None:
-    """Lock ``checkpoints`` until this process ends, see `owned`. Nothing changes where this process has locked it already."""
+def lock_until_exit(checkpoints: Path) -> None:
+    """Lock ``checkpoints`` until this process ends, see `locked`. Nothing changes where this process has locked it already."""
     key = checkpoints.resolve()
     if key not in _LOCKS:
         stack = ExitStack()
-        stack.enter_context(owned(checkpoints))
+        stack.enter_context(locked(checkpoints))
         atexit.register(stack.close)
         _LOCKS[key] = stack
 
 
-def release(checkpoints: Path) -> None:
-    """Unlock ``checkpoints`` before this process ends, if `hold` has locked it."""
+def unlock(checkpoints: Path) -> None:
+    """Unlock ``checkpoints`` before this process ends, if `lock_until_exit` has locked it."""
     stack = _LOCKS.pop(checkpoints.resolve(), None)
     if stack is not None:
         atexit.unregister(stack.close)
@@ -89,7 +89,7 @@ def release(checkpoints: Path) -> None:
 
 
 @contextmanager
-def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
+def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     """Lock ``checkpoints`` for this process, and sweep it. Another process that tries to lock it is refused.
 
     On a file system without locks, no process is refused, and nothing is swept: another process may be writing there.
@@ -102,8 +102,8 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     holder = checkpoints / f"{LOCK}.holder"
-    with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as locked:
-        if locked is False:
+    with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as is_locked:
+        if is_locked is False:
             holder_name = ""
             with suppress(OSError, UnicodeDecodeError):
                 holder_name = plain(reading.read_text(holder), lines=False)
@@ -111,7 +111,7 @@ def owned(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
                 f"{checkpoints}: {holder_name or 'another process'} uses this folder. Two processes there would delete each "
                 "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir."
             )
-        if locked is None:
+        if is_locked is None:
             say(
                 f"WARNING: {checkpoints}: its file system has no locks, so a second run that writes there is not refused.",
                 file=sys.stderr,

@@ -69,7 +69,7 @@ def _prune(path: Path, keep: int | None) -> None:
         raise CheckpointError(f"prune: --keep is {keep}. Say how many of the newest checkpoints stay, at least 1.")
     checkpoints = _checkpoints_folder(path)
     # A run that trains prunes its own checkpoints, and owns the folder.
-    with store.owned(checkpoints, wait=0):
+    with store.locked(checkpoints, wait=0):
         deleted = store.prune(checkpoints, keep)
     say("\n".join(f"deleted {checkpoint}" for checkpoint in deleted) or "nothing to delete")
 

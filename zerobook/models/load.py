@@ -488,7 +488,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
     made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:
-        resume.hold(config)
+        resume.lock_run_folder(config)
         before = _made_of(folder)
         made_of["config_digest"] = _config_digest(source, config.model_revision)
         if before is not None and _same_start(before, made_of):

@@ -143,7 +143,7 @@ class Trainer:
         if note:
             self.console.say(f"  note: {note}")
         # Steps of the last checkpoint and of the last evaluation, which are not done again at the end.
-        self._saved: int | None = progress.step if self.manager.goes_on_in_place else None
+        self._saved: int | None = progress.step if self.manager.resumes_in_place else None
         self._evaluated: int | None = None
         if self.save_results:
             self.manager.check_space(
@@ -231,7 +231,7 @@ class Trainer:
         if self.manager.save_steps == AUTOMATIC and self.save_results:
             self._automatic_saves = AutomaticSaves(
                 step=self.progress.step,
-                resumed=self.manager.goes_on_in_place,
+                resumed=self.manager.resumes_in_place,
                 total_steps=total_steps,
                 save_seconds=save_seconds,
             )
@@ -254,7 +254,7 @@ class Trainer:
         """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
         hooks: list[Hook] = [MemoryRecord(self.log), self.console]
         if self.config.report_to:
-            hooks.append(Trackers(self.strategy, self.config, resumed=self.manager.goes_on_in_place))
+            hooks.append(Trackers(self.strategy, self.config, resumed=self.manager.resumes_in_place))
         self.logbook = Logbook(self.log) if self.log else None
         if self.log and self.logbook:
             self.logbook.begin(self, sources)
@@ -326,7 +326,7 @@ class Trainer:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
         if self.log:
             self.log.close()
-        store.release(self.manager.folder)
+        store.unlock(self.manager.folder)
         if hasattr(self, "preemption"):
             self.preemption.restore()
 
