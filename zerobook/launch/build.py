@@ -21,7 +21,7 @@ from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain
 from zerobook.utils.units import counted
@@ -59,7 +59,7 @@ def resolve_this_process(
     elif flags:
         precision, unsaid = left_unsaid(flags)
         environ = unsaid | environ
-    if true(environ.get("ACCELERATE_USE_CPU")):
+    if is_true(environ.get("ACCELERATE_USE_CPU")):
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)

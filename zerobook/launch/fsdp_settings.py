@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerobook.launch import recompute
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 
 if TYPE_CHECKING:
     from zerobook.config import ConfigDraft
@@ -57,12 +57,12 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
     else:
         _build(plan, environ)
-    plan.offload_param = "cpu" if true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
+    plan.offload_param = "cpu" if is_true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
     # FSDP2 keeps moments beside the parameters.
     plan.offload_optimizer = plan.offload_param
-    plan.rank_0_loads = true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+    plan.rank_0_loads = is_true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
     plan.shard = plan.world_size
-    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+    if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     shard_in_file = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
@@ -123,7 +123,7 @@ def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def read_checkpointing(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
     """Let the recipe recompute activations where the file asks for it: accelerate would wrap each layer a second time."""
-    if true(environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")):
+    if is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")):
         recompute.request(plan, FILE, "fsdp_activation_checkpointing_offload", "offload", draft)
-    elif true(environ.get("FSDP_ACTIVATION_CHECKPOINTING")):
+    elif is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING")):
         recompute.request(plan, FILE, "fsdp_activation_checkpointing", "full", draft)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,7 +22,7 @@ _EXPERTS_OF_A_LAYER = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Read the sizes into ``plan``. Call it after the rest of the strategy file was read."""
-    if not true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+    if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
     for key, (field, way, counts, file) in _WAYS.items():
         size = environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", "1")

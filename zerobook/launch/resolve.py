@@ -23,7 +23,7 @@ from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 from zerobook.utils.units import counted
 
 FLASH_CAPABILITY = (8, 0)
@@ -286,10 +286,10 @@ def _read_strategy_file(launch: LaunchDraft) -> LaunchDraft:
     """Read what the launcher made of the strategy file: the kind, its settings, and the groups of processes."""
     plan = launch.plan
     environ = launch.environ
-    if true(environ.get("ACCELERATE_USE_DEEPSPEED")):
+    if is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         plan.kind = "deepspeed"
         deepspeed_json.read(plan, environ)
-    elif true(environ.get("ACCELERATE_USE_FSDP")):
+    elif is_true(environ.get("ACCELERATE_USE_FSDP")):
         plan.kind = "fsdp"
         fsdp_settings.read(plan, environ)
         fsdp_settings.read_checkpointing(plan, environ, launch.draft)
@@ -303,7 +303,7 @@ def _read_strategy_file(launch: LaunchDraft) -> LaunchDraft:
 def _choose_device(launch: LaunchDraft) -> LaunchDraft:
     """Choose CPU or GPUs, and the backend of the process group."""
     plan = launch.plan
-    is_told_to_use_cpu = true(launch.environ.get("ACCELERATE_USE_CPU"))
+    is_told_to_use_cpu = is_true(launch.environ.get("ACCELERATE_USE_CPU"))
     if is_told_to_use_cpu:
         plan.device = "cpu"
     elif launch.hardware.unused:
@@ -511,7 +511,7 @@ def _fixed_precision(plan: LaunchPlan) -> str | None:
     fixed = None
     for dtype in ("fp16", "bf16"):
         section = (plan.deepspeed_config or {}).get(dtype)
-        if isinstance(section, dict) and true(section.get("enabled")):
+        if isinstance(section, dict) and is_true(section.get("enabled")):
             if fixed:
                 plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
             fixed = dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerobook.config import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 
 _WAYS = {
     "sp": ("deepspeed", "DeepSpeed-Ulysses", "DeepSpeed ZeRO", "zero3_sequence"),
@@ -21,7 +21,7 @@ _IN_JSON = "sequence_parallel_size"
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Read the sizes of the groups into ``plan``. Call it after the rest of the strategy file was read."""
     size_in_json = (plan.deepspeed_config or {}).get(_IN_JSON)
-    if true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+    if is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         _read_sizes(plan, environ)
     if size_in_json not in (None, plan.sequence):
         plan.problems.append(

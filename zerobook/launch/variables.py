@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zerobook.utils.environment import true
+from zerobook.utils.environment import is_true
 from zerobook.utils.nearest import nearest
 
 _PREFIX = "ACCELERATE_"
@@ -100,7 +100,7 @@ VARIABLES: dict[str, str] = {
 def check(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a problem for each refused variable, and for each name that is close to one of accelerate's."""
     for name in sorted(environ):
-        if name in REFUSED and true(environ[name]) | (name == "ACCELERATE_TORCH_DEVICE"):
+        if name in REFUSED and is_true(environ[name]) | (name == "ACCELERATE_TORCH_DEVICE"):
             yield f"{name} is {environ[name]}: {REFUSED[name]}."
         elif name.startswith(_PREFIX) and name not in VARIABLES:
             names = {key.removeprefix(_PREFIX) for key in VARIABLES if key.startswith(_PREFIX)}

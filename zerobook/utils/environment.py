@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 
-def true(value: object) -> bool:
+def is_true(value: object) -> bool:
+    """Return whether a variable is set to a word for true."""
     return str(value).lower() in ("1", "true", "yes")

@@ -66,9 +66,9 @@ def run(
 
 def _on_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether a run with these variables uses a GPU."""
-    from zerobook.utils.environment import true
+    from zerobook.utils.environment import is_true
 
-    if environment.get("CUDA_VISIBLE_DEVICES") == "" or true(environment.get("ACCELERATE_USE_CPU")):
+    if environment.get("CUDA_VISIBLE_DEVICES") == "" or is_true(environment.get("ACCELERATE_USE_CPU")):
         return False
     import torch
 
