@@ -112,7 +112,8 @@ def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
     recipe_settings = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
     # Settings that the checkpoint's version did not have are left out.
     names = (DATA_SETTINGS | recipe_settings) & saved.keys() & now.keys()
-    changed = differences({name: saved[name] for name in names}, {name: now[name] for name in names})
+    saved_settings = {name: saved[name] for name in names}
+    changed = differences(saved_settings, {name: now[name] for name in names})
     if not changed:
         return "The settings are the same: a data file, a dataset or the tokenizer has other content. Bring it back."
     changes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changed.items())

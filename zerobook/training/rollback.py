@@ -172,6 +172,7 @@ class Recovery:
         if log is None:
             return
         checkpoint = self._before(action)
+        checkpoint_path = None if checkpoint is None else str(checkpoint)
         last_good_step = 0 if checkpoint is None else store.step_of(checkpoint)
         new_paths = store.set_aside(manager.folder, last_good_step, manager.skipped)
         log.event(
@@ -181,7 +182,7 @@ class Recovery:
             rule=action.rule,
             why=action.reason,
             exit_code=EXIT_CODE,
-            go_on_from=None if checkpoint is None else str(checkpoint),
+            go_on_from=checkpoint_path,
             set_aside=[str(path) for path in new_paths],
         )
         way_on = "Go on from there with --resume_from_checkpoint auto and"

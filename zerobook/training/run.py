@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from zerobook.checkpoint.progress import Progress
     from zerobook.data.prepare import PreparedData
+    from zerobook.strategy import Strategy
     from zerobook.training.hooks import Hook
     from zerobook.training.trainer import Trainer
 
@@ -82,11 +83,8 @@ def train(
         SystemExit: the run has stopped for a person to decide about a spike (76), or was told to stop and has saved (75).
             A process ends with 77, without an exception, if it or another one holds up the run.
     """
-    from accelerate.state import AcceleratorState
-
     from zerobook.data.prepare import prepare
     from zerobook.models.load import check_fit, load_config, load_tokenizer
-    from zerobook.models.save import save_model
     from zerobook.models.vocabulary import fit_embeddings
     from zerobook.training.trainer import Trainer
     from zerobook.training.watching import watching
@@ -140,16 +138,26 @@ def train(
             watch=watch,
             recipe_file=_file_of(recipe),
         )
-        try:
-            progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
-            if trainer.save_results and strategy.is_main:
-                say(next_commands(config))
-        finally:
-            # A launched process ends, and the system closes its files. A notebook goes on.
-            if not launched():
-                trainer.close()
-                # Another run may have another precision.
-                AcceleratorState._reset_state(reset_partial_state=True)
+        return _run_to_end(trainer, strategy, tokenizer)
+
+
+def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedTokenizerBase) -> Progress:
+    """Train, write the model, and say what can be done with it. Return the final progress. Collective."""
+    from accelerate.state import AcceleratorState
+
+    from zerobook.models.save import save_model
+
+    config = trainer.config
+    try:
+        progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
+        if trainer.save_results and strategy.is_main:
+            say(next_commands(config))
+    finally:
+        # A launched process ends, and the system closes its files. A notebook goes on.
+        if not launched():
+            trainer.close()
+            # Another run may have another precision.
+            AcceleratorState._reset_state(reset_partial_state=True)
     return progress
 
 

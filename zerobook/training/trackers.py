@@ -119,4 +119,7 @@ def _step(trainer: TrainerView, step: int) -> int:
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values as numbers and texts, which every tracker takes."""
-    return {name: value if isinstance(value, int | float | str | bool) else str(value) for name, value in values.items()}
+    flat = {}
+    for name, value in values.items():
+        flat[name] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat

@@ -134,14 +134,7 @@ class Trainer:
         self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=ladder)
 
         # The model, distributed.
-        has_own_head = head.install(model) is not None
-        # Whole weights are freed while they are sharded. Without this, the allocator would keep them.
-        with freed_blocks_returned():
-            strategy.prepare(model, config, self.state.total_steps)
-        longest_sample = max(rows.longest_sample for rows in (data.train, *data.held_out.values()))
-        note = pin_rotary(strategy.unwrapped, longest_sample)
-        if note:
-            self.console.say(f"  note: {note}")
+        has_own_head = self._prepare_model(model)
         # Steps of the last checkpoint and of the last evaluation, which are not done again at the end.
         self._saved: int | None = progress.step if self.manager.resumes_in_place else None
         self._evaluated: int | None = None
@@ -181,6 +174,18 @@ class Trainer:
     @property
     def progress(self) -> Progress:
         return self.state.progress
+
+    def _prepare_model(self, model: nn.Module) -> bool:
+        """Distribute the model. Return whether its output layer computes the loss itself."""
+        has_own_head = head.install(model) is not None
+        # Whole weights are freed while they are sharded. Without this, the allocator would keep them.
+        with freed_blocks_returned():
+            self.strategy.prepare(model, self.config, self.state.total_steps)
+        longest_sample = max(rows.longest_sample for rows in (self.data.train, *self.data.held_out.values()))
+        note = pin_rotary(self.strategy.unwrapped, longest_sample)
+        if note:
+            self.console.say(f"  note: {note}")
+        return has_own_head
 
     def _settle_collator(self, has_own_head: bool) -> None:
         """Replace the collator by its cheapest form for the prepared model.
@@ -436,7 +441,6 @@ class Trainer:
         # Also within a group that shares a row: its processes drop out different tokens' activations.
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
-
         # Forward and backward passes.
         total_loss: torch.Tensor | None = None
         sums: dict[str, torch.Tensor] = {}
@@ -553,7 +557,9 @@ class Trainer:
                     "in another. It has to return the same metrics for every batch, since they are summed over the ranks; a "
                     "metric may be 0."
                 )
-        sums = [torch.stack([record.sums[name] for record in records]).float() for name in names]
+        sums = []
+        for name in names:
+            sums.append(torch.stack([record.sums[name] for record in records]).float())
         # One more row carries what rank 0 has measured, so that all ranks decide the same about saves without a collective.
         clock = losses.new_zeros(2 + len(sums))
         if mesh.rank == 0:
