@@ -50,7 +50,7 @@ class CheckpointManager:
         self.proven: set[int] = set()
         self.save_steps = config.save_steps
         self._keeps_proven = True
-        self._warned = False
+        self._has_warned_of_slow_save = False
         # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.lock_run_folder(config))
@@ -83,7 +83,7 @@ class CheckpointManager:
         Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
         """
         step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
-        if step is None or store.find_damage(self._of(step), thorough=True) is not None:
+        if step is None or store.find_damage(self._path_of(step), thorough=True) is not None:
             return
         new_paths = store.set_aside(self.folder, step)
         if new_paths:
@@ -95,7 +95,7 @@ class CheckpointManager:
         """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
         if self.checkpoint is None:
             return False
-        return self.checkpoint.resolve() == self._of(store.step_of(self.checkpoint)).resolve()
+        return self.checkpoint.resolve() == self._path_of(store.step_of(self.checkpoint)).resolve()
 
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
@@ -127,9 +127,9 @@ class CheckpointManager:
         result = f"the {config.result} of {size(result_bytes)}"
         if config.limits_checkpoints_itself and count > 0:
             room = (free + prunable - result_bytes) // checkpoint_bytes
-            loss = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
-            if loss is not None:
-                self._warn(f"{disk}, and a checkpoint takes {size(checkpoint_bytes)} beside {result}. {loss}")
+            drawbacks = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
+            if drawbacks is not None:
+                self._warn(f"{disk}, and a checkpoint takes {size(checkpoint_bytes)} beside {result}. {drawbacks}")
                 return
             problem = (
                 f"{disk}, and one checkpoint of {size(checkpoint_bytes)} does not fit beside {result}. Nothing could be saved: "
@@ -166,12 +166,12 @@ class CheckpointManager:
         spare = room - 2
         self._keeps_proven = spare >= 1
         self.saver.keep_best = spare >= 2
-        losses = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
+        drawbacks = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
         if not self._keeps_proven:
-            losses.append("A spike that is noticed after the next save cannot be rolled back.")
+            drawbacks.append("A spike that is noticed after the next save cannot be rolled back.")
         if has_held_out and not self.saver.keep_best:
-            losses.append("The one with the lowest held-out loss is not kept.")
-        return " ".join(losses)
+            drawbacks.append("The one with the lowest held-out loss is not kept.")
+        return " ".join(drawbacks)
 
     def _prunable_bytes(self) -> int:
         """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
@@ -191,7 +191,7 @@ class CheckpointManager:
         Returns:
             (its progress, bytes of tensors that each rank read).
         """
-        checkpoint = self.checkpoint if step is None else self._of(step)
+        checkpoint = self.checkpoint if step is None else self._path_of(step)
         assert checkpoint is not None
         progress, bytes_read = state.load(self.strategy, checkpoint)
         return progress, self.strategy.gather(bytes_read)
@@ -229,9 +229,9 @@ class CheckpointManager:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
         def check() -> bool:
-            reason = store.find_damage(self._of(step), thorough=True)
+            reason = store.find_damage(self._path_of(step), thorough=True)
             if reason is not None:
-                self.skipped[self._of(step)] = reason
+                self.skipped[self._path_of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
             return reason is None
 
@@ -266,7 +266,7 @@ class CheckpointManager:
 
         return read_weight
 
-    def _of(self, step: int) -> Path:
+    def _path_of(self, step: int) -> Path:
         return self.folder / store.name_of(step)
 
     # --- saving
@@ -288,9 +288,9 @@ class CheckpointManager:
             self.strategy.on_main(lambda: self.report(log))
 
     def _warn_of_a_slow_save(self, seconds: float) -> None:
-        if self._warned or seconds < TORCHRUN_S or "TORCHELASTIC_RUN_ID" not in os.environ:
+        if self._has_warned_of_slow_save or seconds < TORCHRUN_S or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
-        self._warned = True
+        self._has_warned_of_slow_save = True
         tqdm.write(
             f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {TORCHRUN_S} s, before "
             "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: docs/guides/checkpoints.md says how."
