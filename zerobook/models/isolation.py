@@ -43,14 +43,18 @@ def settled(
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
     """
-    known = type(collate) in (CausalCollator, PackedCollator)  # a subclass may pad again, which moves the positions
+    # A subclass may pad again, which moves the positions.
+    is_built_in = type(collate) in (CausalCollator, PackedCollator)
     if isinstance(collate, PackedCollator):
-        if keep_mask and collate.flatten:  # padding on the right, which has no mask, would count as load of the experts
+        # Padding on the right, which has no mask, would count as load of the experts.
+        if keep_mask and collate.flatten:
             collate = replace(collate, pad_to_multiple_of=1)
         collate = isolating(strategy, collate, flag or "packing")
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = unmasked(strategy, collate)
-    return replace(cast("CausalCollator | PackedCollator", collate), supervised=True) if known and supervised else collate
+    if is_built_in and supervised:
+        return replace(cast("CausalCollator | PackedCollator", collate), supervised=True)
+    return collate
 
 
 def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
@@ -66,19 +70,21 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     # A recipe's own model may take its arguments by other names.
     if not hasattr(strategy.unwrapped, "get_input_embeddings"):
         return collate
-    flash = "flash" in _attention(strategy)
-    bare = replace(collate, mask=False, lengths=flash)
+    # The cheapest form comes first.
+    maskless = replace(collate, mask=False, lengths="flash" in _attention(strategy))
+    candidates = [*_without_looking(strategy, maskless), maskless, collate]
     failure: Exception | None = None
-    for way in (*_without_looking(strategy, bare), bare, collate):
+    for candidate in candidates:
         try:
-            strangers, noise = influence(strategy, _padded(way, strategy))
+            influence_of_padding, noise = influence(strategy, _padded(candidate, strategy))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # architectures raise different errors for arguments that they do not take
+        # Architectures raise different errors for arguments that they do not take.
+        except Exception as error:
             failure = error
             continue
-        if way is collate or strangers <= _NOISE * noise:
-            return way
+        if candidate is collate or influence_of_padding <= _NOISE * noise:
+            return candidate
     # A recipe's own collator may need arrays that the rows of this test do not have.
     if type(collate) is not CausalCollator:
         return collate
@@ -96,49 +102,63 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
         ConfigError: no form isolates the samples, as in recurrent models, or the model takes no full mask, as models with
             ALiBi that count positions in a mask of padding (Bloom).
     """
-    config, attention = strategy.unwrapped.config, _attention(strategy)
+    attention = _attention(strategy)
+    has_flash = "flash" in attention
     if collate.flatten:
-        if part := _counts_places(strategy.unwrapped, masked="flash" not in attention):
+        counter = _find_row_counter(strategy.unwrapped, masked=not has_flash)
+        if counter is not None:
             raise ConfigError(
-                f"{flag}: {type(strategy.unwrapped).__name__} has {part}, which counts tokens from the start of the row and "
+                f"{flag}: {type(strategy.unwrapped).__name__} has {counter}, which counts tokens from the start of the row and "
                 f"not of the sample. Pass --{flag} false."
             )
-        if "flash" not in attention:
-            # in a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined
+        if not has_flash:
+            # In a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined.
             return replace(isolating(strategy, replace(collate, flatten=False), flag), flatten=True)
-    ways = [(collate, "position_ids")]
-    if "flash" in attention:
-        with_lengths = replace(collate, lengths=True)
-        cheaper = [*_without_looking(strategy, with_lengths), with_lengths]
-        ways = [*((way, "the samples' lengths") for way in cheaper), *ways]
-    # a full mask would replace a sliding window; flash and flex attention take none
-    if attention in ("sdpa", "eager") and not getattr(config, "sliding_window", None):
-        half = compute_dtype(strategy.plan.precision)
-        ways.append((replace(collate, mask=torch.bool if attention == "sdpa" else half), "a mask of the samples"))
-    found = []
-    for way, by in ways:
+
+    # Measure the forms from the cheapest to the dearest, and take the first that isolates.
+    failures = []
+    for candidate, by in _packed_forms(strategy, collate):
         try:
-            strangers, noise = influence(strategy, _packed(way, strategy))
-            misplaced = strangers <= _NOISE * noise and not keeps_positions(strategy, way)
+            influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
+            sees_itself_alone = influence_of_others <= _NOISE * noise  # False where either is NaN
+            is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # architectures raise different errors where they take no such mask
-            found.append(f"the model fails with {by} ({type(error).__name__}: {error})")
+        # Architectures raise different errors where they take no such mask.
+        except Exception as error:
+            failures.append(f"the model fails with {by} ({type(error).__name__}: {error})")
             continue
-        if strangers <= _NOISE * noise and not misplaced:
-            return way
-        if misplaced:
-            found.append(f"with {by}, a sample's positions do not begin anew")
+        if is_isolated:
+            return candidate
+        if sees_itself_alone:
+            failures.append(f"with {by}, a sample's positions do not begin anew")
         else:
-            found.append(
-                f"with {by}, another first sample changes the second one's logits by {strangers:.1e}, and a change in another "
-                f"row by {noise:.1e}"
+            failures.append(
+                f"with {by}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a change "
+                f"in another row by {noise:.1e}"
             )
     raise ConfigError(
         f"{flag}: in {type(strategy.unwrapped).__name__} with attn_implementation {attention}, samples that share a row see "
-        f"each other: {'; '.join(found)}. Pass --{flag} false (and --group_by_length to pad less), or another "
+        f"each other: {'; '.join(failures)}. Pass --{flag} false (and --group_by_length to pad less), or another "
         "--attn_implementation."
     )
+
+
+def _packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[PackedCollator, str]]:
+    """Return (a form of ``collate``, what tells the model the samples' borders in it), the cheapest first."""
+    attention = _attention(strategy)
+    forms = []
+    if "flash" in attention:
+        with_lengths = replace(collate, lengths=True)
+        for form in (*_without_looking(strategy, with_lengths), with_lengths):
+            forms.append((form, "the samples' lengths"))
+    forms.append((collate, "position_ids"))
+    # A full mask would replace a sliding window; flash and flex attention take none.
+    has_window = getattr(strategy.unwrapped.config, "sliding_window", None)
+    if attention in ("sdpa", "eager") and not has_window:
+        mask = torch.bool if attention == "sdpa" else compute_dtype(strategy.plan.precision)
+        forms.append((replace(collate, mask=mask), "a mask of the samples"))
+    return forms
 
 
 @torch.no_grad()
@@ -157,11 +177,12 @@ def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], sli
         (difference by the second batch, difference by the third), root mean squares as shares of the logits' own; the mean
         over all ranks.
     """
-    same, strangers, other_row = _logits(strategy, *batches)
-    found = torch.stack([(logits - same).norm() / same.norm().clamp_min(1e-6) for logits in (strangers, other_row)])
-    # all ranks decide by the mean: it keeps a difference on one rank, and a NaN
-    by_strangers, by_other_row = (strategy.sum_over_ranks(found) / strategy.world_size).tolist()
-    return by_strangers, by_other_row
+    logits, changed_by_unseen, changed_by_row = _logits(strategy, *batches)
+    differences = torch.stack([(changed_by_unseen - logits).norm(), (changed_by_row - logits).norm()])
+    differences /= logits.norm().clamp_min(1e-6)
+    # All ranks decide by the mean: it keeps a difference on one rank, and a NaN.
+    by_unseen, by_row = (strategy.sum_over_ranks(differences) / strategy.world_size).tolist()
+    return by_unseen, by_row
 
 
 @torch.no_grad()
@@ -173,15 +194,19 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
     first, second = random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
-    begun, late = np.arange(_LENGTH), np.arange(_LENGTH, 2 * _LENGTH)
-    [packed] = _logits(strategy, (collate([_row(np.r_[first, second], np.tile(begun, 2))]),), slice(_LENGTH, 2 * _LENGTH))
-    alone, shifted = _logits(strategy, tuple(collate([_row(second, where)]) for where in (begun, late)), slice(_LENGTH))
-    kept = (packed - alone).norm() <= (shifted - alone).norm() / 2  # False where either is NaN
-    return strategy.sum_over_ranks(kept.float().reshape(1)).item() == strategy.world_size
+    positions = np.arange(_LENGTH)
+    packed_batch = collate([_row(np.r_[first, second], np.tile(positions, 2))])
+    batch_alone = collate([_row(second, positions)])
+    batch_later = collate([_row(second, positions + _LENGTH)])
+    [packed] = _logits(strategy, (packed_batch,), slice(_LENGTH, 2 * _LENGTH))
+    alone, later = _logits(strategy, (batch_alone, batch_later), slice(_LENGTH))
+    # False where either is NaN.
+    is_near = (packed - alone).norm() <= (later - alone).norm() / 2
+    return strategy.sum_over_ranks(is_near.float().reshape(1)).item() == strategy.world_size
 
 
-def _counts_places(model: nn.Module, *, masked: bool) -> str | None:
-    """Return what in the model depends on the place of a token in its row, which `influence` sees in long rows only.
+def _find_row_counter(model: nn.Module, *, masked: bool) -> str | None:
+    """Return what in the model depends on the position of a token in its row, which `influence` sees in long rows only.
 
     Args:
         masked: attention uses the model's own masks.
@@ -209,13 +234,17 @@ def _packed(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str
     """Return three batches: two rows of two samples each; another first sample in the first row; in the second row."""
     a, b, c, d, other = random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
-    rows = [((a, b), (c, d)), ((other, b), (c, d)), ((a, b), (other, d))]
-    batches = (collate([_row(np.concatenate(samples), positions) for samples in pair]) for pair in rows)
+    batches = []
+    for rows in (((a, b), (c, d)), ((other, b), (c, d)), ((a, b), (other, d))):
+        batches.append(collate([_row(np.concatenate(samples), positions) for samples in rows]))
     return tuple(batches), slice(_LENGTH, 2 * _LENGTH)
 
 
 def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    return {"input_ids": ids, "labels": ids} | ({} if positions is None else {"position_ids": positions})
+    row = {"input_ids": ids, "labels": ids}
+    if positions is not None:
+        row["position_ids"] = positions
+    return row
 
 
 def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
@@ -231,11 +260,16 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
     was_training = model.training
     model.eval()
     try:
-        given = ({key: value for key, value in batch.items() if key != "labels"} for batch in batches)
-        return [model(**to_device(batch, strategy.device)).logits[0, where].to(torch.float32, copy=True) for batch in given]
+        rows = []
+        for batch in batches:
+            inputs = {key: value for key, value in batch.items() if key != "labels"}
+            logits = model(**to_device(inputs, strategy.device)).logits
+            rows.append(logits[0, where].to(torch.float32, copy=True))
+        return rows
     finally:
         model.train(was_training)
-        strategy.release_gathered_parameters()  # also after an error: the next forward must not find weights still gathered
+        # Also after an error: the next forward must not find weights still gathered.
+        strategy.release_gathered_parameters()
 
 
 def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:

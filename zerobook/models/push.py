@@ -41,14 +41,16 @@ def push(folder: Path, name: str, *, private: bool) -> str:
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by zerobook")
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
-        way_out = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")
-        raise ConfigError(f"--push {name}: the hub refuses: {str(error).splitlines()[0]}.{way_out} {_kept(folder)}") from error
+        advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--push {name}: the hub refuses: {reason}.{advice} {_later_upload(folder)}") from error
     except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # the module's name depends on the hub client's version
+        # The module's name depends on the hub client's version.
+        if not type(error).__module__.startswith("httpx"):
             raise
-        raise ConfigError(f"--push {name}: the hub cannot be reached: {error}. {_kept(folder)}") from error
+        raise ConfigError(f"--push {name}: the hub cannot be reached: {error}. {_later_upload(folder)}") from error
     return str(address)
 
 
-def _kept(folder: Path) -> str:
+def _later_upload(folder: Path) -> str:
     return f"The export is in {folder}: hf upload NAME {folder} uploads it later."

@@ -44,12 +44,16 @@ def base_of(model_config: PreTrainedConfig) -> str | None:
     """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None where it is not
     quantised by bitsandbytes."""
     facts = _facts(model_config) or {}
-    return "nf4" if facts.get("load_in_4bit") else "int8" if facts.get("load_in_8bit") else None
+    if facts.get("load_in_4bit"):
+        return "nf4"
+    return "int8" if facts.get("load_in_8bit") else None
 
 
 def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
     facts = getattr(model_config, "quantization_config", None)
-    return facts if facts is None or isinstance(facts, dict) else facts.to_dict()
+    if facts is None or isinstance(facts, dict):
+        return facts
+    return facts.to_dict()
 
 
 def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: LaunchPlan) -> None:
@@ -58,7 +62,8 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
     Raises:
         ConfigError: it trains the weights themselves, they have a format that is not supported, or the strategy cannot hold it.
     """
-    facts, base = _facts(model_config), base_of(model_config)
+    facts = _facts(model_config)
+    base = base_of(model_config)
     if facts is None:
         return
     name = f"model_name_or_path: {config.model_name_or_path}"

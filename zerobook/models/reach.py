@@ -73,20 +73,23 @@ def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
             return True
     if text_config(model.config) is model.config:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
-    return not any(module is part or _contains(module, part) or _contains(part, module) for part in _text_parts(model))
+    return not any(_contains(module, text) or _contains(text, module) for text in _text_modules(model))
 
 
 def _reads_text(module: PreTrainedModel) -> bool:
     return module.main_input_name == "input_ids"
 
 
-def _text_parts(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the text model inside of a composite model, and its output layer."""
     from transformers import PreTrainedModel
 
     text = text_config(model.config)
-    inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model and m.config is text]
-    # without a text model that can be told from the others, all modules count as reached
+    inner = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module is not model and module.config is text:
+            inner.append(module)
+    # Without a text model that can be told from the others, all modules count as reached.
     yield from inner or [model]
     output = model.get_output_embeddings()
     if output is not None:
@@ -101,5 +104,5 @@ def _fixed_by_class(model: PreTrainedModel) -> set[str]:
     """Return the names of the weights that the model's class makes without a gradient: sinusoidal positions, and biases by
     which routers balance their experts."""
     with torch.device("meta"):
-        as_made = type(model)(copy.deepcopy(model.config))
-    return {name for name, parameter in as_made.named_parameters() if not parameter.requires_grad}
+        fresh_model = type(model)(copy.deepcopy(model.config))
+    return {name for name, parameter in fresh_model.named_parameters() if not parameter.requires_grad}

@@ -34,25 +34,25 @@ _WIDENING = 8
 second product of an adapter."""
 
 
-def enable(model: PreTrainedModel, asked: str, *, attention_dropout: float = 0.0) -> None:
+def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0) -> None:
     """Let the model's layers recompute activations as the config's ``activation_checkpointing`` asks.
 
     Args:
-        asked: ``full``, ``every:N``, ``selective`` or ``offload``; ``none`` changes nothing.
+        mode: ``full``, ``every:N``, ``selective`` or ``offload``; ``none`` changes nothing.
         attention_dropout: the model's. Above 0, ``selective`` recomputes attention too: a kernel that is not run again does
             not advance the generator of random numbers, and every dropout after it would draw another mask.
 
     Raises:
         ConfigError: transformers cannot do this to the model's class.
     """
-    if asked == "none":
+    if mode == "none":
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     name = type(model).__name__
     if not model.supports_gradient_checkpointing:
-        raise ConfigError(f"activation_checkpointing: {asked}, and {name} does not support it in transformers. Pass none.")
-    if asked == "selective" and model.config._attn_implementation == "flex_attention":
+        raise ConfigError(f"activation_checkpointing: {mode}, and {name} does not support it in transformers. Pass none.")
+    if mode == "selective" and model.config._attn_implementation == "flex_attention":
         raise ConfigError(
             "activation_checkpointing: selective, and attention is flex_attention, a compiled kernel whose result cannot be "
             "kept apart. Pass full, or --attn_implementation sdpa."
@@ -61,21 +61,22 @@ def enable(model: PreTrainedModel, asked: str, *, attention_dropout: float = 0.0
         model.activation_checkpointing_enable()
     else:  # transformers before 5.20
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # outputs of frozen embeddings have no graph; an input that requires grad connects the checkpoints to one
+    # Outputs of frozen embeddings have no graph; an input that requires grad connects the checkpoints to one.
     model.enable_input_require_grads()
-    if asked == "full":
+    if mode == "full":
         return
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(f"activation_checkpointing: {asked}, and the code of {name} knows full and none. Pass one of them.")
-    for at, layer in enumerate(layers):
-        if asked == "selective":
-            kept = frozenset(_PRODUCTS + (() if attention_dropout else _ATTENTION))
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, kept))
-        elif asked == "offload":
+        raise ConfigError(f"activation_checkpointing: {mode}, and the code of {name} knows full and none. Pass one of them.")
+    saved_operations = frozenset(_PRODUCTS if attention_dropout else _PRODUCTS + _ATTENTION)
+    selective = partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, saved_operations))
+    for index, layer in enumerate(layers):
+        if mode == "selective":
+            layer._gradient_checkpointing_func = selective
+        elif mode == "offload":
             layer._gradient_checkpointing_func = _with_inputs_on_host
         else:
-            layer.gradient_checkpointing = at % int(asked.removeprefix("every:")) == 0
+            layer.gradient_checkpointing = index % int(mode.removeprefix("every:")) == 0
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
@@ -85,18 +86,18 @@ def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False)
 
 
-class _Kept:
+class _SavedResults:
     """Results of one run of a layer, by operation and by their order; None where an operation is to run again."""
 
-    alive: WeakSet[_Kept] = WeakSet()
+    alive: WeakSet[_SavedResults] = WeakSet()
 
     def __init__(self, operations: frozenset[str]):
         self.operations = operations
         self.results: dict[str, list[Any]] = defaultdict(list)
         self.alive.add(self)
 
-    def worth(self, name: str, args: Any, result: Any) -> bool:
-        """Return whether a result is kept: that of attention, or of a product that costs much."""
+    def is_worth_saving(self, name: str, args: Any, result: Any) -> bool:
+        """Return whether a result is saved: that of attention, or of a product that costs much."""
         if name not in _PRODUCTS:
             return True
         first = args[1] if name == "aten::addmm" else args[0]
@@ -106,70 +107,76 @@ class _Kept:
         """Drop the result whose storage an operation writes to."""
         storage = changed.untyped_storage()._cdata
         for results in self.results.values():
-            for at, result in enumerate(results):
+            for index, result in enumerate(results):
                 if any(tensor.untyped_storage()._cdata == storage for tensor in _tensors(result)):
-                    results[at] = None
+                    results[index] = None
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor))
 
 
-class _Keep(TorchDispatchMode):
-    """Keep results of the forward pass.
+class _Save(TorchDispatchMode):
+    """Save results of the forward pass.
 
     torch's `create_selective_checkpoint_contexts` does nearly the same. It refuses a second run with other operations than
     the first had, as ZeRO-3's gathers are, and does not see a change in place through `_unsafe_view`, which every linear layer
     without a bias returns.
     """
 
-    def __init__(self, kept: _Kept):
+    def __init__(self, saved: _SavedResults):
         super().__init__()
-        self.kept = kept
+        self.saved = saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, schema = func._schema.name, func._schema
-        if name in self.kept.operations:
-            worth = self.kept.worth(name, args, result)
-            # with a graph, what is kept would keep itself
-            self.kept.results[name].append(tree_map_only(torch.Tensor, torch.Tensor.detach, result) if worth else None)
+        schema = func._schema
+        name = schema.name
+        if name in self.saved.operations:
+            saved_result = None
+            if self.saved.is_worth_saving(name, args, result):
+                # With a graph, what is saved would keep itself alive.
+                saved_result = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            self.saved.results[name].append(saved_result)
         elif schema.is_mutable:
-            for argument, given in zip(schema.arguments, args, strict=False):
-                if argument.is_write and isinstance(given, torch.Tensor):
-                    self.kept.drop(given)
+            for argument, value in zip(schema.arguments, args, strict=False):
+                if argument.is_write and isinstance(value, torch.Tensor):
+                    self.saved.drop(value)
         return result
 
 
 class _Reuse(TorchDispatchMode):
-    """Return the results that were kept, each once, and run every other operation again."""
+    """Return the results that were saved, each once, and run every other operation again."""
 
-    def __init__(self, kept: _Kept):
+    def __init__(self, saved: _SavedResults):
         super().__init__()
-        self.kept = kept
-        self.at: dict[str, int] = defaultdict(int)
+        self.saved = saved
+        self.counts: dict[str, int] = defaultdict(int)
 
     def __enter__(self) -> _Reuse:
-        self.at.clear()
+        self.counts.clear()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name in self.kept.operations:
-            results, at = self.kept.results[name], self.at[name]
-            self.at[name] += 1
-            if at < len(results) and results[at] is not None:
-                found, results[at] = results[at], None
-                return found
+        if name in self.saved.operations:
+            results = self.saved.results[name]
+            index = self.counts[name]
+            self.counts[name] += 1
+            if index < len(results) and results[index] is not None:
+                result = results[index]
+                # It is used once: its memory is free as soon as the backward pass is done with it.
+                results[index] = None
+                return result
         return func(*args, **(kwargs or {}))
 
 
-def _contexts(operations: frozenset[str]) -> tuple[_Keep, _Reuse]:
-    kept = _Kept(operations)
-    return _Keep(kept), _Reuse(kept)
+def _contexts(operations: frozenset[str]) -> tuple[_Save, _Reuse]:
+    saved = _SavedResults(operations)
+    return _Save(saved), _Reuse(saved)
 
 
-def kept_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that ``selective`` keeps for backward passes to come. autograd does not know them."""
-    for kept in list(_Kept.alive):
-        yield from _tensors(dict(kept.results))
+def saved_tensors() -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``selective`` saves for backward passes to come. autograd does not know them."""
+    for saved in list(_SavedResults.alive):
+        yield from _tensors(dict(saved.results))

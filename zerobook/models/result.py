@@ -52,7 +52,7 @@ class Loaded:
 
 def context_of(config: PreTrainedConfig) -> int | None:
     """Return the positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
-    # T5's n_positions is what it was trained on; its relative bias limits nothing
+    # T5's n_positions is what it was trained on; its relative bias limits nothing.
     config = text_config(config)
     if getattr(config, "relative_attention_num_buckets", None):
         return None
@@ -81,15 +81,19 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
-        adapted, base, of_base = _load_adapter(name, options)
-        model: PreTrainedModel | PeftModel = adapted
+        adapted_model, tokenizer_name, tokenizer_options = _load_adapter(name, options)
+        model: PreTrainedModel | PeftModel = adapted_model
     else:
-        model, base, of_base = _load_model(name, options, str(path)), name, options
-    # an adapter that was saved without its tokenizer uses its base's
-    own = (Path(name) / "tokenizer_config.json").exists()
-    tokenizer = _load_tokenizer(name, options, str(path)) if own else _load_tokenizer(base, of_base, str(path))
+        model = _load_model(name, options, str(path))
+        tokenizer_name = name
+        tokenizer_options = options
+    # An adapter that was saved without its tokenizer uses its base's.
+    if (Path(name) / "tokenizer_config.json").exists():
+        tokenizer_name = name
+        tokenizer_options = options
+    tokenizer = _load_tokenizer(tokenizer_name, tokenizer_options, str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
-    # training switches the cache off and saves this setting; without a cache, every answer takes quadratic time
+    # Training switches the cache off and saves this setting; without a cache, every answer takes quadratic time.
     use_cache(model, True)
     model.generation_config.use_cache = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,7 +153,8 @@ def _exported(checkpoint: Path) -> Path:
 
 
 def _embedded(name: str) -> str:
-    with redirect_stdout(sys.stderr):  # the conversion prints messages, and stdout is for answers
+    # The conversion prints messages, and stdout is for answers.
+    with redirect_stdout(sys.stderr):
         return embedded.located(name)
 
 
@@ -163,29 +168,34 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
     file = Path(folder) / "adapter_config.json"
     try:
         facts = read_json(file)
-        asked, revision = facts.get("base_model_name_or_path"), facts.get("revision")
+        base_name = facts.get("base_model_name_or_path")
+        revision = facts.get("revision")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
-    if not asked:
+    if not base_name:
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
-    base, options = asked, options | {"revision": revision or "main"}
-    if not Path(asked).exists() and Path(asked).parts[-2:] == (embedded.cache_dir() / "SmolLM2-135M-Instruct").parts[-2:]:
-        base = _embedded(f"{embedded.PREFIX}smollm2")  # trained on another machine, or under another home
+    base = base_name
+    options = options | {"revision": revision or "main"}
+    # The embedded model has another path if the adapter was trained on another machine, or under another home.
+    embedded_folder = embedded.cache_dir() / "SmolLM2-135M-Instruct"
+    if not Path(base_name).exists() and Path(base_name).parts[-2:] == embedded_folder.parts[-2:]:
+        base = _embedded(f"{embedded.PREFIX}smollm2")
     try:
         base = locate_result(base)
-        model = _load_model(base, options, asked)
+        model = _load_model(base, options, base_name)
     except ConfigError as error:
         raise ConfigError(
-            f"{folder}: this is an adapter for {asked}, and that base cannot be loaded: {error} "
+            f"{folder}: this is an adapter for {base_name}, and that base cannot be loaded: {error} "
             f"Bring the base there, or write its place into {file} as base_model_name_or_path."
         ) from error
     try:
-        if (Path(folder) / "generation_config.json").exists():  # the run's own: it names the tokens that end its chats
+        # The run's own names the tokens that end its chats.
+        if (Path(folder) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         grow_for_adapter(model, Path(folder))
         return PeftModel.from_pretrained(model, folder), base, options
     except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"{folder}: the adapter does not load onto {asked}: {_first_line(error)}") from error
+        raise ConfigError(f"{folder}: the adapter does not load onto {base_name}: {_first_line(error)}") from error
 
 
 def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedModel:
@@ -198,7 +208,8 @@ def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedMod
         drop_foreign_attention(config)
         kind = auto_class(type(config), encoder_decoder=config.is_encoder_decoder)
         return kind.from_pretrained(name, config=config, dtype="auto", **options)
-    except Exception as error:  # any file: JSON, safetensors, the hub client and torch raise errors of their own
+    # JSON, safetensors, the hub client and torch raise errors of their own about a file.
+    except Exception as error:
         raise _unreadable(name, shown, "model", error) from error
 
 
@@ -210,16 +221,20 @@ def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTraine
     except Exception as error:  # as above
         raise _unreadable(name, shown, "tokenizer", error) from error
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked from attention by position, so any token works
+        # Padding is masked from attention by position, so any token works.
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigError:
-    where = "the folder is here, but" if Path(name).exists() else "there is no such folder here, and"
-    advice = "" if Path(name).exists() else hub.advice(error)
-    return ConfigError(f"{shown}: {where} the {what} cannot be loaded: {_first_line(error)}{advice}")
+    if Path(name).exists():
+        return ConfigError(f"{shown}: the folder is here, but the {what} cannot be loaded: {_first_line(error)}")
+    return ConfigError(
+        f"{shown}: there is no such folder here, and the {what} cannot be loaded: {_first_line(error)}{hub.advice(error)}"
+    )
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a heading needs the line after it
+    # A heading needs the line after it.
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -45,8 +45,8 @@ def save_model(
     for key, parameter in strategy.saved():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
-            kept = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
-            weights[key] = tensor.to("cpu", kept, copy=True)
+            saved_dtype = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
+            weights[key] = tensor.to("cpu", saved_dtype, copy=True)
         del tensor
 
     def write() -> None:
@@ -101,7 +101,7 @@ def _write(
         save_adapter(model, folder, weights)
     else:
         model.save_pretrained(str(folder), state_dict=weights)
-        # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off
+        # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off.
         file = folder / "config.json"
         facts = read_json(file) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
         if "text_config" in facts:

@@ -171,7 +171,7 @@ class Saved:
 
     def __exit__(self, *raised: Any) -> None:
         self._hooks.__exit__(*raised)
-        for tensor in recompute.kept_tensors():
+        for tensor in recompute.saved_tensors():
             self._pack(tensor)
         self.bytes = sum(storage.nbytes() for storage in self._storages.values())
         self._storages.clear()  # autograd still refers to the hooks; the backward pass frees storages one after the other
