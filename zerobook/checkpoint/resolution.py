@@ -88,6 +88,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     """Return the checkpoint that the path of a checkpoint, or of a run, refers to."""
     path = Path(request).expanduser()
     checkpoints = store.folder_of(path)
+    # A checkpoint that is named has a manifest, or is damaged; a run has checkpoints in it.
     is_run = not (path / store.MANIFEST).exists() and len(store.list_candidates(checkpoints)) > 0
     if not is_run:
         problem = store.find_damage(path, thorough=thorough)
@@ -136,6 +137,7 @@ def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
 
 def _suggest_older(damaged: Path, thorough: bool) -> str:
     """Return advice on what to resume from instead of a damaged checkpoint. In a new folder, ``auto`` would begin anew."""
+    # Of any step where the folder's name has none, such as that of a copy.
     candidates = store.list_candidates(damaged.parent)
     damaged_step = store.step_before_suffix(damaged)
     if damaged_step is not None:

@@ -42,6 +42,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
             f"output_dir: the run ends by writing {result}, and that is model_name_or_path {base}, which it is trained from. "
             "Give another --output_dir, or move that model away and name its new place."
         )
+    # Nothing is there that could be overwritten.
     if not result.exists() or (result.is_dir() and not any(result.iterdir())):
         return None
     try:
@@ -49,6 +50,7 @@ def earlier_result(config: RecipeConfig) -> str | None:
     except CheckpointError:
         # A problem of its own, which `zerobook.launch.resolve` reports.
         return None
+    # The result is this run's own, of an earlier attempt.
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (
@@ -123,6 +125,7 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
     batch = micro * accumulation * world_size
     if batch == earlier_batch:
         return None
+    # A person changed the sizes on purpose, and with them the global batch.
     earlier_sizes = (earlier["per_device_train_batch_size"], earlier["gradient_accumulation_steps"])
     if earlier_sizes != (micro, accumulation):
         return (

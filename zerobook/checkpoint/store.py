@@ -141,6 +141,7 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 
 def make_staging(staging: Path) -> None:
     """Make an empty folder. Files that a killed save left there must not become part of this save."""
+    # Hidden before it is deleted: half of it must not stay under this name.
     if os.path.lexists(staging):
         _delete(_hide(staging))
     staging.mkdir(parents=True)
@@ -198,6 +199,7 @@ def sweep(checkpoints: Path) -> None:
     A folder that cannot be deleted stays, with a warning, until the next sweep.
     """
     for folder in sorted(checkpoints.iterdir()):
+        # Other files in the folder are a person's.
         leftover = _LEFTOVER.match(folder.name)
         if leftover is None:
             continue
@@ -208,6 +210,7 @@ def sweep(checkpoints: Path) -> None:
                 folder.rename(final)
         else:
             _delete(folder)
+    # A pin whose checkpoint is gone would pin the next one of that step.
     for marker in checkpoints.glob(f"step-*{_PIN_SUFFIX}"):
         if not os.path.lexists(marker.with_name(marker.name.removesuffix(_PIN_SUFFIX))):
             with _warning_on_error(marker):
@@ -415,6 +418,7 @@ def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
         loss = eval_loss(checkpoint)
         if loss is not None:
             losses[checkpoint] = loss
+    # Of the newest one that can be read.
     newest = next((checkpoint for checkpoint in reversed(losses) if find_damage(checkpoint) is None), None)
     comparable = list(losses)
     if newest is not None:

@@ -57,6 +57,7 @@ class Console(Hook):
             self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
             if data.held_out:
                 self.say(announce_evaluations(config.eval_steps))
+        # Sizes of whole weights, of which a rank may hold a part.
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
         if config.num_warmup_steps > state.total_steps:
@@ -119,6 +120,7 @@ class Console(Hook):
         self.bar.update(1)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        # The bar has the last step's figures, and a line for each log point stays behind.
         last = records[-1]
         figures = f"loss {last.loss:.4f}, {trainer.pace.tokens_per_second:,.0f} tok/s"
         self.bar.set_postfix_str(figures)

@@ -67,7 +67,9 @@ class Evaluator:
         if not self.data.held_out and not self.scorers:
             return None
         start = time.monotonic()
+        # Without dropout.
         strategy.model.eval()
+        # Scorers generate texts, and transformers cannot do so with the routers' outputs.
         with router_outputs_off(strategy.unwrapped):
             result: dict[str, Any] = {}
             if self.data.held_out:

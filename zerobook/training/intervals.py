@@ -157,6 +157,7 @@ class AutomaticSaves:
         """
         if self.next_step is not None and step >= self.next_step:
             return True
+        # A step that is evaluated is saved earlier than it would be due, if the run has earned it.
         if not evaluates or self._measured.step_seconds == 0:
             return False
         step_seconds, save_seconds = self._measured

@@ -83,6 +83,7 @@ class Logbook(Hook):
         self.log.take_notes()
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
+        # Losses of different data are not compared, so the event says of which data this one is.
         facts = dict(record.result)
         if "loss" in facts:
             facts["held_out_fingerprint"] = trainer.progress.held_out_fingerprint
@@ -140,6 +141,7 @@ class MemoryRecord(Hook):
         if record.step != 1:
             return
         strategy = trainer.strategy
+        # Gradients are freed by the update, and the state is made in it.
         sizes = strategy.memory()
         sizes["gradients"] = self._before_update["gradients"]
         sizes["parameters"] = max(sizes["parameters"], self._before_update["parameters"])

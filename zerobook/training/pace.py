@@ -69,6 +69,7 @@ class Pace:
         """Leave out the time of something that is no training step. Use it as a context manager."""
         begun = time.monotonic()
         yield
+        # As if the measurement had begun later.
         self._since += time.monotonic() - begun
 
     def count(self, tokens: int, all_tokens: int, rows: int) -> None:

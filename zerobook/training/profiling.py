@@ -98,6 +98,7 @@ def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:
         interval = (event.time_range.start, event.time_range.end)
         if event.name.startswith(_COLLECTIVES):
             communication.append(interval)
+        # On a CPU an operation contains others, which would count twice.
         elif on_gpu or (event.name.startswith("aten::") and not event.cpu_children):
             compute.append(interval)
     busy = union([*compute, *communication])

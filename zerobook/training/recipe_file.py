@@ -69,6 +69,7 @@ def recipe_class(name: str) -> type[Recipe[Any]]:
     from zerobook.training.recipe import Recipe
 
     path, class_name = check_recipe(name)
+    # A file that was loaded already is not run again.
     for loaded in sys.modules.values():
         if _file_of(loaded) == path.resolve():
             return getattr(loaded, class_name)
@@ -96,6 +97,7 @@ def _file_of(module: ModuleType) -> Path | None:
 
 def _class_that_runs(tree: ast.Module) -> str | None:
     """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None where there is none."""
+    # The names that `run` is imported as.
     run_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == _RUN:

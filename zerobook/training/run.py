@@ -49,6 +49,7 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
     with exit_on_error(ends_launcher=True):
         parsed = read(recipe_class.config_class)
         config = parsed.config
+        # A checkpoint as the model to start from is exported first.
         if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
             from zerobook.models.result import exported_checkpoint
 
@@ -189,6 +190,7 @@ def next_commands(config: RecipeConfig) -> str:
     """Return what to type after a run."""
     run = shlex.quote(config.output_dir)
     checkpoints = store.folder_of(config.output_dir)
+    # The model was written from the last step. If an earlier one was better, the command to export names it.
     best = store.find_best(checkpoints)
     is_last_best = best is None or best == store.list_complete(checkpoints)[-1]
     option = "" if is_last_best else " --checkpoint best"

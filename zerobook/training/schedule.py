@@ -25,6 +25,7 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
     import torch
     from transformers import get_scheduler
 
+    # transformers wants an optimizer. Only the schedule's factor is used, so this one never takes a step.
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
     options = {}
     if name == "polynomial":

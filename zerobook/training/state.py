@@ -99,6 +99,7 @@ class RunState:
         generator = torch.Generator().manual_seed(step_seed(progress.seed, progress.step, 0))
         return {
             "learning rate": self.rate(),
+            # Eight are enough to tell another order.
             "samples": self.loader.order.take(progress.cursor, 8, self.loader.end)[0].tolist(),
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }

@@ -105,6 +105,7 @@ def _read_identities(file: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         reason = str(error)
     else:
+        # The file may have been changed by hand.
         if isinstance(identities, dict) and all(isinstance(identity, str) for identity in identities.values()):
             return identities
         reason = f"found {identities!r:.100}"

@@ -59,6 +59,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     for path in unreached_modules(base):
         skipped |= {id(weight) for weight in base.get_submodule(path).parameters()}
 
+    # Sizes of whole weights, of which a rank may hold a part.
     trained = 0
     frozen = 0
     for parameter in model.parameters():
@@ -69,6 +70,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
             trained += size
         else:
             frozen += size
+    # Heads together can be wider or narrower than the layers.
     heads = getattr(text, "num_attention_heads", None)
     head_size = getattr(text, "head_dim", None)
     attention_width = heads * head_size if heads and head_size else width
@@ -85,4 +87,5 @@ def peak_flops(strategy: Strategy) -> float | None:
     device = find_device(torch.cuda.get_device_name(strategy.device))
     if device is None:
         return None
+    # Without mixed precision, torch does not use the tensor cores.
     return strategy.world_size * (device.fp32 if strategy.plan.precision == "no" else device.flops)

@@ -40,6 +40,7 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
     store = SignedStore(plain_store, secret)
     first_rank = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
     local = range(first_rank, first_rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    # The ranks of this host, of which one reports what the watch finds.
     watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
     watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
     try:
@@ -63,6 +64,7 @@ def naming_the_missing(watch: Watch | None) -> Iterator[None]:
     except PeerError:
         raise
     except Exception as error:
+        # An error of a collective is often that of a rank which is gone: the watch knows which.
         verdict = watch.failed(error) if watch else None
         if verdict is None:
             raise

@@ -119,6 +119,7 @@ def find_device(name: str) -> Device | None:
     slices = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
     if slices is None:
         return None
+    # The name gives rounded GB, which tell the number of eighths of the memory.
     compute_share = int(slices[1]) / _SLICES.get(card.name, 7)
     memory_share = round(8 * int(slices[2]) * 10**9 / card.memory) / 8
     return replace(

@@ -102,6 +102,7 @@ def fsync(path: Path) -> None:
 
 
 def _make_durable(folder: Path) -> None:
+    # Files, and the names in the folders.
     for path in sorted(folder.rglob("*")):
         fsync(path)
     fsync(folder)
@@ -111,6 +112,7 @@ def _reason_of_system(error: Exception) -> str | None:
     """Return what the operating system said; None for an error that is not its own."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.strerror
+    # Libraries in Rust have classes of their own for these errors.
     match = _OS_ERROR.search(str(error))
     return os.strerror(int(match[1])) if match else None
 

@@ -53,6 +53,7 @@ def hidden() -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return False
+    # CUDA takes the devices up to the first entry that is none.
     first = visible.split(",")[0].strip()
     return not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
 

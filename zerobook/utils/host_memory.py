@@ -41,7 +41,9 @@ def freed_blocks_returned() -> Iterator[None]:
     if _set_by_user(os.environ) or libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         yield
         return
+    # A threshold that is set stays: glibc no longer raises it when a large block is freed.
     libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+    # Give back what was freed before.
     libc.malloc_trim(ctypes.c_size_t(0))
     try:
         yield

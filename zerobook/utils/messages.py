@@ -68,11 +68,13 @@ def _tagged(value: object) -> object:
         return value
     if isinstance(value, list):
         return [_tagged(item) for item in value]
+    # A named tuple would arrive as a plain one, so it is refused.
     if type(value) is tuple:
         return {_TAG: "tuple", "value": [_tagged(item) for item in value]}
     if isinstance(value, dict):
         if _TAG not in value and all(isinstance(key, str) for key in value):
             return {key: _tagged(item) for key, item in value.items()}
+        # JSON has keys of text only.
         return {_TAG: "dict", "value": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
     if isinstance(value, Path):
         # JSON escapes a name that is no UTF-8, which Python has in half surrogate pairs.
@@ -162,6 +164,7 @@ def read(data: bytes | str, kind: Any) -> Any:
     Raises:
         MessageError: it holds something else, or it is larger than `MOST_BYTES_IN_STORE`.
     """
+    # Before anything of it is parsed.
     if len(data) > MOST_BYTES_IN_STORE:
         raise MessageError(_refusal(data))
     try:
@@ -214,6 +217,7 @@ class SignedStore:
         length = 2 * hashlib.sha256().digest_size
         signature = data[:length]
         value = data[length:]
+        # In constant time, so that a stranger cannot guess a signature byte by byte.
         return value if hmac.compare_digest(signature, self._signature(key, value)) else b""
 
     def _signature(self, key: str, value: bytes) -> bytes:

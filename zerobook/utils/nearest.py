@@ -29,5 +29,6 @@ def nearest_file(missing: Path) -> str:
 
 def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
     """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
+    # The word of another trainer may be spelt like another value.
     translation = other_trainers.VALUES.get(key, {}).get(value)
     return f" Did you mean {translation}?" if translation else nearest(value, set(choices))

@@ -371,6 +371,7 @@ def translate(name: str, flags: set[str], prefix: str = "") -> str | None:
         prefix: of flags in the sentence: ``--``, or nothing for keys of a YAML file.
     """
     candidates = FLAGS.get(name, (name,))
+    # A flag of this recipe comes first, then one of another recipe, then a sentence.
     for candidate in candidates:
         if candidate.split()[0] in flags:
             return f"Did you mean {prefix}{candidate}?"

@@ -44,6 +44,7 @@ def read_text(file: str | Path, errors: str = "strict", *, may_be_pipe: bool = F
         UnicodeDecodeError: it is not UTF-8.
     """
     with open(file, "rb") if may_be_pipe else open_regular(file) as handle:
+        # One byte more tells whether the file is larger.
         content = handle.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(file))

@@ -94,4 +94,5 @@ def console(width: int = 140, *, markup: bool = False) -> Console:
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(plain(text), **options)
 
+    # Without a width, rich asks the terminal.
     return Plain(width=None if sys.stdout.isatty() else width, markup=markup, emoji=False, highlight=False)

@@ -22,6 +22,7 @@ def parse_bytes(text: str, key: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtp]i?)?b\s*", text, re.I)
     value = _number(match[1]) if match else None
     if match is None or value is None:
+        # 80 alone could be bytes or GB.
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     # Exact: the float 2.01 times 10^9 is below 2010000000.

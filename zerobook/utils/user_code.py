@@ -39,6 +39,7 @@ def problem(key: str, spec: str) -> str | None:
         names = _bound_names(ast.parse(file.read_bytes()))
     except (SyntaxError, ValueError) as error:
         return f"{key}: {spec}: {source} is not valid Python: {error}."
+    # An import of everything can bind any name.
     if name in names or "*" in names:
         return None
     return f"{key}: {spec}: {source} has no {name}.{nearest(name, names)}"

@@ -30,6 +30,7 @@ def as_list(value: Any) -> Any:
         return []
     if not isinstance(value, str):
         return [value]
+    # Other texts with commas, such as a regular expression, are one value.
     words = [word.strip() for word in value.split(",")]
     return words if all(map(_WORD.fullmatch, words)) else [value]
 
@@ -41,5 +42,6 @@ def as_whole_number(value: Any) -> Any:
     try:
         number = float(value)
     except ValueError:
+        # Such as 1.2.3e4.
         return value
     return int(number) if number.is_integer() else value

@@ -21,6 +21,7 @@ class BoundedLoader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        # An alias is seen by its event only: its node is the one that it repeats.
         event = self.peek_event()
         mark = event.start_mark
         self._depth += 1
