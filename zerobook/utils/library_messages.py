@@ -20,6 +20,7 @@ def hush() -> None:
     # The order in which sharded weights are gathered for a checkpoint, under tensor parallelism.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_says_more_than_the_device)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_the_absence_of_a_gpu)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
     # Nothing changes logits in place.
@@ -46,3 +47,8 @@ def hush_deepspeed_builds() -> None:
 def _says_more_than_the_device(record: logging.LogRecord) -> bool:
     # The line about the strategy names the device too.
     return not record.getMessage().startswith("Setting accelerator to CPU")
+
+
+def _says_more_than_the_absence_of_a_gpu(record: logging.LogRecord) -> bool:
+    # A CUDA build of torch says so where a compiler for CUDA is installed.
+    return not record.getMessage().startswith("No CUDA runtime is found")
