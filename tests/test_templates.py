@@ -16,8 +16,9 @@ from tests.tiny import CHAT_TEMPLATE as CHATML
 from zerobook.constants import IGNORE
 from zerobook.data import embedded
 from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
+from zerobook.data.rendering import ChatTemplate
 from zerobook.data.skeleton import only_writes_contents
-from zerobook.data.templates import CausalEncoder, ChatTemplate, Encoded, Seq2SeqEncoder
+from zerobook.data.templates import CausalEncoder, Encoded, Seq2SeqEncoder
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import FOLDER, NAMES, template_file
 
@@ -450,11 +451,11 @@ def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
     """A filled skeleton is the rendered chat, and its turns are those found by rendering every prefix."""
     for template in (CHATML, INST, TRIMS, NO_END, LLAMA3):
         made, looks = ChatTemplate(template, tokenizer), ChatTemplate(template, tokenizer)
-        looks._skeleton = lambda messages: None  # it renders every prefix of every chat
+        looks._get_skeleton = lambda messages: None  # it renders every prefix of every chat
         rendered = []
         for row in embedded.rows("chatterbot")[::20]:
             messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
-            assert made._skeleton(messages).fits_all
+            assert made._get_skeleton(messages).fits_all
             assert made.render(Chat(messages)) == looks.render(Chat(messages))
             assert made.render(Chat(messages, frozenset({1}))) == looks.render(Chat(messages, frozenset({1})))
             rendered.append(messages)

@@ -1,36 +1,29 @@
 """Encoding of canonical samples as token ids, with labels on the tokens that the model must generate.
 
 The loss of a chat is on the assistant's turns: on the text that the model would generate there, and on the one token
-that ends the turn. Where the template marks turns by ``{% generation %}``, the marks decide. Otherwise a turn is the text
-after the generation prompt when the chat is rendered up to that turn. Where the template renders a turn differently
-when more turns follow, that turn gets a row of its own.
+that ends the turn. `zerobook.data.rendering` finds them.
 Labels are made by position, never by comparing ids, so a pad token that equals the end of turn does no harm.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
+from zerobook.data.rendering import ChatTemplate, find_assistant_turns, open_template, open_tool_template
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
-from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan, only_writes_contents
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
-from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, any_of, token_ids
-from zerobook.errors import ConfigError, DataError
-from zerobook.utils.chat_template import DEFAULT, READ_TOOLS, template_file
+from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, token_ids
+from zerobook.errors import ConfigError
+from zerobook.utils.chat_template import DEFAULT, template_file
 from zerobook.utils.reading import read_text
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
 
@@ -116,8 +109,8 @@ class CausalEncoder:
         self.tokenizer = tokenizer
         self.length = length
         self.chat_template = chat_template
-        self.template = _template(tokenizer, chat_template)
-        self.tool_template = _tool_template(tokenizer, chat_template) or self.template
+        self.template = open_template(tokenizer, chat_template)
+        self.tool_template = open_tool_template(tokenizer, chat_template) or self.template
         self._turns = TurnTokenizer(tokenizer)
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._control = ControlTokens(tokenizer)
@@ -126,7 +119,7 @@ class CausalEncoder:
     def take_default_template(self) -> None:
         """Render chats by the template `DEFAULT` where the tokenizer has none, and none was given."""
         if self.template is None:
-            self._default_template = _template(self.tokenizer, read_text(template_file(DEFAULT)))
+            self._default_template = open_template(self.tokenizer, read_text(template_file(DEFAULT)))
             self.template = self.tool_template = self._default_template
 
     @property
@@ -326,452 +319,6 @@ class Seq2SeqEncoder:
         return results
 
 
-class TurnFrame(NamedTuple):
-    """The text that a template writes around the last turn of a chat with certain roles.
-
-    ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
-    text after the turn's content; None where it cannot be determined.
-    """
-
-    opened: str = ""
-    closing: str | None = None
-
-
-class GeneratedTurn(NamedTuple):
-    """A turn as the model would generate it: ``text`` is the chat up to the turn's end, and the turn begins at ``start``.
-
-    ``has_end``: the last characters are an end-of-turn token. ``shortened``: the template left out a part of the content.
-    """
-
-    text: str
-    start: int
-    has_end: bool
-    shortened: bool
-
-    @property
-    def span(self) -> TurnSpan:
-        return TurnSpan(self.start, len(self.text), self.has_end)
-
-
-_PAST_LIMITS = (DataError, MemoryError)
-"""Errors of a rendering that are of the template, and not of the chat that it renders."""
-_OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
-_TOOL_TEMPLATE = "tool_use"
-"""Name of the template that transformers takes for chats with tools, where a tokenizer has several templates."""
-
-
-class ChatTemplate:
-    """Renders chats as text, and finds the assistant's turns in the text.
-
-    Args:
-        way_out: what to do about tools that the template does not read, for messages.
-    """
-
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, way_out: str = _OTHER_TEMPLATE):
-        self.source = source
-        self.way_out = way_out
-        self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self.eos = tokenizer.eos_token
-        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        added_tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-        self._control = ControlTokens(tokenizer)
-        # Some models end turns with a token that is added, but not marked as special.
-        self._end_token = any_of(token.content for token in added_tokens)
-        # What was learnt about chats of the same roles, by the roles.
-        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
-        self._frames: dict[tuple[str, ...], TurnFrame] = {}
-        ordinary_tokens = {token.content for token in added_tokens if not token.special}
-        self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
-        self._writes_only = only_writes_contents(_compiled(source).environment.parse(source))
-
-    def render(self, chat: Chat) -> list[Rendered]:
-        """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
-
-        Turns in ``chat.unsupervised`` are rendered and not supervised.
-
-        Most templates need one row, the whole chat. Where a template rewrites a turn when more turns follow, a further
-        row holds the chat up to that turn, as it is rendered when the model generates the turn.
-
-        Raises:
-            BadSample: the template refuses the chat or does not read a part of it, its turns cannot be separated, or a turn
-                has a special token of the tokenizer in its text.
-            ConfigError: the template writes no end of turn, and the tokenizer has none.
-        """
-        self._check(chat)
-        messages = self._with_arguments_as_read(chat)
-        self._check_results(messages, chat.tools)
-        assistant_turns = _assistant_turns(messages)
-        is_supervised = [index not in chat.unsupervised for index in assistant_turns]
-
-        # The template marks the turns itself.
-        if self.marked:
-            text, spans, shortened = self._by_marks(messages, chat.tools)
-            return [self._closed(text, list(compress(spans, is_supervised)), shortened)]
-
-        # The text around the turns is the same in all chats of these roles, or at least in this one.
-        has_contents_alone = all(message.keys() == {"role", "content"} for message in messages)
-        skeleton = self._skeleton(messages) if chat.tools is None and has_contents_alone else None
-        if skeleton and skeleton.fits_all:
-            text, spans = skeleton.fill(messages)
-            return [self._closed(text, list(compress(spans, is_supervised)))]
-        text = self._text(messages, tools=chat.tools)
-        fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
-        if fitting_spans:
-            return [self._closed(text, list(compress(fitting_spans, is_supervised)))]
-
-        # Otherwise each turn is found by rendering the chat up to it.
-        turns = [self._generated_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
-        rows = []
-        for row_text, row_turns in _rows(text, turns) or [(text, [])]:
-            shortened = sum(turn.shortened for turn in row_turns)
-            rows.append(self._closed(row_text, [turn.span for turn in row_turns], shortened))
-        return rows
-
-    def _check(self, chat: Chat) -> None:
-        """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
-        if chat.tools is not None and not self._reads("tools"):
-            raise BadSample(f"there are tools, which the chat template does not read; {self.way_out}")
-        for number, message in enumerate(chat.messages, 1):
-            for key in message.keys() - {"role", "content", *IDENTIFIERS}:
-                if not self._reads(key):
-                    way_out = self.way_out if key == "tool_calls" else "write it into the content"
-                    raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
-            values = [*message.values(), chat.tools] if chat.tools else list(message.values())
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-            text = "\n".join(texts)
-            refusal = self._control.refusal(f"turn {number}", text)
-            if refusal:
-                raise BadSample(refusal)
-            token = self._turn_token.search(text)
-            if token:
-                raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
-
-    def _with_arguments_as_read(self, chat: Chat) -> list[dict[str, Any]]:
-        """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
-        messages = chat.messages
-        if not has_calls(messages):
-            return messages
-        refusal: BadSample | None = None
-        try:
-            if not has_python_arguments(self._text(messages, tools=chat.tools), messages):
-                return messages
-        except BadSample as error:
-            refusal = error
-        with_text = with_text_arguments(messages)
-        try:
-            self._text(with_text, tools=chat.tools)
-        except BadSample:
-            if refusal is not None:
-                # The first refusal is about the form that most templates read.
-                raise refusal from None
-            return messages
-        return with_text
-
-    def _check_results(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-        """Raise `BadSample` if results stand in another order than their calls, and the template does not tell them apart."""
-        in_order = in_order_of_calls(messages)
-        if in_order == messages:
-            return
-        try:
-            is_same_text = self._text(in_order, tools=tools) == self._text(messages, tools=tools)
-        except BadSample:  # it reads the identifiers; where it refuses the chat itself, rendering says so
-            return
-        if is_same_text:
-            raise BadSample(
-                "the results of tool calls stand in another order than the calls, and the chat template reads neither their "
-                "tool_call_id nor their name: the model could not tell them apart. Put them in the order of the calls"
-            )
-
-    def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{name}\b", self.source) is not None
-
-    def _text(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None) -> str:
-        # transformers caches the compiled template. It cannot be pickled, so it is no attribute of this object.
-        compiled = _compiled(self.source)
-        try:
-            with template_time():
-                text = compiled.render(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
-                )
-            return checked_length(text)
-        except _PAST_LIMITS:
-            raise
-        except Exception as error:  # templates raise errors of any class
-            raise BadSample(f"the chat template refuses it: {error}") from None
-
-    def _written_around_turns(self, tokens: set[str]) -> set[str]:
-        """Return which of the tokens the template writes around turns: they act as special tokens do.
-
-        Pairs of tokens beside the assistant's content, such as ``<think>`` and ``</think>``, are left out: contents may
-        have them as well.
-        """
-
-        def written_around(*roles: str) -> set[str]:
-            messages, _ = _stand_ins(roles)
-            try:
-                text = self._text(messages)
-            except BadSample:
-                return set()
-            return {token for token in tokens if token in text}
-
-        around_user = written_around("user")
-        # Not every template takes a chat that ends with the user's turn.
-        around_both = written_around("user", "assistant", "user") or written_around("user", "assistant")
-        return around_user | {token for token in around_both if _twin(token) not in around_both}
-
-    def _by_marks(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[str, list[TurnSpan], int]:
-        """Return the chat as text, the assistant's turns in it by the template's marks, and how many turns were shortened."""
-        try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-
-            with template_time():
-                rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
-                    [messages],
-                    tools=cast("Any", tools),
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=True,
-                    **self.variables,
-                )
-            (text,), (spans,) = rendered
-            checked_length(text)
-        except _PAST_LIMITS:
-            raise
-        except Exception as error:
-            raise BadSample(f"the chat template refuses it: {error}") from None
-        assistant_turns = _assistant_turns(messages)
-        if len(spans) != len(assistant_turns):
-            raise BadSample(
-                f"the chat template marks {len(spans)} turns as generated, the assistant has {len(assistant_turns)}"
-            )
-        roles = tuple(message["role"] for message in messages)
-        turns = []
-        shortened = 0
-        for (start, stop), index in zip(spans, assistant_turns, strict=True):
-            content = messages[index]["content"]
-            shortened += _squeezed(content) not in _squeezed(text[start:stop])
-            closing = self._frame(roles[: index + 1]).closing
-            turns.append(self._marked(text, start, stop, content, closing or self.eos or ""))
-        return text, turns, shortened
-
-    def _marked(self, text: str, start: int, stop: int, content: str, closing: str) -> TurnSpan:
-        """Return a marked turn, including the token that ends it. The marks may exclude this token."""
-        end = self._end_token.search(closing)
-        if end:
-            # The marks may include any part of ``closing``, from its beginning.
-            for marked_length in range(len(closing), -1, -1):
-                content_stop = stop - marked_length
-                is_marked = text[start:stop].endswith(closing[:marked_length])
-                if is_marked and text.startswith(closing[: end.end()], content_stop):
-                    return TurnSpan(start, content_stop + end.end(), True)
-            # Turns before the last one may end differently.
-            next_token = self._end_token.match(text, stop)
-            if next_token:
-                return TurnSpan(start, next_token.end(), True)
-        length, has_end = self._end_of(text[start:stop], content, None)
-        return TurnSpan(start, start + length, has_end)
-
-    def _generated_turn(
-        self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None = None
-    ) -> GeneratedTurn:
-        """Return a turn as the model would generate it, also where the template rewrites it later."""
-        content = messages[index]["content"].strip()
-        text = self._text(messages[: index + 1], tools=tools)
-        prompt = self._prompt_of(messages, index, tools)
-        opened, closing = self._frame(tuple(message["role"] for message in messages[: index + 1]))
-
-        # The text before the turn is the generation prompt, or the prompt without its end where the turn lacks it.
-        lead = prompt
-        if opened and prompt.endswith(opened) and not text.startswith(prompt):
-            lead = prompt.removesuffix(opened)
-        if not text.startswith(lead):
-            raise BadSample(f"the chat template renders turn {index + 1} differently from its own generation prompt")
-        turn = text[len(lead) :]
-        if lead != prompt and closing is not None and turn.endswith(closing):
-            written = turn.removesuffix(closing).strip()
-            if content.startswith(opened.strip()) or (written != content and content.endswith(written)):
-                # The prompt has the answer's beginning, which the template leaves out: the content continues the prompt.
-                lead = prompt
-                turn = content.removeprefix(opened.strip()).lstrip() + closing
-
-        end, has_end = self._end_of(turn, messages[index]["content"], closing)
-        answer = turn[:end]
-        if has_end:
-            *_, end_token = self._end_token.finditer(turn, 0, end)
-            answer = turn[: end_token.start()]
-        if not answer.strip():
-            raise BadSample(f"the chat template leaves turn {index + 1} out")
-        shortened = _squeezed(content) not in _squeezed(lead[len(lead) - len(opened) :] + turn)
-        return GeneratedTurn(lead + turn[:end], len(lead), has_end, shortened)
-
-    def _prompt_of(self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None) -> str:
-        """Return the text before a turn that the model continues."""
-        try:
-            return self._text(messages[:index], True, tools)
-        except BadSample:
-            content = messages[0]["content"]
-            if index > 0 or not content.strip():
-                raise
-        # Many templates look at the first turn, and there is none before a greeting: the prompt is all before its content.
-        text = self._text(messages[:1], tools=tools)
-        written = content if content in text else content.strip()
-        return text.rpartition(written)[0]
-
-    def _frame(self, roles: tuple[str, ...]) -> TurnFrame:
-        if roles not in self._frames:
-            self._frames[roles] = self._learn_frame(roles)
-        return self._frames[roles]
-
-    def _learn_frame(self, roles: tuple[str, ...]) -> TurnFrame:
-        messages, contents = _stand_ins(roles)
-        try:
-            prompt = self._text(messages[:-1], prompt=True)
-            without_prompt = self._text(messages[:-1])
-            text = self._text(messages)
-        except BadSample:
-            return TurnFrame()
-        if text.count(contents[-1]) != 1:
-            return TurnFrame()
-        lead, closing = text.split(contents[-1])
-        lead = lead.removesuffix("\t")
-        closing = closing.removeprefix("\t")
-        shared_length = _shared_length(lead, prompt)
-        # They differ before the generation prompt begins.
-        if shared_length < _shared_length(without_prompt, prompt):
-            return TurnFrame("", closing)
-        return TurnFrame(prompt[shared_length:], closing)
-
-    def _skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
-        """Return the skeleton that was learnt from a placeholder chat with the same roles; None where there is none."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._skeletons:
-            self._skeletons[roles] = self._learn_skeleton(roles)
-        return self._skeletons[roles]
-
-    def _learn_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        messages, contents = _stand_ins(roles)
-        assistant_turns = _assistant_turns(messages)
-        try:
-            text = self._text(messages)
-            rows = _rows(text, [self._generated_turn(messages, index) for index in assistant_turns])
-        except BadSample:
-            return None
-        if len(rows) > 1 or rows[0][0] != text:
-            return None
-        if any(self._frame(roles[: index + 1]).opened for index in assistant_turns):
-            return None
-        generated_turns = iter(rows[0][1])
-        slots = []
-        slot_start = 0
-        for role, content in zip(roles, contents, strict=True):
-            if text.count(content) != 1:
-                return None
-            start = text.index(content)
-            stop = start + len(content)
-            # A template that trims the content removes the tabs around it, too.
-            trims = text[start - 1] != "\t" and text[stop : stop + 1] != "\t"
-            if not trims:
-                start -= 1
-                stop += 1
-            span = None
-            if role == "assistant":
-                turn = next(generated_turns).span
-                span = TurnSpan(turn.start - start, turn.stop - stop, turn.has_end)
-            slots.append(TurnSlot(text[slot_start:start], trims, span))
-            slot_start = stop
-        return Skeleton(slots, text[slot_start:], self._writes_only)
-
-    def _end_of(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
-        """Return the position in ``turn`` where it ends, and whether a token ends it there.
-
-        The end is the first added token after the content, or the content's last character where there is no such token.
-        """
-        if closing is not None and turn.endswith(closing):
-            content_end = len(turn) - len(closing)
-            end = self._end_token.search(turn, content_end)
-        else:
-            trimmed_end = _content_end(turn, content.strip())
-            end_tokens = list(self._end_token.finditer(turn, trimmed_end))
-            end = None
-            if end_tokens:
-                # Where the template changed the content, its tokens may come first.
-                end = end_tokens[0] if trimmed_end else end_tokens[-1]
-            content_end = _content_end(turn, content)
-        if end:
-            return end.end(), True
-        return max(len(turn.rstrip()), content_end), False
-
-    def _closed(self, text: str, turns: list[TurnSpan], shortened: int = 0) -> Rendered:
-        """Return the row with an end-of-text token after each turn that no token ends."""
-        if all(turn.has_end for turn in turns):
-            return Rendered(text, [(turn.start, turn.stop) for turn in turns], 0, shortened)
-        if self.eos is None:
-            raise ConfigError(
-                "the chat template ends the assistant's turns with no special token, and the tokenizer has no "
-                "end-of-text token to put there: the model would never learn to stop. "
-                "Give another template with --chat_template FILE, or an instruct model's tokenizer."
-            )
-        pieces = []
-        spans = []
-        copied = 0
-        added_length = 0  # of the end-of-text tokens so far, by which later turns move
-        added_eos = 0
-        for start, stop, has_end in turns:
-            pieces.append(text[copied:stop])
-            copied = stop
-            turn_start = start + added_length
-            if not has_end:
-                pieces.append(self.eos)
-                added_length += len(self.eos)
-                added_eos += 1
-            spans.append((turn_start, stop + added_length))
-        pieces.append(text[copied:])
-        return Rendered("".join(pieces), spans, added_eos, shortened)
-
-
-def _rows(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[GeneratedTurn]]]:
-    """Return as few rows as are needed to supervise every turn: (text, turns) each, the whole chat first.
-
-    A row supervises a turn where it begins with exactly the prompt of the model and the turn.
-    """
-    rows = []
-    missing = turns
-    for row_text in (text, *(turn.text for turn in reversed(turns))):
-        row_turns = [turn for turn in missing if row_text.startswith(turn.text)]
-        if row_turns:
-            rows.append((row_text, row_turns))
-        missing = [turn for turn in missing if turn not in row_turns]
-    return rows
-
-
-def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return a placeholder chat of these roles, with which a template is examined, and the contents of its turns.
-
-    Tabs around the contents show whether the template trims. No template writes such characters itself.
-    """
-    contents = [f"\x02{i}\x02" for i in range(len(roles))]
-    messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
-    return messages, contents
-
-
-def _shared_length(one_text: str, other_text: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    length = 0
-    for one_character, other_character in zip(one_text, other_text, strict=False):
-        if one_character != other_character:
-            break
-        length += 1
-    return length
-
-
-def _twin(token: str) -> str:
-    """Return ``</a>`` for ``<a>``, and ``<a>`` for ``</a>``."""
-    return f"<{token[2:]}" if token.startswith("</") else f"</{token[1:]}"
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
 _STAND_IN_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 
 
@@ -793,56 +340,6 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
             if isinstance(row, Encoded):
                 ends.add(int(row.labels[row.labels != IGNORE][-1]))
     return ends
-
-
-def _compiled(source: str) -> Template:
-    """Return a chat template, compiled and cached by transformers.
-
-    transformers is imported in this function, because a recipe imports this module before it knows whether anything is trained.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template(source)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
-    """Return ``override``, or else the tokenizer's chat template; None where there is neither."""
-    if override is None and not tokenizer.chat_template:
-        return None
-    from jinja2 import TemplateSyntaxError
-
-    where = "--chat_template" if override else "the tokenizer's chat template"
-    try:
-        source = tokenizer.get_chat_template(override)
-        # Jinja computes constant expressions when it compiles, and Python limits how deeply blocks are nested.
-        with template_memory(), template_time():
-            _compiled(source)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None
-    except SyntaxError as error:
-        raise ConfigError(f"{where}: Python cannot compile it: {error.msg}.") from None
-    except ValueError as error:
-        raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
-    if override is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
-        way_out = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
-    else:
-        way_out = _OTHER_TEMPLATE
-    with template_memory():
-        return ChatTemplate(source, tokenizer, way_out)
-
-
-def _tool_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
-    """Return the template that transformers takes for chats with tools; None where all chats have the same one."""
-    source = _named_templates(tokenizer).get(_TOOL_TEMPLATE)
-    if override is not None or source is None:
-        return None
-    return _template(tokenizer, source)
-
-
-def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the tokenizer's templates by name; nothing where it has one without a name."""
-    templates = tokenizer.chat_template
-    return templates if isinstance(templates, dict) else {}
 
 
 def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:
@@ -873,19 +370,10 @@ def _last_turn(chat: Chat) -> Pair | BadSample:
     text_keys = {"role", "content", *IDENTIFIERS}
     if chat.tools is not None or any(message.keys() - text_keys for message in chat.messages):
         return BadSample("the chat has tools, tool calls or thoughts, which a seq2seq model has no template for")
-    supervised = [i for i in _assistant_turns(chat.messages) if i not in chat.unsupervised]
+    supervised = [i for i in find_assistant_turns(chat.messages) if i not in chat.unsupervised]
     if not supervised:
         return BadSample("no turn of the assistant is supervised, so there is no target")
     last = supervised[-1]
     if last == 0:
         return BadSample("the assistant's turn is the first, so there is no source")
     return Pair("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
-
-
-def _assistant_turns(messages: list[dict[str, str]]) -> list[int]:
-    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _content_end(text: str, content: str) -> int:
-    """Return the position after ``content``; 0 where ``text`` does not contain it, since a template changed it."""
-    return text.find(content) + len(content) if content in text else 0
