@@ -20,7 +20,9 @@ def without_padding(row: Any) -> Any:
     if isinstance(row, list):
         # A list of Arrow has one type: its first object tells whether there are objects in it at all.
         first = next((item for item in row if item is not None), None)
-        return [without_padding(item) for item in row] if isinstance(first, list | dict) else row
+        if not isinstance(first, list | dict):
+            return row
+        return [without_padding(item) for item in row]
     if not isinstance(row, dict):
         return row
     cleaned = {}

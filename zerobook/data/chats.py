@@ -271,7 +271,10 @@ def _read_objects(value: object, name: str) -> list[Any]:
     if value is None:
         return []
     items = value if isinstance(value, list) else [value]
-    return [read_json(item, name) if isinstance(item, str) else item for item in items]
+    objects = []
+    for item in items:
+        objects.append(read_json(item, name) if isinstance(item, str) else item)
+    return objects
 
 
 def _text_of(content: object, where: str) -> str:

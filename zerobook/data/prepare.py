@@ -234,6 +234,7 @@ class Library:
             spec = self.config.validation_spec()
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
+            # The same content under another name is found by its digest.
             train_metas = [read_meta(shelf.train) for shelf in shelves if shelf.train]
             content = (read_meta(held_out) or {}).get("settings", {}).get("source")
             if any(meta and meta["settings"]["source"] == content for meta in train_metas):
@@ -303,9 +304,10 @@ class Library:
             if held_out_view is not None and len(held_out_view):
                 held_out[name] = _first(held_out_view, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
+        held_out_rows = {name: self._rows([view]) for name, view in held_out.items()}
         return PreparedData(
             train=self._rows(train),
-            held_out={name: self._rows([view]) for name, view in held_out.items()},
+            held_out=held_out_rows,
             weights=self.weights(),
             report=facts,
             formats=formats,
@@ -314,10 +316,13 @@ class Library:
 
     def weights(self) -> list[float] | None:
         """Return the weights of the training datasets; None where the config gives none."""
-        weights = [spec.weight for spec in self.config.dataset_specs()]
-        if not any(weights):
+        specs = self.config.dataset_specs()
+        if not any(spec.weight for spec in specs):
             return None
-        return [1.0 if weight is None else weight for weight in weights]
+        weights = []
+        for spec in specs:
+            weights.append(1.0 if spec.weight is None else spec.weight)
+        return weights
 
     # --- streams, see `zerobook.data.stream`
     def streaming(self, data: PreparedData, ahead: int) -> PreparedData:
@@ -331,12 +336,13 @@ class Library:
         """Return the training datasets as a stream, without preparing any data yet."""
         specs = self.config.dataset_specs()
         keys = ("packing", "seed", "on_bad_sample")
+        config_settings = {key: getattr(self.config, key) for key in keys}
         settings = [self._stream_settings(spec) for spec in specs]
         shard_sizes = [files.SHARD_BYTES, sources.SHARD_ROWS]
         return Stream(
             shards=self,
             counts=[len(self._shards(index)) for index in range(len(specs))],
-            fingerprint=_fingerprint([settings, shard_sizes, {key: getattr(self.config, key) for key in keys}]),
+            fingerprint=_fingerprint([settings, shard_sizes, config_settings]),
             isolated=self.config.packing,
             longest_sample=self.length,
             largest_id=self.vocabulary - 1,

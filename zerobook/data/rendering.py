@@ -171,7 +171,9 @@ class ChatTemplate:
                     way_out = self.way_out if key == "tool_calls" else "write it into the content"
                     raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
             values = [*message.values(), chat.tools] if chat.tools else list(message.values())
-            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            texts = []
+            for value in values:
+                texts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             text = "\n".join(texts)
             refusal = self._control.refusal(f"turn {number}", text)
             if refusal:

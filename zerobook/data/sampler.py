@@ -66,7 +66,9 @@ class Permutation:
                 mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
                 mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
                 mixed ^= mixed >> np.uint64(31)
-                left, right = right, left ^ (mixed & self._mask)  # one round of the network
+                new_right = left ^ (mixed & self._mask)
+                left = right
+                right = new_right
         return (left << self._half) | right
 
 

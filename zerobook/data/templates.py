@@ -288,7 +288,10 @@ class Seq2SeqEncoder:
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         pairs = [_last_turn(chat) for chat in samples]
         encoded = iter(self._pairs([pair for pair in pairs if isinstance(pair, Pair)]))
-        return [next(encoded) if isinstance(pair, Pair) else pair for pair in pairs]
+        results: list[Encoded | BadSample] = []
+        for pair in pairs:
+            results.append(next(encoded) if isinstance(pair, Pair) else pair)
+        return results
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
         return _each_pair(samples, self._control, self._encode_pairs)
@@ -362,7 +365,10 @@ def _each_pair(
     refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
     accepted = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
     encoded = iter(encode(accepted) if accepted else [])
-    return [BadSample(refusal) if refusal else next(encoded) for refusal in refusals]
+    results: list[Encoded | BadSample] = []
+    for refusal in refusals:
+        results.append(BadSample(refusal) if refusal else next(encoded))
+    return results
 
 
 def _last_turn(chat: Chat) -> Pair | BadSample:

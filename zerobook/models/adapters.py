@@ -76,10 +76,10 @@ class AdapterConfig(RecipeConfig):
     def dependent_defaults(self) -> dict[str, Any]:
         if not self.trains_adapters:
             return {}
-        return {
-            "learning_rate": IA3_RATE if self.adapter == "ia3" else LORA_RATE,
-            "warmup_ratio": 0.0 if self.num_warmup_steps else LORA_WARMUP,
-        }
+        learning_rate = IA3_RATE if self.adapter == "ia3" else LORA_RATE
+        # A number of warm-up steps takes the place of the ratio.
+        warmup_ratio = 0.0 if self.num_warmup_steps else LORA_WARMUP
+        return {"learning_rate": learning_rate, "warmup_ratio": warmup_ratio}
 
     @field_validator("adapter", mode="before")
     @classmethod
@@ -219,10 +219,6 @@ def add_adapter(
             f"{'new_tokens' if vocabulary else 'modules_to_save'}: encoder, decoder and output of a {model.config.model_type} "
             "share their embeddings, and peft would train a copy that none of them reads. Train all weights: drop --adapter."
         )
-    # peft takes a list of names, or a text: a regular expression, or its word for all linear layers.
-    target_modules: str | list[str] = pattern_of(targets) or targets
-    if targets == ["all-linear"]:
-        target_modules = "all-linear"
     config = LoraConfig(
         r=rank,
         lora_alpha=cast("int", alpha),
@@ -230,7 +226,7 @@ def add_adapter(
         task_type=task,
         use_rslora=method == "rslora",
         use_dora=method == "dora",
-        target_modules=target_modules,
+        target_modules=_peft_targets(targets),
         exclude_modules=excluded,
         modules_to_save=modules or None,
         ensure_weight_tying=trains_tied,
@@ -239,6 +235,13 @@ def add_adapter(
     if method == "pissa":
         _start_from_principal_components(adapted_model, config)
     return adapted_model
+
+
+def _peft_targets(targets: list[str]) -> str | list[str]:
+    """Return the targets as peft takes them: names in a list, or a text for a regular expression and for all linear layers."""
+    if targets == ["all-linear"]:
+        return targets[0]
+    return pattern_of(targets) or targets
 
 
 def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "main") -> PeftModel:

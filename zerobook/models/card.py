@@ -73,7 +73,10 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
     hub_data = [name for name in data if _on_hub(name)]
     if hub_data:
         head["datasets"] = hub_data
+    held_out_loss = "not measured at this step"
     loss = progress.get("eval_loss")
+    if loss is not None and math.isfinite(loss):
+        held_out_loss = f"{loss:.4f}"
     rows = {
         "trained from": trained_from,
         "trained on": ", ".join(map(_shown, data)),
@@ -86,7 +89,7 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
         "global batch": progress["global_batch"],
         "optimizer": config.get("optimizer", "adamw"),
         "learning rate": f"{config['learning_rate']}, {config['lr_scheduler_type']}",
-        "held-out loss": "not measured at this step" if loss is None or not math.isfinite(loss) else f"{loss:.4f}",
+        "held-out loss": held_out_loss,
         "strategy": f"{training.strategy}, {counted(training.world_size, 'process')}",
         "data fingerprint": progress["data_fingerprint"],
     }
@@ -119,12 +122,11 @@ def _describe_run(folder: Path) -> dict[str, Any]:
         libraries = [name for name in ("torch", "transformers", "accelerate", "deepspeed") if name in versions]
         rows["code"] = code_version(starts[-1])
         rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in libraries)
-    counts = {
-        "attempts": len(starts),
-        "alarms": sum(event["alarm"] for event in history.of("spike")),
-        "rollbacks": sum(event["phase"] == "outcome" for event in history.of("rollback")),
-        "samples left out": sum(event["samples"] for event in history.of("skip")),
-    }
+    alarms = sum(event["alarm"] for event in history.of("spike"))
+    # A rollback has an event for its beginning, too.
+    rollbacks = sum(event["phase"] == "outcome" for event in history.of("rollback"))
+    skipped = sum(event["samples"] for event in history.of("skip"))
+    counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": rollbacks, "samples left out": skipped}
     rows["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
     return rows
 

@@ -312,10 +312,7 @@ def load_model(
     if config.device_map:
         options["device_map"] = config.device_map
     if strategy.is_main and quantization is None:
-        copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        warning = too_many_copies(hub.folder(name, revision), config.dtype, copies)
-        if warning:
-            print(warning)
+        _warn_of_copies(hub.folder(name, revision), config, strategy)
     with freed_blocks_returned():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
     if quantization is not None and config.base_format is not None:
@@ -327,6 +324,13 @@ def load_model(
     _prepare_for_training(model, config, strategy)
     _check_complete(model, name)
     return model
+
+
+def _warn_of_copies(folder: Path | None, config: RecipeConfig, strategy: Strategy) -> None:
+    copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    warning = too_many_copies(folder, config.dtype, copies)
+    if warning:
+        print(warning)
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:

@@ -54,7 +54,8 @@ def unreached_modules(model: PreTrainedModel) -> list[str]:
         inside = path.startswith(tuple(f"{outer}." for outer in unreached))
         if path and not inside and _is_unreached(model, path, module):
             unreached.append(path)
-    return [path for path in unreached if any(True for _ in model.get_submodule(path).parameters())]
+    # A module without weights, such as an activation, has nothing to freeze.
+    return [path for path in unreached if list(model.get_submodule(path).parameters())]
 
 
 def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
