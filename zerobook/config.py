@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -164,10 +165,12 @@ class RecipeConfig(_Keys):
     fast: bool = Field(False, description="turn on what is faster on this hardware and computes the same; notes say what")
     device_map: str | None = Field(None, description="transformers' device map; one process only")
     activation_checkpointing: str = Field(
-        "none", description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
+        "none",
+        description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
         "N-th layer (every:N), or all but the results of matrix products and attention (selective); offload is full, with "
-        "the layers' inputs in host memory", json_schema_extra={"choices": [*CHECKPOINTING], "bare": "full"},
-    )  # fmt: skip
+        "the layers' inputs in host memory",
+        json_schema_extra={"choices": [*CHECKPOINTING], "bare": "full"},
+    )
 
     # --- data
     dataset_name: str | None = Field(None, description="hub name, local file or folder, embedded:chatterbot or embedded:stdlib")
@@ -312,8 +315,9 @@ class RecipeConfig(_Keys):
         With ``padding_free``, at most those of a training micro-batch: the memory of attention can grow with the square of the
         joined row.
         """
-        asked, training = self.per_device_eval_batch_size, self.per_device_train_batch_size
-        return min(asked, training) if self.padding_free else asked
+        if self.padding_free:
+            return min(self.per_device_eval_batch_size, self.per_device_train_batch_size)
+        return self.per_device_eval_batch_size
 
     @property
     def row_length(self) -> int:
@@ -345,7 +349,7 @@ class RecipeConfig(_Keys):
         if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
             raise PydanticCustomError("choice", "Input should be a file: write the template into FILE.jinja, and name that")
         # The system answers a longer name with an error of its own.
-        if "\0" in value or any(len(part.encode()) > LONGEST_NAME for part in value.split("/")):
+        if "\0" in value or any(len(name.encode()) > LONGEST_NAME for name in value.split("/")):
             raise PydanticCustomError("choice", "Input should be a path")
         return value
 
@@ -365,8 +369,8 @@ class RecipeConfig(_Keys):
     def _steps(cls, value: Any) -> Any:
         if is_none(value):
             return None
-        found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
-        if found is None or int(found[1]) > int(found[2] or found[1]):
+        steps = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
+        if steps is None or int(steps[1]) > int(steps[2] or steps[1]):
             raise PydanticCustomError("choice", "Input should be a step or a range of steps, as 12 or 10-12")
         return str(value)
 
@@ -441,8 +445,9 @@ class RecipeConfig(_Keys):
 
     def model_post_init(self, context: Any) -> None:
         # They are no fields that the user set, so they are not in `model_fields_set`; the config is frozen for all others.
-        defaults = self.dependent_defaults().items()
-        vars(self).update((key, value) for key, value in defaults if key not in self.model_fields_set)
+        for key, value in self.dependent_defaults().items():
+            if key not in self.model_fields_set:
+                vars(self)[key] = value
 
     def dataset_specs(self) -> list[DatasetSpec]:
         """Return the training datasets."""
@@ -455,83 +460,138 @@ class RecipeConfig(_Keys):
         """Return the validation file as a dataset of its own, all of it held out."""
         return self._spec(path=str(self.validation_file), name="validation")
 
-    def _spec(self, **given: Any) -> DatasetSpec:
-        shape = {key: getattr(self, key) for key in ("format", "text_column", "summary_column")}
-        return DatasetSpec(**given, **shape)
+    def _spec(self, **keys: Any) -> DatasetSpec:
+        return DatasetSpec(**keys, format=self.format, text_column=self.text_column, summary_column=self.summary_column)
 
     def problems(self) -> list[str]:
         """Return disagreements between keys, and files that are not there. Subclasses add their own."""
-        found = []
+        problems = [*self._data_problems(), *self._row_problems()]
+        if self.streaming:
+            problems += self._streaming_problems()
+        problems += self._missing_files()
+        problems += _unusable_folder("output_dir", self.output_dir)
+        problems += self._missing_code()
+        resume = self.resume_from_checkpoint
+        if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
+            problems.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
+        problems += self._schedule_problems()
+        return problems
+
+    def _data_problems(self) -> list[str]:
+        """Return a problem for data that are named twice, or alike."""
+        problems = []
         named = {key: getattr(self, key) for key in DATA if getattr(self, key)}
         if len(named) > 1:
-            said = " and ".join(f"{key}={value!r}" for key, value in named.items())
-            found.append(f"dataset_name: {said} are set together. Keep one.")
-        names = [spec.name for spec in self.datasets or []]
-        for name in sorted({n for n in names if names.count(n) > 1}):
-            found.append(f"datasets: {names.count(name)} of them are called {name!r}. Give each a name of its own.")
+            listed = " and ".join(f"{key}={value!r}" for key, value in named.items())
+            problems.append(f"dataset_name: {listed} are set together. Keep one.")
+        counts = Counter(spec.name for spec in self.datasets or [])
+        for name in sorted(counts):
+            if counts[name] > 1:
+                problems.append(f"datasets: {counts[name]} of them are called {name!r}. Give each a name of its own.")
+        return problems
+
+    def _row_problems(self) -> list[str]:
+        """Return a problem for each two settings of rows that do not go together."""
+        problems = []
         if self.packing and self.group_by_length:
-            found.append(
+            problems.append(
                 "group_by_length: packed rows have equal lengths, so grouping has no effect. Drop group_by_length or packing."
             )
         if self.packing and self.padding_free:
-            found.append("padding_free: packed rows are nearly full already. Drop padding_free or packing.")
+            problems.append("padding_free: packed rows are nearly full already. Drop padding_free or packing.")
         if self.padding_free and self.group_by_length:
-            found.append("group_by_length: joined rows have no padding, so grouping has no effect. Drop it or padding_free.")
+            problems.append("group_by_length: joined rows have no padding, so grouping has no effect. Drop it or padding_free.")
         if self.padding_free and self.attn_implementation == "flex_attention":
-            found.append(
+            problems.append(
                 "padding_free: every joined row has another length, and flex_attention is compiled for each. Use --packing, or "
                 "another --attn_implementation."
             )
-        found += self._streaming_problems() if self.streaming else []
+        return problems
+
+    def _streaming_problems(self) -> list[str]:
+        """Return a problem for each setting that needs the number of samples, which a stream does not have."""
+        problems = []
+        specs = self.datasets or []
+        if self.max_train_steps is None:
+            problems.append("streaming: the number of samples is unknown, so an epoch has no length. Give --max_train_steps.")
+        if self.max_train_samples is not None or any(spec.limit for spec in specs):
+            problems.append(
+                "streaming: max_train_samples and limit need the number of samples, which is unknown. Drop them, or streaming."
+            )
+        if len(specs) > 1 and not all(spec.weight for spec in specs):
+            problems.append("streaming: a mixture of streams needs weights. Give each entry of datasets a weight.")
+        return problems
+
+    def _missing_files(self) -> list[str]:
+        """Return a problem for each file or folder that is named and not there."""
+        problems = []
         for key in ("train_file", "validation_file", "chat_template"):
             value = getattr(self, key)
-            template = key == "chat_template"
-            if value and not (template_file(value) if template else Path(value).expanduser()).exists():
-                near = nearest(value, set(NAMES)) if template else nearest_file(Path(value).expanduser())
-                found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
+            if not value:
+                continue
+            is_template = key == "chat_template"
+            path = template_file(value) if is_template else Path(value).expanduser()
+            if not path.exists():
+                # A template may be the name of a shipped one.
+                near = nearest(value, set(NAMES)) if is_template else nearest_file(path)
+                problems.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
+        # These may also be names on the hub, which are not looked up here.
         for key in ("model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
             value = getattr(self, key, None)
-            if value and hub.is_path(value) and not Path(value).expanduser().exists():
-                near = nearest_file(Path(value).expanduser())
-                found.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
-        found += _unusable_folder("output_dir", self.output_dir)
-        for tracker in self.report_to:  # accelerate leaves out a tracker that is not installed
+            if not value or not hub.is_path(value):
+                continue
+            path = Path(value).expanduser()
+            if not path.exists():
+                problems.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{nearest_file(path)}")
+        return problems
+
+    def _missing_code(self) -> list[str]:
+        """Return a problem for each tracker, hook and task that the run would not be able to use."""
+        problems = []
+        for tracker in self.report_to:
+            # accelerate leaves out a tracker that is not installed.
             if importlib.util.find_spec(tracker) is None:
-                found.append(f"report_to: {tracker} is not installed. Run: pip install {tracker.replace('_', '-')}")
-        found += [problem for spec in self.hooks if (problem := user_code.problem("hooks", spec))]
-        by_name = [task for task in self.eval_tasks if not task.endswith((".jsonl", ".json"))]
-        files = [task for task in self.eval_tasks if task not in by_name or task.endswith((".yaml", ".yml"))]
-        found += [f"eval_tasks: no such file: {file}" for file in files if not Path(file).expanduser().is_file()]
-        if by_name and importlib.util.find_spec("lm_eval") is None:
-            found.append(
-                f"eval_tasks: {by_name[0]} is a task of lm-evaluation-harness, which is not installed. Run: pip install "
+                problems.append(f"report_to: {tracker} is not installed. Run: pip install {tracker.replace('_', '-')}")
+        for spec in self.hooks:
+            hook_problem = user_code.problem("hooks", spec)
+            if hook_problem:
+                problems.append(hook_problem)
+        for task in self.eval_tasks:
+            if task.endswith((".jsonl", ".json", ".yaml", ".yml")) and not Path(task).expanduser().is_file():
+                problems.append(f"eval_tasks: no such file: {task}")
+        harness_tasks = [task for task in self.eval_tasks if not task.endswith((".jsonl", ".json"))]
+        if harness_tasks and importlib.util.find_spec("lm_eval") is None:
+            problems.append(
+                f"eval_tasks: {harness_tasks[0]} is a task of lm-evaluation-harness, which is not installed. Run: pip install "
                 "'zerobook[eval]'. A task file ends in .jsonl."
             )
-        resume = self.resume_from_checkpoint
-        if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
-            found.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
+        return problems
+
+    def _schedule_problems(self) -> list[str]:
+        """Return a problem for each two settings of the rate, the steps and the evaluations that do not go together."""
+        problems = []
         if self.num_warmup_steps and self.warmup_ratio:
-            found.append(
+            problems.append(
                 f"warmup_ratio: it is {self.warmup_ratio:g}, and num_warmup_steps is {self.num_warmup_steps}. Keep one of them."
             )
         if self.early_stopping_patience and self.eval_steps in (0, AUTOMATIC):
-            found.append(
+            problems.append(
                 "early_stopping_patience: it counts evaluations, and automatic ones are at other steps in each run. Give "
                 "--eval_steps."
             )
         if self.early_stopping_threshold and not self.early_stopping_patience:
-            found.append("early_stopping_threshold: it has no effect without --early_stopping_patience.")
+            problems.append("early_stopping_threshold: it has no effect without --early_stopping_patience.")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
-            found.append(
+            problems.append(
                 f"learning_rate: {self.learning_rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type polynomial "
                 "ends. Raise it, or take linear."
             )
         if self.max_train_steps is not None and self.num_warmup_steps > self.max_train_steps:
-            found.append(
+            problems.append(
                 f"num_warmup_steps: {self.num_warmup_steps} warm-up steps do not fit into "
                 f"max_train_steps={self.max_train_steps}. Lower one or raise the other."
             )
-        return found
+        return problems
 
     @cached_property
     def chat_template_text(self) -> str | None:
@@ -597,27 +657,16 @@ class RecipeConfig(_Keys):
         interval = self.save_steps if isinstance(self.save_steps, int) else 1
         return 1 + max(steps - 1, 0) // interval
 
-    def _streaming_problems(self) -> list[str]:
-        found = []
-        if self.max_train_steps is None:
-            found.append("streaming: the number of samples is unknown, so an epoch has no length. Give --max_train_steps.")
-        if self.max_train_samples is not None or any(spec.limit for spec in self.datasets or []):
-            found.append(
-                "streaming: max_train_samples and limit need the number of samples, which is unknown. Drop them, or streaming."
-            )
-        if len(self.datasets or []) > 1 and not all(spec.weight for spec in self.datasets or []):
-            found.append("streaming: a mixture of streams needs weights. Give each entry of datasets a weight.")
-        return found
-
 
 def _unusable_folder(key: str, path: str) -> list[str]:
     """Return why ``path``, which may not exist yet, cannot be a folder to write to; an empty list where it can."""
     folder = Path(path).absolute()
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if not there.is_dir():
-        return [f"{key}: {path} cannot be a folder: {there} is a file. Give another {key}."]
-    if not os.access(there, os.W_OK | os.X_OK):
-        return [f"{key}: {path} cannot be written: {there} is not writable for this user. Give another {key}."]
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        return [f"{key}: {path} cannot be a folder: {folder} is a file. Give another {key}."]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [f"{key}: {path} cannot be written: {folder} is not writable for this user. Give another {key}."]
     return []
 
 
@@ -689,37 +738,26 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     Raises:
         ConfigError: the YAML cannot be read. What it would have set is not known, so only the flags themselves are checked.
     """
-    known, unknown, problems = _read_flags(_parser(config_class), sys.argv[1:] if argv is None else argv)
-    flags = {k: v for k, v in vars(known).items() if k not in ("config", "dry_run")}
-    names = set(config_class.model_fields) | set(ALIASES)
-    unknown_flags = [token for token in unknown if token.startswith("--")]
-    for token in unknown_flags:
-        hint = _hint(token.lstrip("-").split("=")[0].replace("-", "_"), names, "--")
-        problems.append(f"{token}: no such flag.{hint}")
-    if unknown and not unknown_flags:
-        problems.append(f"{' '.join(unknown)}: a value without a flag. Flags look like --learning_rate 5e-4.")
+    arguments, other_words, problems = _read_flags(_parser(config_class), sys.argv[1:] if argv is None else argv)
+    flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
+    flag_values = _single_values(flags)
+    flag_sources = {key: f"flag --{key}" for key in flags}
+    problems += _problems_of_words(other_words, config_class)
 
     values: dict[str, Any] = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
-    if known.config:
+    if arguments.config:
         try:
-            file_values = _read_yaml(known.config)
+            file_values = _read_yaml(arguments.config)
         except ConfigError as error:
-            typed = ConfigSources({key: f"flag --{key}" for key in flags})
-            _, invalid = _valid(config_class, _single_values(flags), typed)
+            _, invalid = _valid(config_class, flag_values, ConfigSources(flag_sources))
             raise ConfigError([*error.problems, *problems, *invalid]) from None
-        for key, value in file_values.items():
-            name = ALIASES.get(key, key)
-            if name not in config_class.model_fields:
-                problems.append(f"{known.config}: {key}: no such key.{_hint(str(key), names)}")
-            elif name in values:
-                problems.append(f"{known.config}: {key}: the key is given twice; its other name is {name}.")
-            else:
-                if name in LISTS_OF_PATHS:
-                    value = as_list(value)
-                values[name], sources[name] = _beside(known.config, name, value), known.config
-    values |= _single_values(flags)
-    sources.update({key: f"flag --{key}" for key in flags})
+        values, file_problems = _name_values(arguments.config, file_values, config_class)
+        problems += file_problems
+        sources.update(dict.fromkeys(values, arguments.config))
+    # Flags override the file.
+    values |= flag_values
+    sources.update(flag_sources)
 
     config, invalid = _valid(config_class, values, sources)
     problems += invalid
@@ -727,7 +765,41 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     if data and not config.names_data() and not any(_is_about(key, problems) for key in DATA):
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
     problems += [problem for problem in config.problems() if not _is_about(problem.partition(":")[0], problems)]
-    return Parsed(config, sources, known.dry_run, problems)
+    return Parsed(config, sources, arguments.dry_run, problems)
+
+
+def _problems_of_words(words: list[str], config_class: type[RecipeConfig]) -> list[str]:
+    """Return a problem for each word of a command line that is no flag of the recipe, nor a value of one."""
+    names = set(config_class.model_fields) | set(ALIASES)
+    problems = []
+    for word in words:
+        if word.startswith("--"):
+            name = word.lstrip("-").split("=")[0].replace("-", "_")
+            problems.append(f"{word}: no such flag.{_hint(name, names, '--')}")
+    # Words behind an unknown flag are its values.
+    if words and not problems:
+        problems.append(f"{' '.join(words)}: a value without a flag. Flags look like --learning_rate 5e-4.")
+    return problems
+
+
+def _name_values(
+    yaml_file: str, file_values: dict[str, Any], config_class: type[RecipeConfig]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of a YAML file under their names, without aliases, and a problem for each key that is not taken."""
+    names = set(config_class.model_fields) | set(ALIASES)
+    values: dict[str, Any] = {}
+    problems = []
+    for key, value in file_values.items():
+        name = ALIASES.get(key, key)
+        if name not in config_class.model_fields:
+            problems.append(f"{yaml_file}: {key}: no such key.{_hint(str(key), names)}")
+        elif name in values:
+            problems.append(f"{yaml_file}: {key}: the key is given twice; its other name is {name}.")
+        else:
+            if name in LISTS_OF_PATHS:
+                value = as_list(value)
+            values[name] = _beside(yaml_file, name, value)
+    return values, problems
 
 
 def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigSources) -> tuple[ConfigT, list[str]]:
@@ -736,10 +808,11 @@ def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigS
         return config_class(**values), []
     except ValidationError as error:
         errors = error.errors()
-    problems = [_explain(each, sources) for each in errors]
-    bad = {str(each["loc"][0]) for each in errors}
-    sources.update(dict.fromkeys(bad, "default"))
-    config, _ = _valid(config_class, {key: value for key, value in values.items() if key not in bad}, sources)
+    problems = [_explain(error, sources) for error in errors]
+    invalid_keys = {str(error["loc"][0]) for error in errors}
+    sources.update(dict.fromkeys(invalid_keys, "default"))
+    valid_values = {key: value for key, value in values.items() if key not in invalid_keys}
+    config, _ = _valid(config_class, valid_values, sources)
     return config, problems
 
 
@@ -771,7 +844,7 @@ class ConfigDraft(Generic[ConfigT]):
         try:
             type(self.config)(**self.config.model_dump(exclude_unset=True))
         except ValidationError as error:
-            return [_explain(e, self.sources) for e in error.errors()]
+            return [_explain(detail, self.sources) for detail in error.errors()]
         return []
 
 
@@ -781,11 +854,14 @@ def from_python(config: RecipeConfig) -> ConfigSources:
     Raises:
         ConfigError: with every missing file and disagreement at once.
     """
-    problems = [] if config.names_data() else ["dataset_name: no training data is named. Set dataset_name or train_file."]
-    problems += config.problems()
+    problems = config.problems()
+    if not config.names_data():
+        problems.insert(0, "dataset_name: no training data is named. Set dataset_name or train_file.")
     if problems:
         raise ConfigError(problems)
-    return ConfigSources({key: PYTHON if key in config.model_fields_set else "default" for key in type(config).model_fields})
+    sources = ConfigSources(dict.fromkeys(type(config).model_fields, "default"))
+    sources.update(dict.fromkeys(config.model_fields_set, PYTHON))
+    return sources
 
 
 def changed(
@@ -796,17 +872,18 @@ def changed(
     Raises:
         ConfigError: with every disagreement, or every value that is not valid there.
     """
-    given = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
-    taken = {key: value for key, value in given.items() if key in kind.model_fields}
-    origin = ConfigSources({key: sources.get(key, "default") for key in kind.model_fields} | dict.fromkeys(changes, "advice"))
+    values = {key: getattr(config, key) for key in type(config).model_fields if sources.given(key)} | changes
+    common_values = {key: value for key, value in values.items() if key in kind.model_fields}
+    new_sources = ConfigSources({key: sources.get(key, "default") for key in kind.model_fields})
+    new_sources.update(dict.fromkeys(changes, "advice"))
     try:
-        made = kind(**taken)
+        new_config = kind(**common_values)
     except ValidationError as error:
-        raise ConfigError([_explain(e, origin) for e in error.errors()]) from None
-    problems = made.problems()
+        raise ConfigError([_explain(detail, new_sources) for detail in error.errors()]) from None
+    problems = new_config.problems()
     if problems:
         raise ConfigError(problems)
-    return made, origin
+    return new_config, new_sources
 
 
 def _parser(config_class: type[RecipeConfig]) -> _Parser:
@@ -814,15 +891,19 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
     parser.add_argument(
-        "--dry-run", "--dry_run", dest="dry_run", action="store_true",
+        "--dry-run",
+        "--dry_run",
+        dest="dry_run",
+        action="store_true",
         help="print the resolved config, the source of each value and the batch arithmetic; train nothing",
-    )  # fmt: skip
-    reverse: dict[str, list[str]] = {}
+    )
+    alias_flags: dict[str, list[str]] = {}
     for alias, name in ALIASES.items():
-        reverse.setdefault(name, []).append(f"--{alias}")
+        alias_flags.setdefault(name, []).append(f"--{alias}")
     for name, field in config_class.model_fields.items():
         if name == "datasets":
-            continue  # a list of mappings is written in YAML
+            # A list of mappings is written in YAML.
+            continue
         extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         kind = "{" + ",".join(extra["choices"]) + "}" if "choices" in extra else _kind(field.annotation)
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": kind}
@@ -831,7 +912,7 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
         elif get_origin(field.annotation) is list or "list[" in str(field.annotation):
             options |= {"nargs": "*"}
         help_text = f"{field.description or ''} (default: {field.default})".replace("%", "%%")
-        parser.add_argument(f"--{name}", *reverse.get(name, []), help=help_text, **options)
+        parser.add_argument(f"--{name}", *alias_flags.get(name, []), help=help_text, **options)
     return parser
 
 
@@ -860,14 +941,14 @@ def _read_flags(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, l
     # argparse stops at the first of them, so that one is taken away and the rest is read again.
     while True:
         try:
-            known, unknown = parser.parse_known_args(words)
+            arguments, other_words = parser.parse_known_args(words)
         except _FlagError as error:
             refused = re.match(r"argument ([^:]+): (.*)", str(error), re.S)
             spellings = refused[1].split("/") if refused else words
             words, removed = _without_first(words, spellings)
             problems.append(f"{removed}: {refused[2] if refused else error}.")
         else:
-            return known, unknown, problems
+            return arguments, other_words, problems
 
 
 def _without_first(words: list[str], flags: list[str]) -> tuple[list[str], str]:
@@ -913,8 +994,18 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return loaded
 
 
-PATHS = ("train_file", "validation_file", "chat_template", "eval_tasks", "hooks", "model_name_or_path", "tokenizer_name",
-         "config_name", "adapter_path", "dataset_name")  # fmt: skip
+PATHS = (
+    "train_file",
+    "validation_file",
+    "chat_template",
+    "eval_tasks",
+    "hooks",
+    "model_name_or_path",
+    "tokenizer_name",
+    "config_name",
+    "adapter_path",
+    "dataset_name",
+)
 """Keys that may name a file or a folder."""
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
@@ -930,18 +1021,24 @@ def _beside(yaml_file: str, key: str, value: Any) -> Any:
     """Return a value of a YAML file whose relative paths start beside that file, where nothing of that name is in the working
     folder."""
     if isinstance(value, list):
-        return [_beside(yaml_file, key, one) for one in value]
+        return [_beside(yaml_file, key, item) for item in value]
     if key == "datasets" and isinstance(value, dict) and isinstance(value.get("path"), str):
         return value | {"path": _path_beside(yaml_file, value["path"])}
-    return _path_beside(yaml_file, value) if key in PATHS and isinstance(value, str) else value
+    if key in PATHS and isinstance(value, str):
+        return _path_beside(yaml_file, value)
+    return value
 
 
 def _path_beside(yaml_file: str, name: str) -> str:
-    path, _, class_name = name.partition(":") if ".py:" in name else (name, "", "")
-    there = Path(yaml_file).expanduser().parent / path
-    if Path(path).expanduser().exists() or Path(path).is_absolute() or not there.exists():
+    path = name
+    class_name = ""
+    # Code is named as FILE.py:Class.
+    if ".py:" in name:
+        path, _, class_name = name.partition(":")
+    path_beside = Path(yaml_file).expanduser().parent / path
+    if Path(path).expanduser().exists() or Path(path).is_absolute() or not path_beside.exists():
         return name
-    return f"{there}:{class_name}" if class_name else str(there)
+    return f"{path_beside}:{class_name}" if class_name else str(path_beside)
 
 
 def _hint(name: str, names: set[str], prefix: str = "") -> str:
@@ -951,19 +1048,20 @@ def _hint(name: str, names: set[str], prefix: str = "") -> str:
 
 
 def _explain(error: Any, sources: ConfigSources) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    """Return the sentence for one of pydantic's errors."""
+    path = ".".join(map(str, error["loc"]))
     source = sources.get(str(error["loc"][0]), "default")
     if error["type"] == "extra_forbidden":
         return f"{source}: {path}: no such key.{_hint(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
     if error["type"] == "missing":
         return f"{source}: {path}: the key is missing."
-    # "a valid number, unable to parse string as a number": the first half says it
+    # Of "a valid number, unable to parse string as a number", the first half says it.
     message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
     shown = repr(error["input"])
     if len(shown) > LONGEST_SHOWN:
         shown = f"{shown[:LONGEST_SHOWN]}..."
-    meant = ""
+    correction = ""
     if error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
-        meant = nearest_value(str(error["loc"][0]), str(error["input"]), choices)
-    return f"{path}: got {shown} (from {source}), expected {message}.{meant}"
+        correction = nearest_value(str(error["loc"][0]), str(error["input"]), choices)
+    return f"{path}: got {shown} (from {source}), expected {message}.{correction}"
