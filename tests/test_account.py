@@ -136,6 +136,7 @@ EFFECTS = {
     "the warm-up of a schedule": (SCHEDULE, "scheduler.params.warmup_num_steps", "filled in: 2, num_warmup_steps from flag"),
     "the length of a schedule": (SCHEDULE, "scheduler.params.total_num_steps", "filled in: the steps of the run"),
     "another key of a schedule": (SCHEDULE, "scheduler.last_batch", "no effect: DeepSpeed reads type and params"),
+    "an empty schedule": (Case(DEEPSPEED, ZERO2 | {"scheduler": {}}), "scheduler", "no effect: it is empty"),
     "stage 2, without the prefix": (
         Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "max_live_parameters": 1e9}}),
         "zero_optimization.max_live_parameters", "no effect: the stage is 2"),

@@ -412,6 +412,8 @@ def _of_schedule(path: tuple[str, ...], value: Any, plan: LaunchPlan, config: Re
     key = path[-1]
     if "scheduler" not in (plan.deepspeed_config or {}):
         return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
+    if len(path) == 1:
+        return _no_effect("it is empty")
     if path[1] not in ("type", "params"):
         return _no_effect("DeepSpeed reads type and params")
     if value != "auto":
