@@ -182,21 +182,26 @@ def resolve(
     )
     # Later stages read what earlier ones decided, and problems are told in this order.
     stages: tuple[Callable[[LaunchDraft], LaunchDraft], ...] = (
+        # The model: a run may stand for its result.
         _keep_earlier_rate,
         _name_model,
         _take_tokenizer,
+        # The strategy, and the devices of its processes.
         _read_strategy_file,
         _choose_device,
         _check_variables,
         _check_gpus,
+        # The batch, and the optimizer that steps once for it.
         _set_accumulation,
         _set_global_batch,
         _check_micro_batch,
         _check_optimizer,
         _keep_global_batch,
+        # Precision, and then DeepSpeed's config, which has the batch and the precision in it.
         _choose_precision,
         _choose_frozen_dtype,
         _fill_deepspeed_config,
+        # What this model and this hardware can do under all of that.
         _check_model,
         _choose_fast_settings,
         _check_model_choices,
