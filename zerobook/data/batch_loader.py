@@ -184,10 +184,12 @@ class BatchLoader:
             if not len(ids):
                 return
             tokens = int(self.rows.loss_weights_of(ids).sum())
+            # At the end of the run, fillers of weight 0 take the place of samples.
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
             lengths = int(self.rows.lengths_of(ids).sum())
             self._planned.append(StepPlan(ids=padded, cursor=cursor, samples=len(ids), tokens=tokens, all_tokens=lengths))
+            # Each micro-step takes consecutive samples, and each process consecutive ones of these.
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro
                 yield padded[start : start + layout.micro].tolist()

@@ -205,6 +205,7 @@ def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
     for key in PARTIAL_MARKS:
         if not _holds_nothing(turn.get(key)):
             raise BadSample(f"{where} has {key}, which marks parts of a turn; a turn is supervised as a whole, or not at all")
+    # Several marks are allowed as long as they agree.
     verdicts: dict[str, bool] = {}
     for key in (*SUPERVISED_MARKS, *MASKED_MARKS):
         mark = _read_mark(turn.get(key), key, where)

@@ -115,6 +115,7 @@ def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
     >>> sequence_lengths(torch.tensor([[0, 1, 2, 0, 1]]))["cu_seq_lens_q"].tolist()
     [0, 3, 5]
     """
+    # A sample begins where the positions do not go on.
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff(dim=-1) != 1
     ends = torch.tensor([position_ids.numel()])

@@ -184,6 +184,7 @@ class _Examiner:
         if examined.format == "text":
             self.is_kept.append(True)
             return
+        # A sample that is cut may lose all of its supervised tokens.
         result = self.cutting_encoder.encode([sample])[0] if longest > self.length else encoded
         self.is_kept.append(self._is_supervised(result))
         if not self.is_kept[-1]:

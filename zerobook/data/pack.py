@@ -41,6 +41,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     if lengths.min() < 1 or lengths.max() > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit into rows of 1 to {capacity} tokens")
     row_of, row_count = _assign_rows(lengths, capacity)
+    # ``row_of`` is in the order of the sorted items; list the items of each row, the longest first.
     by_length = np.argsort(-lengths, kind="stable")
     by_row = np.argsort(row_of, kind="stable")
     offsets = np.zeros(row_count + 1, np.int64)

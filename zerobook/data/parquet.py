@@ -88,6 +88,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
             else:
                 return
     finally:
+        # The caller may stop reading before the file's end.
         process.kill()
         process.stdout.close()
         process.wait()

@@ -187,6 +187,7 @@ class ChatTemplate:
         messages = chat.messages
         if not has_calls(messages):
             return messages
+        # Most templates write objects as JSON. One that expects JSON text writes an object as Python does, or refuses it.
         refusal: BadSample | None = None
         try:
             if not has_python_arguments(self._render_text(messages, tools=chat.tools), messages):

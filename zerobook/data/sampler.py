@@ -45,6 +45,7 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
+        # The datasets of a mixture have different permutations in the same pass.
         entropy = [seed, epoch] if owner is None else [seed, epoch, owner]
         self._keys = np.random.SeedSequence(entropy).generate_state(_ROUNDS, np.uint64)
 
@@ -207,6 +208,7 @@ class SampleOrder:
             assert self.lengths is not None
             ids = self._unsorted(first, last)
             ids = ids[np.argsort(self.lengths[ids], kind="stable")]
+            # Sort the positions by length, and shuffle groups of neighbours: batches pad little and come in random order.
             groups = np.array_split(ids, range(self.GROUP, len(ids), self.GROUP))
             order = np.random.default_rng([self.seed, first]).permutation(len(groups))
             self._sorted = (first, np.concatenate([groups[i] for i in order]))

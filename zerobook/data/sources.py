@@ -56,6 +56,7 @@ def open_source(
         return Splits(train=file_source(local))
     if local.is_dir():
         return _folder(local, config_name, split)
+    # The hub has no such names.
     if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
     load = _hub_stream if streaming else _hub

@@ -292,6 +292,7 @@ class StreamOrder:
             if nth == count and not any(passed):
                 raise DataError("streaming: none of the shards has a row that can be trained on.")
             shard = self._shard(dataset, nth)
+            # The number of its rows is known once it is open.
             rows = self.stream.open_shard(dataset, shard)
             first = ends[-1] if ends else 0
             passed.append(len(rows))

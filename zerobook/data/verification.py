@@ -118,6 +118,7 @@ def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | N
         return {}, f"{file}: its content is damaged: it does not have the digest that it names"
     for name, size in meta["bytes"].items():
         path = folder / name
+        # The size finds a truncated file without reading it.
         actual = path.stat().st_size if path.is_file() else None
         if actual != size:
             return {}, f"{path}: {'missing' if actual is None else f'{actual} bytes'}, {META} says {size} bytes"
