@@ -25,7 +25,7 @@ from zerobook.runlog import writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
-from zerobook.runlog.lifecycle import begin, decided, last_words
+from zerobook.runlog.lifecycle import begin, last_words, read_decisions
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import RunLog
 from zerobook.utils.terminal import say
@@ -288,8 +288,11 @@ def test_decisions_outlive_the_process(tmp_path):
     log.event("decision", ladder={"rollbacks": 2, "trouble": None})
     for step, state in ((10, "complete"), (20, "complete"), (10, "proven_good"), (20, "proven_good"), (20, "complete")):
         log.event("checkpoint", step=step, state=state)
-    found = decided(log.folder)
-    assert found[:4] == ([[3, 9]], [[40, 0.5, 100]], {"rollbacks": 2, "trouble": None}, [10]), "20 was saved anew"
+    found = read_decisions(log.folder)
+    assert found.skips == [[3, 9]]
+    assert found.cuts == [[40, 0.5, 100]]
+    assert found.ladder == {"rollbacks": 2, "trouble": None}
+    assert found.proven == [10], "20 was saved anew"
     assert (found.step, found.redone) == (0, 0)
 
 
@@ -299,14 +302,14 @@ def test_steps_that_were_given_up_are_counted_once(tmp_path):
     log.event("metrics", steps=[1, 10])
     log.event("rollback", phase="intent", to_step=4)
     log.event("rollback", phase="outcome", step=4)
-    assert (decided(log.folder).step, decided(log.folder).redone) == (4, 6)
+    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (4, 6)
     log.event("metrics", steps=[5, 9])
     log.event("run_start", step=8)  # another attempt
     log.event("run_start", step=8)  # and one more, before the first step
-    assert (decided(log.folder).step, decided(log.folder).redone) == (8, 7)
+    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (8, 7)
     log.event("metrics", steps=[9, 12])
     log.event("run_start", step=12)
-    assert (decided(log.folder).step, decided(log.folder).redone) == (12, 7)
+    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (12, 7)
 
 
 def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):

@@ -76,22 +76,32 @@ def run_results(history: History) -> dict[str, Any]:
     fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
     # After a resume with other held-out data, earlier losses are not comparable.
     losses = {event["step"]: event["loss"] for event in evaluations if event.get("held_out_fingerprint") == fingerprint}
-    best_step = min(losses, key=losses.__getitem__, default=None)
-    metrics, starts, memory = history.of("metrics"), history.of("run_start"), history.of("memory")
-    # The first log point of a run contains its start.
-    speeds = [event["tokens_per_second"] for event in metrics][1:] or [event["tokens_per_second"] for event in metrics]
-    return {
-        "state": history.ending(history.attempts()[-1]) if history.events else "not begun",
-        "step": metrics[-1]["steps"][1] if metrics else None,
-        "total_steps": starts[-1]["total_steps"] if starts else None,
-        "loss": losses[max(losses)] if losses else None,
-        "best_loss": losses[best_step] if best_step is not None else None,
-        "best_step": best_step,
-        "held_out_fingerprint": fingerprint,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "memory": max(map(_peak_memory, history.of("machine")), default=None),
-        "trained_parameters": memory[-1]["trained_parameters"] if memory else None,
-    }
+    results: dict[str, Any] = dict.fromkeys(
+        ("step", "total_steps", "loss", "best_loss", "best_step", "tokens_per_second", "memory", "trained_parameters")
+    )
+    results["state"] = history.ending(history.attempts()[-1]) if history.events else "not begun"
+    results["held_out_fingerprint"] = fingerprint
+    if losses:
+        best_step = min(losses, key=losses.__getitem__)
+        results["loss"] = losses[max(losses)]
+        results["best_step"] = best_step
+        results["best_loss"] = losses[best_step]
+    starts = history.of("run_start")
+    if starts:
+        results["total_steps"] = starts[-1]["total_steps"]
+    metrics = history.of("metrics")
+    if metrics:
+        results["step"] = metrics[-1]["steps"][1]
+        speeds = [event["tokens_per_second"] for event in metrics]
+        # The first log point of a run contains its start.
+        results["tokens_per_second"] = statistics.median(speeds[1:] or speeds)
+    samples = history.of("machine")
+    if samples:
+        results["memory"] = max(_peak_memory(sample) for sample in samples)
+    memory = history.of("memory")
+    if memory:
+        results["trained_parameters"] = memory[-1]["trained_parameters"]
+    return results
 
 
 def _peak_memory(machine: Event) -> int:

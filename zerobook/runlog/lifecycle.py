@@ -9,13 +9,14 @@ import subprocess
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
 from zerobook.runlog import compare
-from zerobook.runlog.events import ENDING_EVENTS
+from zerobook.runlog.events import ENDING_EVENTS, Event
 from zerobook.runlog.jsonl import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
@@ -24,6 +25,9 @@ from zerobook.utils.shipped import clone
 from zerobook.utils.terminal import without_passwords
 from zerobook.utils.writing import write_whole
 
+COMMON_FIELDS = ("seq", "attempt", "branch", "type", "utc", "monotonic", "parent")
+"""Fields that every event has."""
+
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
     """Write how the last attempt ended if it could not, then ``run_start``, ``env``, and what differs from the last attempt.
@@ -31,55 +35,78 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     Args:
         step: step that this attempt continues from; if later steps are recorded, a new branch begins.
     """
-    before = _before(log)
-    if before["last"] and not before["ended"]:
-        _obituary(log, before)
-    newest = next((record for record in backwards(log.folder / STEPS) if record), None)
-    if newest is not None and newest["step"] > step:
+    previous = _read_previous_attempt(log)
+    if previous.last is not None and not previous.has_ending:
+        _write_how_it_ended(log, previous.last, previous.machine)
+    newest_step = next((record for record in backwards(log.folder / STEPS) if record), None)
+    if newest_step is not None and newest_step["step"] > step:
         log.branch += 1
     log.event("run_start", step=step, config=config, versions=versions, **facts)
     env = environment()
     log.event("env", **env, durable=False)
-    if before["run_start"] is not None:
-        _differences(log, "config_diff", before["run_start"]["config"], config)
-        _differences(log, "launch_diff", compare.launch(before["run_start"]), compare.launch(facts))
-        was = {**(before["env"] or {}), **before["run_start"]["versions"]}
-        _differences(log, "env_diff", was, {**env, **versions})
+    if previous.run_start is not None:
+        _write_differences(log, "config_diff", previous.run_start["config"], config)
+        _write_differences(log, "launch_diff", compare.launch(previous.run_start), compare.launch(facts))
+        previous_env = {**(previous.env or {}), **previous.run_start["versions"]}
+        _write_differences(log, "env_diff", previous_env, {**env, **versions})
 
 
-def _before(log: RunLog) -> dict[str, Any]:
-    """Return the newest event, ``machine`` sample, ``run_start`` and ``env`` before this attempt, and whether the last attempt
-    ``ended`` with an event of its own (a note may follow it)."""
-    found: dict[str, Any] = {"last": None, "machine": None, "run_start": None, "env": None, "ended": False}
-    for record in backwards(log.folder / EVENTS):
-        if record is None or record["attempt"] == log.attempt:
+@dataclass
+class _PreviousAttempt:
+    """The newest events from before an attempt, each None where there is none."""
+
+    last: Event | None = None
+    machine: Event | None = None
+    run_start: Event | None = None
+    env: Event | None = None
+    has_ending: bool = False
+    """whether the attempt of ``last`` ended with an event of its own, which a note may follow"""
+
+
+def _read_previous_attempt(log: RunLog) -> _PreviousAttempt:
+    previous = _PreviousAttempt()
+    for event in backwards(log.folder / EVENTS):
+        if event is None or event["attempt"] == log.attempt:
             continue
-        found["last"] = found["last"] or record
-        kind = record["type"]
-        if record["attempt"] == found["last"]["attempt"] and kind in ENDING_EVENTS and not record.get("of_attempt"):
-            found["ended"] = True
-        if kind in found and found[kind] is None:
-            found[kind] = record
-        if found["run_start"] is not None:
+        event_type = event["type"]
+        if previous.last is None:
+            previous.last = event
+        # A crash that a later attempt wrote is of another attempt than its own.
+        is_of_last_attempt = event["attempt"] == previous.last["attempt"] and not event.get("of_attempt")
+        if is_of_last_attempt and event_type in ENDING_EVENTS:
+            previous.has_ending = True
+        if event_type in ("machine", "run_start", "env") and getattr(previous, event_type) is None:
+            setattr(previous, event_type, event)
+        # What is older is of no use.
+        if previous.run_start is not None:
             break
-    return found
+    return previous
 
 
-def _obituary(log: RunLog, before: dict[str, Any]) -> None:
-    last, sample = before["last"], before["machine"]
+def _write_how_it_ended(log: RunLog, last: Event, machine: Event | None) -> None:
+    """Write the crash of an attempt that could not write it, as far as its ``last`` event and ``machine`` sample tell."""
     reason = "it ended without an event: killed from outside, out of memory, or a power failure"
-    full = nearly_full(sample) if sample else None
-    if full:
-        reason = f"it ended without an event, probably killed for lack of memory: {full} at its last sample"
-    log.event("crash", of_attempt=last["attempt"], reason=reason, last_event=last["seq"], last_utc=last["utc"],
-              machine=sample["seq"] if sample else None)  # fmt: skip
+    full_memory = nearly_full(machine) if machine else None
+    if full_memory:
+        reason = f"it ended without an event, probably killed for lack of memory: {full_memory} at its last sample"
+    log.event(
+        "crash",
+        of_attempt=last["attempt"],
+        reason=reason,
+        last_event=last["seq"],
+        last_utc=last["utc"],
+        machine=machine["seq"] if machine else None,
+    )
 
 
-def _differences(log: RunLog, kind: str, was: dict[str, Any], now: dict[str, Any]) -> None:
-    common = ("seq", "attempt", "branch", "type", "utc", "monotonic", "parent")
-    was, now = ({key: value for key, value in facts.items() if key not in common} for facts in (was, now))
-    if differing := compare.differences(was, now):
-        log.event(kind, differing=differing)
+def _write_differences(log: RunLog, event_type: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Write an event with the keys that differ, if any do."""
+    differing = compare.differences(before, now)
+    # Fields that every event has differ always.
+    for key in COMMON_FIELDS:
+        differing.pop(key, None)
+    if differing:
+        log.event(event_type, differing=differing)
 
 
 def environment() -> dict[str, Any]:
@@ -133,54 +160,62 @@ def _ask_git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-class Decided(NamedTuple):
+@dataclass
+class EarlierDecisions:
     """Decisions, findings and actions of earlier attempts, read from the log."""
 
-    skips: list[list[int]]
+    skips: list[list[int]] = field(default_factory=list)
     """[start, end) of samples left out"""
-    cuts: list[list[float]]
+    cuts: list[list[float]] = field(default_factory=list)
     """of the learning rate, as in `zerobook.checkpoint.progress.Progress`"""
-    ladder: dict[str, Any]
+    ladder: dict[str, Any] = field(default_factory=dict)
     """`zerobook.monitor.policy.RecoveryPolicy.state`"""
-    proven: list[int]
+    proven: list[int] = field(default_factory=list)
     """steps whose checkpoints, as they are now, were proven good"""
-    step: int
+    step: int = 0
     """the last step they logged"""
-    redone: int
+    redone: int = 0
     """steps that they did and gave up; ``step + redone`` is what trackers saw last"""
 
+    def add(self, event: Event) -> None:
+        event_type = event["type"]
+        if event_type == "metrics":
+            self.step = event["steps"][1]
+        elif event_type == "run_start" or (event_type == "rollback" and event["phase"] == "outcome"):
+            # Training continues from this step: later steps in the log are given up.
+            self.redone += max(0, self.step - event["step"])
+            self.step = event["step"]
+        elif event_type == "skip":
+            self.skips.extend(event["ranges"])
+        elif event_type == "lr_change":
+            self.cuts.append(event["cut"])
+        elif event_type == "decision":
+            self.ladder = event["ladder"]
+        elif event_type == "checkpoint" and event["state"] in ("complete", "proven_good"):
+            # A checkpoint that is saved again has to be proven again.
+            self.proven = [step for step in self.proven if step != event["step"]]
+            if event["state"] == "proven_good":
+                self.proven.append(event["step"])
 
-def decided(folder: Path) -> Decided:
+
+def read_decisions(folder: Path) -> EarlierDecisions:
     """Read the decisions of earlier attempts from the log."""
-    found = Decided([], [], {}, [], step=0, redone=0)
-    for record in stream(folder / EVENTS):
-        if record["type"] == "metrics":
-            found = found._replace(step=record["steps"][1])
-        elif record["type"] == "run_start" or (record["type"] == "rollback" and record["phase"] == "outcome"):
-            # training goes on from this step: later steps in the log are given up
-            found = found._replace(step=record["step"], redone=found.redone + max(0, found.step - record["step"]))
-        elif record["type"] == "skip":
-            found.skips.extend(record["ranges"])
-        elif record["type"] == "lr_change":
-            found.cuts.append(record["cut"])
-        elif record["type"] == "decision":
-            found = found._replace(ladder=record["ladder"])
-        elif record["type"] == "checkpoint" and record["state"] in ("complete", "proven_good"):
-            others = [step for step in found.proven if step != record["step"]]
-            found = found._replace(proven=[*others, record["step"]] if record["state"] == "proven_good" else others)
-    return found
+    decisions = EarlierDecisions()
+    for event in stream(folder / EVENTS):
+        decisions.add(event)
+    return decisions
 
 
 def unfinished_rollback(folder: Path) -> int | None:
     """Return the target step of a rollback that the newest attempt did not finish; None if there is none."""
-    for record in backwards(folder / EVENTS):
-        if record is None:
+    for event in backwards(folder / EVENTS):
+        if event is None:
             continue
-        kind = record["type"]
-        if kind == "resume" or (kind == "rollback" and record["phase"] == "outcome"):
+        is_rollback = event["type"] == "rollback"
+        if event["type"] == "resume" or (is_rollback and event["phase"] == "outcome"):
             return None
-        if kind == "rollback":
-            return record["to_step"]
+        if is_rollback:
+            return event["to_step"]
     return None
 
 
@@ -198,18 +233,19 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
             if sampler:
                 sampler.stop()
     except (Exception, KeyboardInterrupt) as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, by its name: logs are read without torch
+        # torch's error by its name: logs are written and read without torch.
+        if type(error).__name__ == "OutOfMemoryError":
             error.add_note(out_of_memory())
         # A log is shown to others.
-        where = without_passwords(traceback.format_exc())
+        trace = without_passwords(traceback.format_exc())
         if log is None:
             file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
-            write_whole(file, where)
+            write_whole(file, trace)
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
             reason = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-            log.event("crash", reason=without_passwords(reason), error=type(error).__name__, traceback=where[-4000:])
+            log.event("crash", reason=without_passwords(reason), error=type(error).__name__, traceback=trace[-4000:])
         raise
 
 

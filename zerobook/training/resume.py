@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from zerobook.monitor.policy import joined
 from zerobook.runlog.compare import differences, first_apart
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
-from zerobook.runlog.lifecycle import Decided, decided
+from zerobook.runlog.lifecycle import EarlierDecisions, read_decisions
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.strategy import Strategy
@@ -187,7 +187,12 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     Returns:
         The state of the earlier attempts' ladder of measures.
     """
-    earlier = Decided(**strategy.on_main(lambda: decided(log.folder)._asdict()))  # type: ignore[union-attr]  # rank 0 has a log
+
+    def read() -> dict[str, Any]:
+        assert log is not None, "rank 0 has a log"
+        return asdict(read_decisions(log.folder))
+
+    earlier = EarlierDecisions(**strategy.on_main(read))
     lost_steps = max(0, earlier.step - progress.step)
     progress.redone = max(progress.redone, earlier.redone + lost_steps)
     if manager.checkpoint is None:
