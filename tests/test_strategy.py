@@ -313,28 +313,30 @@ def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there
     from zerobook.strategy.replicas import Replicas
 
     three = Replicas("w", 1, [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
-    assert three.words(None).startswith("rank 1's copy of w is not the others' (element 5: 0.5 on rank 0, 2e+30 on rank 1")
+    assert three.describe(None).startswith("rank 1's copy of w is not the others' (element 5: 0.5 on rank 0, 2e+30 on rank 1")
     two = Replicas("w", 3, [7, 9], [5], [[math.nan], [0.5]])
-    assert two.words(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.words(None)
+    assert two.describe(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.describe(
+        None
+    )
     near = Replicas("w", 1, [7, 9], [5], [[0.5], [0.7]])
-    assert near.words(lambda name, place: 0.51).startswith("rank 1's copy")
-    assert near.words(lambda name, place: 0.6).startswith("the copies of w on ranks [0, 1] differ"), "that is not clear"
-    assert "the copies of w on ranks [0, 1] differ" in near.words(None)
+    assert near.describe(lambda name, place: 0.51).startswith("rank 1's copy")
+    assert near.describe(lambda name, place: 0.6).startswith("the copies of w on ranks [0, 1] differ"), "that is not clear"
+    assert "the copies of w on ranks [0, 1] differ" in near.describe(None)
 
 
 def _copies_on_a_rank(rank, folder, queue):
     """A process of the test below."""
     import torch.distributed as dist
 
-    from zerobook.strategy.replicas import differing
+    from zerobook.strategy.replicas import compare_replicas
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         copy = torch.ones(2, 4, dtype=dtype)
-        assert differing(mesh, [("same", copy)]) is None
+        assert compare_replicas(mesh, [("same", copy)]) is None
         copy[0, 3] += rank
-        queue.put((str(dtype), rank, differing(mesh, [("same", torch.ones(2)), ("odd", copy)])))
+        queue.put((str(dtype), rank, compare_replicas(mesh, [("same", torch.ones(2)), ("odd", copy)])))
     dist.destroy_process_group()
 
 
@@ -347,7 +349,7 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
     assert len({(dtype, rank) for dtype, rank, _ in found}) == 6
     for _, _, replicas in found:
         assert replicas.name == "odd" and replicas.tensors == 1
-        assert replicas.places == [3] and replicas.values == [[1.0], [2.0]]
+        assert replicas.positions == [3] and replicas.values == [[1.0], [2.0]]
 
 
 def mesh_of(rank, processes, *, data_parallel_size, computing_the_same=1):

@@ -179,7 +179,7 @@ class SpikeMonitor:
         """
         strategy, manager = self.strategy, self.manager
         differing = differing or strategy.differing_replicas()
-        hardware = strategy.on_main(lambda: differing.words(manager.reads_before(finding.onset))) if differing else None
+        hardware = strategy.on_main(lambda: differing.describe(manager.reads_before(finding.onset))) if differing else None
         onset = min(finding.onset, self.detector.onset() or finding.onset)
         manager.finish(self.log)  # a save in progress may prune the checkpoint to go back to
         good, others = strategy.on_main(manager.steps)

@@ -22,7 +22,7 @@ from torch import nn
 from zerobook.optimizer import optimizer_spec
 from zerobook.strategy.engine import Engine
 from zerobook.strategy.mesh import Mesh
-from zerobook.strategy.replicas import Replicas, differing
+from zerobook.strategy.replicas import Replicas, compare_replicas
 from zerobook.strategy.weights import local, unwrapped_name
 from zerobook.utils.units import counted
 
@@ -48,7 +48,7 @@ class Strategy(Engine):
         self.accelerator = accelerator
         self.mesh = Mesh(accelerator, plan.data_parallel_size, plan.tensor)
         self.plan = plan
-        # both are set by `prepare`
+        # Both are set by `prepare`.
         self.model: nn.Module = None  # type: ignore[assignment]
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
         self.max_grad_norm = 0.0
@@ -109,7 +109,7 @@ class Strategy(Engine):
         if self.mesh.world_size == 1 or self.shards_parameters:
             return None
         named = [(unwrapped_name(name), parameter) for name, parameter in self.model.named_parameters()]
-        return differing(self.mesh, named)
+        return compare_replicas(self.mesh, named)
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.
@@ -117,9 +117,13 @@ class Strategy(Engine):
         ``strategy`` has the form of `LaunchPlan.name`; ``wrapper`` is the class that wraps the model, or ``none``; ``masters``
         is the number of weight elements that this rank's optimizer steps and that are in memory now.
         """
-        trained = [p for _, p in self.trainable()]
+        trained = [parameter for _, parameter in self.trainable()]
         wrapper = "none" if self.model is self.unwrapped else type(self.model).__name__
-        return {"strategy": {"none": "one process", "DistributedDataParallel": "DDP"}.get(wrapper, wrapper),
-                "wrapper": wrapper, "zero_stage": None, "world_size": self.mesh.world_size,
-                "master_dtype": str(trained[0].dtype).removeprefix("torch."),
-                "masters": sum(local(p).numel() for p in trained)}  # fmt: skip
+        return {
+            "strategy": {"none": "one process", "DistributedDataParallel": "DDP"}.get(wrapper, wrapper),
+            "wrapper": wrapper,
+            "zero_stage": None,
+            "world_size": self.mesh.world_size,
+            "master_dtype": str(trained[0].dtype).removeprefix("torch."),
+            "masters": sum(local(parameter).numel() for parameter in trained),
+        }

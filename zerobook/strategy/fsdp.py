@@ -47,18 +47,21 @@ class FullyShardedStrategy(Strategy):
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         """Load the weights on rank 0, which `shard_weights` reads. On other ranks, they are zeros until `prepare`."""
-        quantised = "quantization_config" in options or getattr(options["config"], "quantization_config", None)
-        if not self.plan.rank_0_loads or quantised:
+        is_quantised = "quantization_config" in options or getattr(options["config"], "quantization_config", None)
+        if not self.plan.rank_0_loads or is_quantised:
             return super().load(load, options)
         self._zeros = not self.is_main
-        # in the file's dtype, the weights stay in the mapped file, and nothing is read
-        model = load(options | {"dtype": "auto"} if self._zeros else options)
-        named = dict(model.named_parameters())
-        dtypes = {name: tensor.dtype for name, tensor in (*named.items(), *model.named_buffers())}
+        if self._zeros:
+            # In the file's dtype, the weights stay in the mapped file, and nothing is read.
+            options = options | {"dtype": "auto"}
+        model = load(options)
+        parameters = dict(model.named_parameters())
+        dtypes = {name: tensor.dtype for name, tensor in (*parameters.items(), *model.named_buffers())}
         dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
         if self._zeros:
-            for name, parameter in named.items():
-                if parameter.is_meta:  # the file lacks it: transformers makes it on rank 0 only
+            for name, parameter in parameters.items():
+                if parameter.is_meta:
+                    # The file lacks it: transformers makes it on rank 0 only.
                     replace_parameter(model, parameter, nn.Parameter(zeros(parameter.shape, dtypes[name])))
                 else:
                     parameter.data = zeros(parameter.shape, dtypes[name])
@@ -72,25 +75,25 @@ class FullyShardedStrategy(Strategy):
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer(model, config)
         if isinstance(optimizer, torch.optim.SGD):
-            # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag
+            # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag.
             for group in optimizer.param_groups:
                 group["fused"] = False
-            cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = self._skips_on_device = False
+            self._skips_on_device = False
+            cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         if self.plan.context > 1:
-            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation
+            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation.
             self.accelerator._prepare_cp = lambda *objects: objects
-        special = getattr(model.config, "is_encoder_decoder", False)
-        encoders = _encoder_decoder(model) if special else nullcontext()
+        is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
         with (
-            _hidden_buffers(model, self.mesh.device),
-            encoders,
-            _layers_that_are_there(model),
-            _tied_as_before(model),
+            _hide_buffers(model, self.mesh.device),
+            _prepare_encoder_decoder(model) if is_encoder_decoder else nullcontext(),
+            _hide_absent_layers(model),
+            _keep_ties(model),
             weights_freed_as_sharded(),
         ):
             prepared = super()._spread(model, optimizer)
@@ -129,19 +132,23 @@ class FullyShardedStrategy(Strategy):
         sharded = cast("DTensor", tensor)
         if self._is_copy(sharded):
             return None
-        mine = sharded.to_local()
-        return offset, mine.reshape(-1) if len(offset) == 1 else mine
+        shard = sharded.to_local()
+        # A shard of rows is a range of the flattened tensor, see `shard_offset`.
+        return offset, shard.reshape(-1) if len(offset) == 1 else shard
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         tensor = self._tensor(parameter, key).detach()
         offset = shard_offset(tensor)
         if offset is None:
             return super().restore(parameter, key, read)
-        mine = cast("DTensor", tensor).to_local()
-        if mine.numel() and len(offset) == 1:
-            mine.copy_(read(offset[0], offset[0] + mine.numel()).view(mine.shape))
-        elif mine.numel():
-            mine.copy_(read.block(offset, tuple(mine.shape)))
+        shard = cast("DTensor", tensor).to_local()
+        if shard.numel() == 0:
+            return
+        if len(offset) == 1:
+            start = offset[0]
+            shard.copy_(read(start, start + shard.numel()).view(shard.shape))
+        else:
+            shard.copy_(read.block(offset, tuple(shard.shape)))
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         if not hasattr(parameter.grad, "device_mesh"):
@@ -151,11 +158,10 @@ class FullyShardedStrategy(Strategy):
 
     def _is_copy(self, tensor: DTensor) -> bool:
         """Return whether another rank writes this shard: the groups of hybrid sharding hold copies of each other."""
-        mesh = tensor.device_mesh
-        return any(
-            placement.is_replicate() and mesh.get_local_rank(dimension) > 0
-            for dimension, placement in enumerate(tensor.placements)
-        )
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_replicate() and tensor.device_mesh.get_local_rank(dimension) > 0:
+                return True
+        return False
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
@@ -163,30 +169,36 @@ class FullyShardedStrategy(Strategy):
     def describe(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-        mesh = self._live_mesh()
-        # the root keeps weights outside of the layers gathered, whatever the file says, so it is left out
-        _, *inner = self.model.modules()
-        all_groups = [m._get_fsdp_state()._fsdp_param_group for m in inner if isinstance(m, FSDPModule)]
-        groups = [group for group in all_groups if group is not None]
-        offload = "cpu" if all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else "none"
+        # The root keeps weights outside of the layers gathered, whatever the file says, so it is left out.
+        _, *modules = self.model.modules()
+        states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        is_offloaded = all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+        device = "cpu" if is_offloaded else "none"
         context = self.token_split.size if self.token_split else 1
-        name = f"FSDP2{self._live_groups()}" + (f" context {context}" if context > 1 else "")
+        words = ["FSDP2", *self._live_groups()]
+        if context > 1:
+            words.append(f"context {context}")
+        if is_offloaded:
+            words.append("(cpu offload)")
         return super().describe() | {
-            "strategy": name + (" (cpu offload)" if offload == "cpu" else ""),
+            "strategy": " ".join(words),
             "wrapper": FSDPModule.__name__,
-            "mesh": mesh,
+            "mesh": self._live_mesh(),
             "context": context,
-            "offload": {"optimizer": offload, "parameters": offload},
+            "offload": {"optimizer": device, "parameters": device},
             "reshard_after_forward": any(group._reshard_after_forward for group in groups),
         }
 
     def _live_mesh(self) -> list[int]:
         """Return the sizes of the mesh of the first trained weight."""
-        return list(cast("DTensor", next(p for _, p in self.trainable())).device_mesh.shape)
+        _, parameter = next(iter(self.trainable()))
+        return list(cast("DTensor", parameter).device_mesh.shape)
 
-    def _live_groups(self) -> str:
+    def _live_groups(self) -> list[str]:
+        """Return the groups of processes, as they stand in the strategy's name."""
         mesh = self._live_mesh()
-        return "" if len(mesh) == 1 else f" hybrid {'x'.join(map(str, mesh))}"
+        return [] if len(mesh) == 1 else [f"hybrid {'x'.join(map(str, mesh))}"]
 
 
 def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
@@ -214,7 +226,7 @@ def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def _encoder_decoder(model: nn.Module) -> Iterator[None]:
+def _prepare_encoder_decoder(model: nn.Module) -> Iterator[None]:
     """Help accelerate to shard an encoder-decoder model.
 
     accelerate puts the embedding and the head into a group of their own, without the encoder's and decoder's views of the
@@ -223,11 +235,13 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
     """
     model = cast("PreTrainedModel", model)
     if not model._no_split_modules:
-        parts = [child for part in (model.get_encoder(), model.get_decoder()) for child in part.children()]
-        lists = [child for child in parts if isinstance(child, nn.ModuleList)]
-        model._no_split_modules = {type(layer).__name__ for layers in lists for layer in layers}
-    for hidden in ("get_input_embeddings", "get_output_embeddings"):
-        setattr(model, hidden, lambda: None)
+        layer_classes = set()
+        for child in (*model.get_encoder().children(), *model.get_decoder().children()):
+            if isinstance(child, nn.ModuleList):
+                layer_classes |= {type(layer).__name__ for layer in child}
+        model._no_split_modules = layer_classes
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        setattr(model, getter, lambda: None)
     try:
         yield
     finally:
@@ -235,32 +249,33 @@ def _encoder_decoder(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _layers_that_are_there(model: nn.Module) -> Iterator[None]:
+def _hide_absent_layers(model: nn.Module) -> Iterator[None]:
     """Hide layer classes that the model's class names and this model does not have: accelerate refuses these. A composite
     class names those of all models that it can be composed of."""
     model = cast("PreTrainedModel", model)
-    named = getattr(model, "_no_split_modules", None)
-    there = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = {name for name in named or () if name in there}
+    original_names = getattr(model, "_no_split_modules", None)
+    class_names = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = class_names & set(original_names or ())
     try:
         yield
     finally:
-        model._no_split_modules = named
+        model._no_split_modules = original_names
 
 
 @contextmanager
-def _tied_as_before(model: nn.Module) -> Iterator[None]:
+def _keep_ties(model: nn.Module) -> Iterator[None]:
     """Let ``tie_weights``, which accelerate calls once the weights are on the meta device, tie all that is tied now.
 
     That of transformers does not know the copies of modules which peft trains.
     """
-    names: dict[int, list[str]] = {}  # by identity: a reference would keep the weights in memory
+    # By identity: a reference would keep the weights in memory.
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names_by_id.setdefault(id(parameter), []).append(name)
 
     def tie_weights() -> None:
-        for first, *others in names.values():
-            for name in others:
+        for first, *tied in names_by_id.values():
+            for name in tied:
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
 
@@ -272,15 +287,17 @@ def _tied_as_before(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep persistent buffers out of the state dict: accelerate treats every tensor in it as a sharded parameter."""
+def _hide_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep persistent buffers out of the state dict: accelerate treats every tensor in it as a sharded parameter.
+    Collective."""
     import torch.distributed as dist
 
     hidden = list(owners_of_buffers(model))
     for _, module, leaf in hidden:
         buffer = getattr(module, leaf)
         value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        dist.broadcast(value, src=0)  # only rank 0 has a value for a buffer that the file lacks
+        # Only rank 0 has a value for a buffer that the file lacks.
+        dist.broadcast(value, src=0)
         setattr(module, leaf, value)
         module._non_persistent_buffers_set.add(leaf)
     try:

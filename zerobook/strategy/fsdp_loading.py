@@ -57,14 +57,15 @@ def shard_weights(
         full_sd: the weights, of which rank 0's are read. It is emptied: a weight is freed when it has been sharded.
         cpu_offload: keep shards in host memory.
     """
-    of_parameter: dict[int, torch.Tensor] = {}
+    shards_by_id: dict[int, torch.Tensor] = {}
     # It also has the versions of the modules, without which BatchNorm adds a counter that the model does not take.
     state = model.state_dict(keep_vars=True)
     for name, target in state.items():
         full = full_sd.pop(name) if accelerator.is_main_process else full_sd.pop(name, None)
-        if id(target) not in of_parameter:  # tied weights are one parameter under several names
-            of_parameter[id(target)] = _shard(full, cast("DTensor", target), cpu_offload)
-        state[name] = of_parameter[id(target)]
+        # Tied weights are one parameter under several names.
+        if id(target) not in shards_by_id:
+            shards_by_id[id(target)] = _shard(full, cast("DTensor", target), cpu_offload)
+        state[name] = shards_by_id[id(target)]
         del full
     model.load_state_dict(state, assign=True)
     return model
@@ -77,14 +78,14 @@ def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTe
     mesh = target.device_mesh
     if dist.get_rank() == 0:
         assert full is not None
-        whole = full.detach().to(mesh.device_type, target.dtype).contiguous()
+        weight = full.detach().to(mesh.device_type, target.dtype).contiguous()
     else:
-        whole = torch.empty(target.shape, dtype=target.dtype, device=mesh.device_type)
-    dist.broadcast(whole, src=0)
-    # without a source rank, nothing is sent: each rank takes its part of what it has
-    part = distribute_tensor(whole, mesh, target.placements, src_data_rank=None).to_local()
-    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole weight
-    return DTensor.from_local(
-        part.to("cpu") if cpu_offload else part, mesh, target.placements, run_check=False, shape=target.shape,
-        stride=target.stride(),
-    )  # fmt: skip
+        weight = torch.empty(target.shape, dtype=target.dtype, device=mesh.device_type)
+    dist.broadcast(weight, src=0)
+    # Without a source rank, nothing is sent: each rank takes its shard of what it has.
+    shard = distribute_tensor(weight, mesh, target.placements, src_data_rank=None).to_local()
+    # A view would keep the whole weight in memory.
+    shard = shard.clone(memory_format=torch.contiguous_format)
+    if cpu_offload:
+        shard = shard.to("cpu")
+    return DTensor.from_local(shard, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride())

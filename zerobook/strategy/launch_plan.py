@@ -39,19 +39,27 @@ class LaunchPlan:
     def name(self) -> str:
         """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
         if self.kind == "deepspeed":
-            parts = [f"{what}: {where}" for what, where in
-                     (("optimizer", self.offload_optimizer), ("parameters", self.offload_param))
-                     if where != "none"]  # fmt: skip
-            groups = f" hpZ {self.world_size // self.secondary}x{self.secondary}" if self.secondary > 1 else ""
-            groups += f" sequence {self.sequence}" if self.sequence > 1 else ""
-            return f"ZeRO-{self.zero_stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else "")
+            return zero_name(
+                self.zero_stage,
+                world_size=self.world_size,
+                secondary=self.secondary,
+                sequence=self.sequence,
+                optimizer_device=self.offload_optimizer,
+                parameter_device=self.offload_param,
+            )
         if self.kind == "fsdp":
-            offload = " (cpu offload)" if self.offload_param != "none" else ""
-            groups = f" hybrid {self.replicate}x{self.shard}" if self.replicate > 1 else ""
-            groups += f" context {self.context}" if self.context > 1 else ""
-            groups += f" tensor {self.tensor}" if self.tensor > 1 else ""
-            groups += f" experts {self.experts}" if self.experts > 1 else ""
-            return f"FSDP2{groups}{offload}"
+            groups = ["FSDP2"]
+            if self.replicate > 1:
+                groups.append(f"hybrid {self.replicate}x{self.shard}")
+            if self.context > 1:
+                groups.append(f"context {self.context}")
+            if self.tensor > 1:
+                groups.append(f"tensor {self.tensor}")
+            if self.experts > 1:
+                groups.append(f"experts {self.experts}")
+            if self.offload_param != "none":
+                groups.append("(cpu offload)")
+            return " ".join(groups)
         return {"single": "one process", "ddp": "DDP"}[self.kind]
 
     @property
@@ -73,9 +81,35 @@ class LaunchPlan:
     @property
     def line(self) -> str:
         """The line that a run prints about its strategy."""
-        where = f"{self.world_size} x {self.device}" + (f" over {self.backend}" if self.backend else "")
-        return f"strategy {self.name} | {where} | precision {self.precision} ({self.precision_source})"
+        processes = f"{self.world_size} x {self.device}"
+        if self.backend:
+            processes += f" over {self.backend}"
+        return f"strategy {self.name} | {processes} | precision {self.precision} ({self.precision_source})"
 
     def record(self) -> dict[str, Any]:
         """JSON-ready facts for the runlog and doctor; ``deepspeed_config`` is as resolved in memory."""
         return {"name": self.name, **asdict(self)}
+
+
+def zero_name(
+    stage: int | None, *, world_size: int, secondary: int, sequence: int, optimizer_device: str, parameter_device: str
+) -> str:
+    """Return the name of a ZeRO strategy, as `LaunchPlan.name`.
+
+    Args:
+        secondary: processes that share a second copy of the weights (hpZ); 1 is without.
+        sequence: processes that share the tokens of a sample.
+        optimizer_device: where the optimizer's state is offloaded to, or ``none``.
+        parameter_device: where the weights are offloaded to, or ``none``.
+    """
+    name = f"ZeRO-{stage}"
+    if secondary > 1:
+        name += f" hpZ {world_size // secondary}x{secondary}"
+    if sequence > 1:
+        name += f" sequence {sequence}"
+    offloads = []
+    if optimizer_device != "none":
+        offloads.append(f"optimizer: {optimizer_device}")
+    if parameter_device != "none":
+        offloads.append(f"parameters: {parameter_device}")
+    return f"{name} ({', '.join(offloads)} offload)" if offloads else name

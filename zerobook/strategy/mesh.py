@@ -117,12 +117,15 @@ class Mesh:
         size = torch.tensor([len(data)], device=self._message_device)
         sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size)
-        lengths = [self._checked(int(other)) for other in sizes]
-        # all parts of an all-gather have one size
+        lengths = [self._checked(int(size_of_rank)) for size_of_rank in sizes]
+        # An all-gather takes tensors of one size.
         content = self._as_tensor(data, max(lengths))
-        parts = [torch.empty_like(content) for _ in range(self.world_size)]
-        dist.all_gather(parts, content)
-        values: list[T] = [messages.decode(_bytes_of(part[:length])) for part, length in zip(parts, lengths, strict=True)]
+        contents = [torch.empty_like(content) for _ in range(self.world_size)]
+        dist.all_gather(contents, content)
+        values: list[T] = []
+        for content_of_rank, length in zip(contents, lengths, strict=True):
+            values.append(messages.decode(_bytes_of(content_of_rank[:length])))
+        # This rank's own value needs no copy.
         values[self.rank] = value
         return values
 
@@ -159,8 +162,11 @@ class Mesh:
             self._wait_for_all()
             outcomes = self.gather((result, error, socket.gethostname()))
             if not self.accelerator.is_local_main_process:
-                result = outcomes[self.rank - self.accelerator.local_process_index][0]
-            host, error = next(((host, error) for _, error, host in outcomes if error is not None), ("", None))
+                first_of_node = self.rank - self.accelerator.local_process_index
+                result = outcomes[first_of_node][0]
+            failures = [(error, host) for _, error, host in outcomes if error is not None]
+            # All ranks raise the same error: the first one by rank.
+            error, host = failures[0] if failures else (None, "")
             if isinstance(error, ZerobookError) and self.nodes > 1:
                 error.args = (f"{error} This happened on {host}.",)
         if error is not None:
@@ -181,7 +187,7 @@ class Mesh:
     # --- bytes in tensors
     @property
     def _message_device(self) -> torch.device:
-        # gloo beside NCCL takes tensors of the host, without a copy to the device
+        # gloo beside NCCL takes tensors of the host, without a copy to the device.
         return torch.device("cpu") if "cpu" in str(dist.get_backend_config()) else self.device
 
     def _as_tensor(self, data: bytes, size: int) -> torch.Tensor:

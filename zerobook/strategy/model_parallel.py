@@ -33,13 +33,15 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
         plan = self.plan
         half = plan.precision == "bf16"
-        parts = DistributedConfig(tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=half)
+        sizes = DistributedConfig(tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=half)
         # Weights are trained in fp32. They are loaded so, since they cannot be cast once they are sharded.
-        model = load(options | {"dtype": torch.float32, "distributed_config": parts})
+        model = load(options | {"dtype": torch.float32, "distributed_config": sizes})
         model.config.dtype = options["config"].dtype if options["dtype"] == "auto" else options["dtype"]
-        del model.config.distributed_config  # save_pretrained would gather weights that it is given whole
+        # With it, save_pretrained would gather weights that it is given whole.
+        del model.config.distributed_config
         if plan.device == "cpu":
-            model._apply(torch.clone)  # parts are views of tensors in the mapped file, if they have its dtype
+            # Shards are views of tensors in the mapped file, if they have its dtype.
+            model._apply(torch.clone)
         if plan.shard == 1:
             self._shard_alone(model, half=half)
         return model
@@ -57,8 +59,9 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _remember(self, model: nn.Module) -> None:
         super()._remember(model)
-        asked = cast("torch.dtype", cast("PreTrainedModel", model).config.dtype)
-        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, asked)
+        # The weights were loaded in fp32. The config has the dtype that the recipe chose.
+        dtype = cast("torch.dtype", cast("PreTrainedModel", model).config.dtype)
+        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, dtype)
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
@@ -78,16 +81,18 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _is_copy(self, tensor: DTensor) -> bool:
         # The processes of a tensor-parallel group hold copies of weights that are not divided, such as norm gains.
-        divided = _TENSOR in (tensor.device_mesh.mesh_dim_names or ())
-        return super()._is_copy(tensor) or (not divided and self.mesh.rank % self.plan.tensor > 0)
+        is_divided = _TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+        return super()._is_copy(tensor) or (not is_divided and self.mesh.rank % self.plan.tensor > 0)
 
-    def _live_groups(self) -> str:
-        meshes = [cast("DTensor", parameter).device_mesh for _, parameter in self.trainable()]
-        sizes = {
-            name: mesh.size(dimension)
-            for mesh in meshes
-            for dimension, name in enumerate(mesh.mesh_dim_names or ())
-            if mesh.ndim > 1
-        }
-        named = {"tensor": sizes.get(_TENSOR, 1), "experts": sizes.get("ep", 1)}
-        return "".join(f" {name} {size}" for name, size in named.items() if size > 1)
+    def _live_groups(self) -> list[str]:
+        sizes: dict[str, int] = {}
+        for _, parameter in self.trainable():
+            mesh = cast("DTensor", parameter).device_mesh
+            if mesh.ndim > 1:
+                sizes |= zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+        groups = []
+        if sizes.get(_TENSOR, 1) > 1:
+            groups.append(f"tensor {sizes[_TENSOR]}")
+        if sizes.get("ep", 1) > 1:
+            groups.append(f"experts {sizes['ep']}")
+        return groups

@@ -33,61 +33,67 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    if not gradients or (gradients[0].device.type != "cpu" and _alike(gradients)):
+    if not gradients or (gradients[0].device.type != "cpu" and _is_uniform(gradients)):
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    whole: list[torch.Tensor] = []
+    unsharded: list[torch.Tensor] = []
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             sharded.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
         else:
-            whole.append(gradient)
+            unsharded.append(gradient)
     if not sharded:
-        return _norm(whole).float()
-    total = _norm(whole).square_() if whole else torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    for (mesh, placements), parts in sharded.items():
-        total += _over_shards(_norm(parts).square_(), mesh, placements)
+        return _norm(unsharded).float()
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    if unsharded:
+        total = _norm(unsharded).square_()
+    for (mesh, placements), shards in sharded.items():
+        total += _sum_over_shards(_norm(shards).square_(), mesh, placements)
     return total.sqrt().float()
 
 
-def _alike(gradients: Sequence[torch.Tensor]) -> bool:
+def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether torch's function takes them: no DTensors, or all on one mesh and in ranges of rows or copies."""
     from torch.distributed.tensor import DTensor
 
-    meshes = {gradient.device_mesh if isinstance(gradient, DTensor) else None for gradient in gradients}
-    plain = all(
-        placement.is_shard() or placement.is_replicate()
-        for gradient in gradients
-        if isinstance(gradient, DTensor)
-        for placement in gradient.placements
-    )
-    return len(meshes) == 1 and plain
+    meshes: set[DeviceMesh | None] = set()
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            meshes.add(None)
+            continue
+        meshes.add(gradient.device_mesh)
+        if not all(placement.is_shard() or placement.is_replicate() for placement in gradient.placements):
+            return False
+    return len(meshes) == 1
 
 
 @torch.no_grad()
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all tensors, fp64 and 0-dimensional: the norm of the norms of their parts. See `_SMALL`."""
-    small, parts = [], []
+    """Return the 2-norm of all tensors, fp64 and 0-dimensional: the norm of the norms of their rows. See `_SMALL`."""
+    small = []
+    norms = []
     for tensor in tensors:
         size = tensor.numel()
         if size > _SMALL:
             vector = tensor.reshape(-1)
-            rows = size // _ROW * _ROW
-            parts += [torch.linalg.vector_norm(vector[:rows].view(-1, _ROW), dim=1, dtype=torch.float32), vector[rows:]]
+            in_rows = size // _ROW * _ROW
+            norms.append(torch.linalg.vector_norm(vector[:in_rows].view(-1, _ROW), dim=1, dtype=torch.float32))
+            # The numbers after the last full row are norms of themselves.
+            norms.append(vector[in_rows:])
         elif size:
             small.append(tensor)
     if small:
-        parts.append(torch.stack(torch._foreach_norm(small, dtype=torch.float32)))
-    if not parts:
+        norms.append(torch.stack(torch._foreach_norm(small, dtype=torch.float32)))
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    return torch.linalg.vector_norm(torch.cat([part.float() for part in parts]), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.cat([norm.float() for norm in norms]), dtype=torch.float64)
 
 
-def _over_shards(part: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Add the shards' parts over the ranks, on the device where they are. Copies of a shard count once. Collective."""
-    # A DTensor would move the parts of offloaded gradients from the CPU to the device of its mesh.
+def _sum_over_shards(squares: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """Add the shards' sums of squares over the ranks, where they are. Copies of a shard count once. Collective."""
+    # A DTensor would move the sums of offloaded gradients from the CPU to the device of its mesh.
     for dimension, placement in enumerate(placements):
         if not placement.is_replicate():
-            dist.all_reduce(part, group=mesh.get_group(dimension))
-    return part
+            dist.all_reduce(squares, group=mesh.get_group(dimension))
+    return squares

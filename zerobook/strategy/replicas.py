@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,75 +13,89 @@ import torch.distributed as dist
 
 from zerobook.strategy.mesh import Mesh
 
-_PART = 1 << 24
+_NUMBERS_AT_ONCE = 1 << 24
 """Numbers of a weight that are summed at once."""
+_MOST_POSITIONS = 16
+"""Positions of each rank that are reported of a weight that differs."""
 
 
 class Replicas(NamedTuple):
     """A difference between the ranks' copies of the weights.
 
-    ``tensors`` tensors differ. ``name`` is the first of them, with each rank's checksum, the ``places`` (flattened) where ranks
-    differ from rank 0, and each rank's ``values`` there."""
+    Attributes:
+        name: the first tensor that differs.
+        tensors: the number of tensors that differ.
+        checksums: of the first one, by rank.
+        positions: elements of the flattened tensor in which ranks differ from rank 0.
+        values: the numbers at these positions, by rank.
+    """
 
     name: str
     tensors: int
     checksums: list[int]
-    places: list[int]
+    positions: list[int]
     values: list[list[float]]
 
-    def words(self, read: Callable[[str, int], float] | None) -> str:
+    def describe(self, read: Callable[[str, int], float] | None) -> str:
         """Return a sentence that names the rank whose copy differs, and the values.
 
         Args:
-            read: (name, place) -> the value in the last checkpoint, which decides if there is no majority.
+            read: (name, position) -> the value in the last checkpoint, which decides if there is no majority.
         """
-        counts = Counter(self.checksums)
-        place = self.places[0] if self.places else 0
-        there = [values[0] if values else math.nan for values in self.values]
-        majority, votes = counts.most_common(1)[0]
+        position = self.positions[0] if self.positions else 0
+        values = [of_rank[0] if of_rank else math.nan for of_rank in self.values]
+        majority, votes = Counter(self.checksums).most_common(1)[0]
+        ranks: list[int] = []
         if votes > len(self.checksums) / 2:
             ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
-        else:
-            ranks = self._far_off(there, read(self.name, place)) if read is not None else []
+        elif read is not None:
+            ranks = _find_far_off(values, read(self.name, position))
         if len(ranks) == 1:
-            who = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
+            sentence = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
         else:
-            who = f"the copies of {self.name} on ranks {ranks or list(range(len(there)))} differ"
-        others = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(there))
-        more = f", and {self.tensors - 1} more tensors differ" if self.tensors > 1 else ""
-        return f"{who} (element {place}: {others}){more}"
-
-    @staticmethod
-    def _far_off(values: list[float], before: float) -> list[int]:
-        """Return the rank whose value is ten times as far from ``before`` as any other's, in a list; empty if there is none."""
-        far = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
-        odd = far.index(max(far))
-        return [odd] if all(far[odd] > 10 * other for rank, other in enumerate(far) if rank != odd) else []
+            sentence = f"the copies of {self.name} on ranks {ranks or list(range(len(values)))} differ"
+        listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
+        sentence += f" (element {position}: {listed})"
+        if self.tensors > 1:
+            sentence += f", and {self.tensors - 1} more tensors differ"
+        return sentence
 
 
-def differing(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
+def _find_far_off(values: list[float], before: float) -> list[int]:
+    """Return the rank whose value is ten times as far from ``before`` as any other's, in a list; empty if there is none."""
+    distances = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
+    farthest = max(distances)
+    rank = distances.index(farthest)
+    other_distances = distances[:rank] + distances[rank + 1 :]
+    return [rank] if all(farthest > 10 * distance for distance in other_distances) else []
+
+
+def compare_replicas(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
     """Return how the ranks' weights differ; None if all are the same. Reads every weight once, and the first that differs
     again. Collective."""
-    sums = torch.stack([_sum_of_bits(p) for _, p in named])
-    every = [torch.empty_like(sums) for _ in range(mesh.world_size)]
-    dist.all_gather(every, sums)
-    table = torch.stack(every)
-    odd_ones = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
-    if not odd_ones:
+    sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
+    sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
+    dist.all_gather(sums_of_ranks, sums)
+    table = torch.stack(sums_of_ranks)
+    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    if not differing:
         return None
-    name, parameter = named[odd_ones[0]]
-    mine = _bits(parameter)
-    reference = mine.clone()
-    dist.broadcast(reference.view(torch.uint8), src=0)  # the same memory; neither NCCL nor gloo sends 2-byte integers
-    odd = (mine != reference).nonzero().flatten()[:16].tolist()
-    places = sorted({place for rank in mesh.gather(odd) for place in rank})
-    values = mesh.gather(parameter.detach().flatten()[places].float().tolist())
-    return Replicas(name, len(odd_ones), table[:, odd_ones[0]].tolist(), places, values)
+    first = differing[0]
+    name, parameter = named[first]
+    bits = _bits(parameter)
+    reference = bits.clone()
+    # The same memory as bytes: neither NCCL nor gloo sends 2-byte integers.
+    dist.broadcast(reference.view(torch.uint8), src=0)
+    differing_here = (bits != reference).nonzero().flatten()[:_MOST_POSITIONS].tolist()
+    positions = sorted(set(chain.from_iterable(mesh.gather(differing_here))))
+    values = mesh.gather(parameter.detach().flatten()[positions].float().tolist())
+    return Replicas(name, len(differing), table[:, first].tolist(), positions, values)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits, int64 []. torch copies what it sums to int64 first, so a large weight is summed in parts."""
-    return torch.stack([part.sum(dtype=torch.int64) for part in _bits(tensor).split(_PART)]).sum()
+    """Return the sum of the bits, int64 []. torch copies what it sums to int64 first, so a large weight is summed in pieces."""
+    pieces = _bits(tensor).split(_NUMBERS_AT_ONCE)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerobook.strategy.base import Strategy
+from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_loading import drop_unused_renamings, loaded_modules_left_alone
 from zerobook.strategy.zero_state import ZeroState
@@ -40,7 +41,8 @@ class ZeroStrategy(ZeroState, Strategy):
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
         self._remember(model)
-        self.max_grad_norm = config.max_grad_norm  # clipping itself was written into the DeepSpeed config
+        # Clipping itself was written into the DeepSpeed config.
+        self.max_grad_norm = config.max_grad_norm
         objects: list[Any] = [model]
         if "optimizer" in (self.plan.deepspeed_config or {}):
             from accelerate.utils import DummyOptim
@@ -59,7 +61,7 @@ class ZeroStrategy(ZeroState, Strategy):
         self.deepspeed_optimizer = self.model.optimizer
         _switch_mode_with_model(self.model)
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
-            # in these stages, DeepSpeed applies gradients that are not finite unless this is set
+            # In these stages, DeepSpeed applies gradients that are not finite unless this is set.
             self.deepspeed_optimizer.check_grad_overflow = True
         stage = self.model.zero_optimization_stage()
         if stage != self.plan.zero_stage:
@@ -84,17 +86,18 @@ class ZeroStrategy(ZeroState, Strategy):
         """Prepare the model and the optimizer, and take Ulysses out of transformers, where accelerate registers it."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        whole = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        unsplit_attention = ALL_ATTENTION_FUNCTIONS[ATTENTION]
         self.accelerator.parallelism_config.sp_handler.sp_attn_implementation = ATTENTION
         config = objects[0].config.get_text_config()
-        unset = getattr(config, "head_dim", 0) is None  # as in Mixtral's config, and DeepSpeed takes it for a number
-        if unset:
+        # It is None in Mixtral's config, and DeepSpeed takes it for a number.
+        lacks_head_dim = getattr(config, "head_dim", 0) is None
+        if lacks_head_dim:
             config.head_dim = config.hidden_size // config.num_attention_heads
         prepared = self.accelerator.prepare(*objects)
-        if unset:
+        if lacks_head_dim:
             config.head_dim = None
         self.token_split = Ulysses(ALL_ATTENTION_FUNCTIONS[ATTENTION])
-        ALL_ATTENTION_FUNCTIONS[ATTENTION] = whole
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = unsplit_attention
         return prepared
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -102,8 +105,8 @@ class ZeroStrategy(ZeroState, Strategy):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step
-        # DeepSpeed 0.19.8 averages over all ranks in stage 3, and over groups that share rows in the others
+        # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step.
+        # DeepSpeed 0.19.8 averages over all ranks in stage 3, and over groups that share rows in the others.
         ranks = self.mesh.token_parallel_size if self.plan.zero_stage == 3 else self.mesh.data_parallel_size
         with self.split_attention():
             self.model.backward(loss * ranks, scale_wrt_gas=False)
@@ -112,8 +115,11 @@ class ZeroStrategy(ZeroState, Strategy):
         from deepspeed.runtime.zero.utils import combine_grad_norm_groups
 
         zero = self.deepspeed_optimizer
-        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.plan.zero_stage == 3 else zero.scaled_global_norm()
-        return norm / zero.loss_scale
+        if self.plan.zero_stage == 3:
+            scaled_norm = combine_grad_norm_groups(zero._get_norm_groups())
+        else:
+            scaled_norm = zero.scaled_global_norm()
+        return scaled_norm / zero.loss_scale
 
     def _unscale(self) -> None:
         """Do nothing: DeepSpeed divides by the loss scale in its step, and `_gradient` divides what it returns."""
@@ -127,9 +133,12 @@ class ZeroStrategy(ZeroState, Strategy):
         mapping = fragment._hp_mapping
         if mapping is None:
             return None
-        found = mapping.get_lp_grad_fragment(fragment._index_in_param_group).reshape(-1)
+        gradient = mapping.get_lp_grad_fragment(fragment._index_in_param_group).reshape(-1)
         address = mapping.lp_fragment_address
-        return (found[address.start :] if found.numel() == parameter.numel() else found)[: address.numel] / zero.loss_scale
+        if gradient.numel() == parameter.numel():
+            # DeepSpeed gives the gradient of the whole weight, of which this rank's part is wanted.
+            gradient = gradient[address.start :]
+        return gradient[: address.numel] / zero.loss_scale
 
     def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
         groups = self.deepspeed_optimizer.param_groups
@@ -140,7 +149,7 @@ class ZeroStrategy(ZeroState, Strategy):
         applied = self.model.was_step_applied()
         self._applied = self._applied + int(applied)
         if self.owns_schedule and not applied:
-            # DeepSpeed moves its schedule, and sets the next rate, only after a step that was applied
+            # DeepSpeed moves its schedule, and sets the next rate, only after a step that was applied.
             for group in groups:
                 group["lr"] = scheduled
         return self.model.get_global_grad_norm()
@@ -181,10 +190,16 @@ class ZeroStrategy(ZeroState, Strategy):
         from accelerate.utils import DummyScheduler
 
         params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})
-        warmup = max(1, config.warmup_steps(total_steps))  # DeepSpeed refuses 0
-        # accelerate would divide the total by the number of processes; steps here do not depend on it
-        for key, value in (("warmup_min_lr", 0.0), ("warmup_max_lr", config.learning_rate),
-                           ("warmup_num_steps", warmup), ("total_num_steps", max(total_steps, warmup + 1))):  # fmt: skip
+        # DeepSpeed refuses a warm-up of 0 steps.
+        warmup = max(1, config.warmup_steps(total_steps))
+        # accelerate would divide the total by the number of processes; steps here do not depend on it.
+        values = {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": config.learning_rate,
+            "warmup_num_steps": warmup,
+            "total_num_steps": max(total_steps, warmup + 1),
+        }
+        for key, value in values.items():
             if params.get(key) == "auto":
                 params[key] = value
         return DummyScheduler(optimizer, total_num_steps=total_steps, warmup_num_steps=warmup)
@@ -194,26 +209,24 @@ class ZeroStrategy(ZeroState, Strategy):
             self.model.lr_scheduler.step(step - 1)
 
     def describe(self) -> dict[str, Any]:
-        zero, masters = self.deepspeed_optimizer, self._masters()
+        zero = self.deepspeed_optimizer
+        masters = self._masters()
         stage = int(self.model.zero_optimization_stage())
-        offload = {"optimizer": "none", "parameters": "none"}
-        if zero.offload_optimizer if stage == 3 else zero.cpu_offload:
-            offload["optimizer"] = "cpu"
-        if stage == 3:
-            if zero.optimizer_swapper is not None:
-                offload["optimizer"] = "nvme"
-            if any(getattr(p, "nvme_swapper", None) is not None for p in self.model.parameters()):
-                offload["parameters"] = "nvme"
-            elif zero.offload_param:
-                offload["parameters"] = "cpu"
-        parts = [f"{what}: {where}" for what, where in offload.items() if where != "none"]
-        second = zero.parameter_offload.zero_param_parallel_group if stage == 3 else None
-        size = dist.get_world_size(second) if second is not None else 1
-        groups = f" hpZ {self.mesh.world_size // size}x{size}" if size > 1 else ""
         sequence = int(self.model.sequence_parallel_size)
-        groups += f" sequence {sequence}" if sequence > 1 else ""
+        # Processes that share hpZ's second copy of the weights.
+        group = zero.parameter_offload.zero_param_parallel_group if stage == 3 else None
+        secondary = 1 if group is None else dist.get_world_size(group)
+        offload = {"optimizer": self._optimizer_device(stage), "parameters": self._parameter_device(stage)}
+        name = zero_name(
+            stage,
+            world_size=self.mesh.world_size,
+            secondary=secondary,
+            sequence=sequence,
+            optimizer_device=offload["optimizer"],
+            parameter_device=offload["parameters"],
+        )
         return super().describe() | {
-            "strategy": f"ZeRO-{stage}{groups}" + (f" ({', '.join(parts)} offload)" if parts else ""),
+            "strategy": name,
             "zero_stage": stage,
             "sequence": sequence,
             "master_dtype": str(masters[0].dtype).removeprefix("torch."),
@@ -222,6 +235,23 @@ class ZeroStrategy(ZeroState, Strategy):
             "sub_groups": len(masters),
             "offload": offload,
         }
+
+    def _optimizer_device(self, stage: int) -> str:
+        """Return where DeepSpeed keeps the optimizer's state: ``none`` is the device of the weights."""
+        zero = self.deepspeed_optimizer
+        if stage != 3:
+            return "cpu" if zero.cpu_offload else "none"
+        if zero.optimizer_swapper is not None:
+            return "nvme"
+        return "cpu" if zero.offload_optimizer else "none"
+
+    def _parameter_device(self, stage: int) -> str:
+        """Return where DeepSpeed keeps the weights between their uses: ``none`` is the device that computes."""
+        if stage != 3:
+            return "none"
+        if any(getattr(parameter, "nvme_swapper", None) is not None for parameter in self.model.parameters()):
+            return "nvme"
+        return "cpu" if self.deepspeed_optimizer.offload_param else "none"
 
 
 def _switch_mode_with_model(engine: nn.Module) -> None:
