@@ -44,7 +44,7 @@ def test_labels_are_shifted_before_they_are_split(parts):
     labels[1, 4] = IGNORE
     found = []
     for chunks, of in parts:
-        part = Split(chunks, of).part({"input_ids": ids, "labels": labels})
+        part = Split(chunks, of).cut({"input_ids": ids, "labels": labels})
         assert set(part) == {"input_ids", "position_ids", TARGETS} and part["input_ids"].shape == (2, 4), "padded to 8 tokens"
         for row in range(2):
             for token, position, target in zip(*(part[key][row].tolist() for key in part), strict=True):
@@ -63,7 +63,7 @@ def test_the_loss_of_all_parts_is_the_loss_of_the_row():
         return SimpleNamespace(logits=table[input_ids])
 
     model.training, batch = False, {"input_ids": labels, "labels": labels}
-    parts = [Split(chunks, 4).part(batch) for chunks in ([0, 3], [1, 2])]
+    parts = [Split(chunks, 4).cut(batch) for chunks in ([0, 3], [1, 2])]
     assert NextToken().loss(model, batch) == causal_lm_loss(table[labels], labels)
     total = sum(NextToken().loss(model, part) for part in parts)
     torch.testing.assert_close(total, NextToken().loss(model, batch))
@@ -72,7 +72,7 @@ def test_the_loss_of_all_parts_is_the_loss_of_the_row():
 def test_what_cannot_be_split_is_not_dropped():
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "labels": torch.ones(1, 4, dtype=torch.int64)}
     with pytest.raises(ConfigError, match="attention_mask, token_type_ids"):
-        Split([0], 2).part(batch | {"attention_mask": torch.ones(1, 4), "token_type_ids": torch.ones(1, 4)})
+        Split([0], 2).cut(batch | {"attention_mask": torch.ones(1, 4), "token_type_ids": torch.ones(1, 4)})
 
 
 def test_masks_and_attention_come_back():

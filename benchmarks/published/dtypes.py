@@ -61,10 +61,10 @@ class Types(Hook):
         self.found["prepared"] = master.replace("float32", "fp32").replace("bfloat16", "bf16")
 
     def on_gradients_ready(self, trainer: TrainerView) -> None:
-        self.found["gradients"] = names(trainer.strategy.held()["gradients"])
+        self.found["gradients"] = names(trainer.strategy.live_tensors()["gradients"])
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
-        self.found["moments"] = names(trainer.strategy.held()["optimizer"])
+        self.found["moments"] = names(trainer.strategy.live_tensors()["optimizer"])
 
     def on_end(self, trainer: TrainerView) -> None:
         if trainer.strategy.is_main:

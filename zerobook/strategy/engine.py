@@ -121,8 +121,11 @@ class Engine(TrainingState):
         Call it after the last backward pass of a step and before `optimizer_step`, which it does not affect.
         """
         self._unscale()
-        trained = (p for group in self.optimizer.param_groups for p in group["params"])  # to walk the model takes longer
-        return total_norm([p.grad for p in trained if p.grad is not None])
+        # The optimizer's groups hold the trained weights; to walk the model takes longer.
+        gradients = []
+        for group in self.optimizer.param_groups:
+            gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        return total_norm(gradients)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's part of the gradient) of every trained weight, before clipping. No collective.
@@ -134,8 +137,8 @@ class Engine(TrainingState):
         """
         self._unscale()
         for index, (name, parameter) in enumerate(self.trainable()):
-            part = self._gradient(index, parameter)
-            yield name, torch.empty(0) if part is None else part.detach().reshape(-1)
+            gradient = self._gradient(index, parameter)
+            yield name, torch.empty(0) if gradient is None else gradient.detach().reshape(-1)
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return this rank's part; None if it has none. Here every rank holds all gradients, so ranks take them in turn."""
@@ -164,17 +167,18 @@ class Engine(TrainingState):
         norm = self.gradient_norm()
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_grad_norm or float("inf"), norm)
-        finite = torch.isfinite(norm)
-        # accelerate's wrapper steps fp16's scaler; without one, it only searches the import path for an optimizer's library
-        wrapped = self.accelerator.scaler is not None
-        optimizer = self.optimizer if wrapped else self._torch_optimizer()
+        is_finite = torch.isfinite(norm)
+        # accelerate's wrapper steps fp16's scaler; without one, it only searches the import path for an optimizer's library.
+        has_scaler = self.accelerator.scaler is not None
+        optimizer = self.optimizer if has_scaler else self._torch_optimizer()
         if self._skips_on_device:
             # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
-            cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~finite).float()
+            cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~is_finite).float()
             optimizer.step()
-        elif wrapped or finite.item():  # the scaler checks the flag, and waits, itself
+        elif has_scaler or is_finite.item():
+            # The scaler checks the norm, and waits, itself.
             optimizer.step()
-        self._applied = self._applied + finite
+        self._applied = self._applied + is_finite
         self._unscaled = False
         optimizer.zero_grad(set_to_none=True)
         return norm
@@ -197,6 +201,6 @@ class Engine(TrainingState):
 
 @contextmanager
 def _split(split: TokenSplit, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    part = split.part(batch)
-    with split.attention(len(part["input_ids"])):
-        yield part
+    tokens = split.cut(batch)
+    with split.attention(len(tokens["input_ids"])):
+        yield tokens

@@ -163,8 +163,11 @@ class FullyShardedStrategy(Strategy):
                 return True
         return False
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        return {name: [local(t) for t in tensors] for name, tensors in super().held().items()}
+    def live_tensors(self) -> dict[str, list[torch.Tensor]]:
+        tensors = super().live_tensors()
+        for name in tensors:
+            tensors[name] = [local(tensor) for tensor in tensors[name]]
+        return tensors
 
     def describe(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule

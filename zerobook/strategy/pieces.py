@@ -23,18 +23,22 @@ class Piece(NamedTuple):
         """Return (a part of at most ``room`` numbers, 1 or more; what is left, as pieces in order)."""
         if self.values.numel() <= room:
             return self, []
+        # The first dimension that can be cut: those before it have one row.
         dimension = next(d for d, size in enumerate(self.values.shape) if size > 1)
-        each = self.values.numel() // self.values.shape[dimension]
-        if each <= room:
-            return self._part(dimension, 0, room // each), [self._part(dimension, room // each, None)]
-        first, rest = self._part(dimension, 0, 1).cut(room)
-        return first, [*rest, self._part(dimension, 1, None)]
+        row_numbers = self.values.numel() // self.values.shape[dimension]
+        if row_numbers <= room:
+            rows = room // row_numbers
+            return self._narrow(dimension, 0, rows), [self._narrow(dimension, rows, None)]
+        first, rest = self._narrow(dimension, 0, 1).cut(room)
+        return first, [*rest, self._narrow(dimension, 1, None)]
 
-    def _part(self, dimension: int, start: int, stop: int | None) -> Piece:
-        size = self.values.shape[dimension]
-        values = self.values.narrow(dimension, start, (size if stop is None else stop) - start)
-        offset = tuple(at + start if d == dimension else at for d, at in enumerate(self.offset))
-        return self._replace(offset=offset, values=values)
+    def _narrow(self, dimension: int, start: int, stop: int | None) -> Piece:
+        """Return rows ``start`` to ``stop`` of a dimension, as a piece; to the end where ``stop`` is None."""
+        if stop is None:
+            stop = self.values.shape[dimension]
+        offset = list(self.offset)
+        offset[dimension] += start
+        return self._replace(offset=tuple(offset), values=self.values.narrow(dimension, start, stop - start))
 
 
 class Read(Protocol):

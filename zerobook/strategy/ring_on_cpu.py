@@ -23,10 +23,11 @@ def _forward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[t
     from torch.distributed.tensor.experimental._context_parallel._attention import _templated_ring_attention
 
     query, key, value = (t.to_local() for t in args[:3])
-    named = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False)) | options
+    # Callers pass these two by position or by name.
+    keywords = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False)) | options
     group = args[0].device_mesh.get_group()
-    found = _templated_ring_attention(group, 2, op, query, key, value, **named)
-    return _sharded(found, args[0])
+    outputs = _templated_ring_attention(group, 2, op, query, key, value, **keywords)
+    return _shard_like(args[0], outputs)
 
 
 def _backward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -35,15 +36,28 @@ def _backward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[
 
     gradient, query, key, value, out, logsumexp = (t.to_local() for t in args[:6])
     dropout, causal = args[6:8]
-    found = _templated_ring_attention_backward(
-        args[1].device_mesh.get_group(), 2, op, gradient, "grad_out", query, key, value, out, logsumexp, causal,
-        dropout_p=dropout, scale=options.get("scale"),
-    )  # fmt: skip
-    return _sharded(found, args[1])
+    group = args[1].device_mesh.get_group()
+    gradients = _templated_ring_attention_backward(
+        group,
+        2,
+        op,
+        gradient,
+        "grad_out",
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        causal,
+        dropout_p=dropout,
+        scale=options.get("scale"),
+    )
+    return _shard_like(args[1], gradients)
 
 
-def _sharded(parts: tuple[torch.Tensor, ...], like: Any) -> tuple[torch.Tensor, ...]:
-    """Return local parts as DTensors, sharded as ``like`` is."""
+def _shard_like(example: Any, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return local tensors as DTensors, sharded as ``example`` is."""
     from torch.distributed.tensor import DTensor
 
-    return tuple(DTensor.from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
+    mesh = example.device_mesh
+    return tuple(DTensor.from_local(tensor, mesh, example.placements, run_check=False) for tensor in tensors)

@@ -13,7 +13,7 @@ from torch import nn
 from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
-from zerobook.strategy.weights import persistent_buffers, quantisation_state, storage_bytes, unwrapped_name, whole
+from zerobook.strategy.weights import full, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -46,9 +46,10 @@ class TrainingState:
     def _remember(self, model: nn.Module) -> None:
         """Keep dtypes and buffers as the model was loaded; call it before anything is cast."""
         self.loaded_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        self._loaded_buffers = {
-            name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model) if not buffer.is_meta
-        }
+        self._loaded_buffers = {}
+        for name, buffer in persistent_buffers(model):
+            if not buffer.is_meta:
+                self._loaded_buffers[name] = buffer.detach().to("cpu", copy=True)
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -100,7 +101,7 @@ class TrainingState:
 
         Peak memory is one whole tensor per rank.
         """
-        return whole(self._tensor(parameter, key).detach()).float()
+        return full(self._tensor(parameter, key).detach()).float()
 
     def pieces(self) -> Iterator[Piece]:
         """Yield this rank's share of all weights and optimizer state. All ranks together yield each element once.
@@ -109,9 +110,12 @@ class TrainingState:
         """
         for index, (name, parameter) in enumerate(self.trainable()):
             for key in (None, *self.state_shapes(parameter)):
-                found = self._piece(index, parameter, key)
-                if found is not None and found[1].numel():
-                    yield Piece(name, key, *found)
+                piece = self._piece(index, parameter, key)
+                if piece is None:
+                    continue
+                offset, values = piece
+                if values.numel():
+                    yield Piece(name, key, offset, values)
 
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         """Return ``offset`` and ``values`` of the `Piece` that this rank writes; None if it writes nothing.
@@ -121,10 +125,11 @@ class TrainingState:
         """
         flat = self._tensor(parameter, key).detach().reshape(-1)
         if flat.numel() < _SPLIT:
-            return ((0,), flat) if index % self.mesh.world_size == self.mesh.rank else None
-        part = -(-flat.numel() // self.mesh.world_size)
-        start = min(part * self.mesh.rank, flat.numel())
-        return (start,), flat[start : start + part]
+            is_turn = index % self.mesh.world_size == self.mesh.rank
+            return ((0,), flat) if is_turn else None
+        length = -(-flat.numel() // self.mesh.world_size)
+        start = min(length * self.mesh.rank, flat.numel())
+        return (start,), flat[start : start + length]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """Restore a weight (``key`` None) or optimizer state. Collective.
@@ -147,15 +152,15 @@ class TrainingState:
         DeepSpeed casts floating buffers to its compute dtype. A buffer that is still its loaded value, rounded to that dtype,
         is returned as it was loaded.
         """
-        found = {}
+        copies = {}
         for name, buffer in persistent_buffers(self.unwrapped):
-            live = buffer.detach().to("cpu", copy=True).contiguous()
+            copy = buffer.detach().to("cpu", copy=True).contiguous()
             loaded = self._loaded_buffers.get(name)
-            if loaded is not None and loaded.dtype != live.dtype:
-                unchanged = torch.equal(loaded.to(live.dtype), live)
-                live = loaded.clone() if unchanged else live.to(loaded.dtype)
-            found[name] = live
-        return found
+            if loaded is not None and loaded.dtype != copy.dtype:
+                is_unchanged = torch.equal(loaded.to(copy.dtype), copy)
+                copy = loaded.clone() if is_unchanged else copy.to(loaded.dtype)
+            copies[name] = copy
+        return copies
 
     def restore_buffers(self, values: dict[str, torch.Tensor]) -> None:
         """Set the buffers of this rank to what `buffers` returned."""
@@ -200,8 +205,8 @@ class TrainingState:
         """Load what `scaler_state` returned; from another kind of scaler, the scale alone."""
         scaler = self.accelerator.scaler
         if saved and scaler is not None:
-            same = saved["kind"] == type(scaler).__name__
-            scaler.load_state_dict(saved["state"] if same else scaler.state_dict() | {"scale": saved["scale"]})
+            is_same_kind = saved["kind"] == type(scaler).__name__
+            scaler.load_state_dict(saved["state"] if is_same_kind else scaler.state_dict() | {"scale": saved["scale"]})
 
     def set_schedule_step(self, step: int) -> None:
         """Set a schedule that the strategy owns to ``step`` applied steps. Steps skipped for an overflow do not count."""
@@ -212,13 +217,16 @@ class TrainingState:
         ``parameters`` (with the scales of quantised ones), ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32
         masters and state). On every device together.
         """
-        return {name: storage_bytes(tensors) for name, tensors in self.held().items()}
+        return {name: storage_bytes(tensors) for name, tensors in self.live_tensors().items()}
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        """Return the live tensors that `memory` counts, by the same names. Some may share storages."""
+    def live_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that `memory` counts, by the same names. Some may share storages."""
         parameters = list(self.model.parameters())
+        optimizer_state: list[torch.Tensor] = []
+        for state in self._states():
+            optimizer_state += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return {
-            "parameters": [*(p.data for p in parameters), *quantisation_state(self.model)],
-            "gradients": [p.grad for p in parameters if p.grad is not None],
-            "optimizer": [t for state in self._states() for t in state.values() if isinstance(t, torch.Tensor)],
+            "parameters": [*(parameter.data for parameter in parameters), *quantisation_state(self.model)],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer": optimizer_state,
         }

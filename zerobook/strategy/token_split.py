@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "sdpa"
 """The only attention that rows are split under. On GPUs, it runs the flash kernels."""
-_KNOWN = {"input_ids", "labels", "past_key_values"}
+_KEYS = {"input_ids", "labels", "past_key_values"}
 """Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
@@ -41,7 +41,7 @@ class TokenSplit(ABC):
     chunks: list[int]
     of: int
 
-    def part(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this process's tokens of a batch of whole rows.
 
         Labels are shifted before they are split: the target of a process's last token is the first token of another process.
@@ -56,25 +56,29 @@ class TokenSplit(ABC):
         Raises:
             ConfigError: the batch has something that this function cannot split.
         """
-        if unknown := sorted(batch.keys() - _KNOWN):
+        unknown = sorted(batch.keys() - _KEYS)
+        if unknown:
             raise ConfigError(
                 f"the batch has {', '.join(unknown)}, and processes that share the tokens of a row can split input_ids and "
                 "labels only. Use a strategy file that does not split rows."
             )
         ids = batch["input_ids"]
         rows, length = ids.shape
-        more = -length % self.of
-        # a table of positions may end with the row, so padding repeats the last one
-        positions = torch.arange(length + more, device=ids.device).clamp(max=length - 1).expand(rows, -1)
-        whole = {
-            "input_ids": pad(ids, (0, more)), "position_ids": positions,
-            TARGETS: pad(shifted(batch["labels"]), (0, more), value=IGNORE),
-        }  # fmt: skip
-        kept = {key: batch[key] for key in batch.keys() & {"past_key_values"}}
-        return kept | {key: self._mine(value) for key, value in whole.items()}
+        padding = -length % self.of
+        # A table of positions may end with the row, so padding repeats the last one.
+        positions = torch.arange(length + padding, device=ids.device).clamp(max=length - 1).expand(rows, -1)
+        tokens: dict[str, Any] = {
+            "input_ids": self._cut_rows(pad(ids, (0, padding))),
+            "position_ids": self._cut_rows(positions),
+            TARGETS: self._cut_rows(pad(shifted(batch["labels"]), (0, padding), value=IGNORE)),
+        }
+        if "past_key_values" in batch:
+            tokens["past_key_values"] = batch["past_key_values"]
+        return tokens
 
-    def _mine(self, whole: torch.Tensor) -> torch.Tensor:
-        chunks = whole.chunk(self.of, dim=1)
+    def _cut_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this process's chunks of whole rows, joined."""
+        chunks = rows.chunk(self.of, dim=1)
         return torch.cat([chunks[index] for index in self.chunks], dim=1)
 
     @abstractmethod
@@ -101,8 +105,10 @@ class Ulysses(TokenSplit):
     def __init__(self, registered: Attention):
         self._attention = registered
         self._exchange = inspect.getclosurevars(registered).nonlocals["uattn"]
-        self._exchange.disable_in_eval = False  # accelerate asks for whole rows in evaluations
-        self.size = self.of = self._exchange.world_size
+        # accelerate would compute whole rows in evaluations.
+        self._exchange.disable_in_eval = False
+        self.size = self._exchange.world_size
+        self.of = self.size
         self.chunks = [self._exchange.sp_rank]
 
     @contextmanager
@@ -128,7 +134,9 @@ class Ring(TokenSplit):
     def __init__(self, mesh: DeviceMesh):
         from zerobook.strategy.ring_on_cpu import register
 
-        self._mesh, self.size, self.of = mesh, mesh.size(), 2 * mesh.size()
+        self._mesh = mesh
+        self.size = mesh.size()
+        self.of = 2 * self.size
         if mesh.device_type == "cpu":
             register()
         with self._patched() as chunks:
@@ -138,7 +146,7 @@ class Ring(TokenSplit):
     def attention(self, rows: int | None = None) -> Iterator[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # the math kernel is no kernel of its own: its parts would attend to this process's tokens only
+        # The math kernel is no kernel of its own: its operations would attend to this process's tokens only.
         fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
         with self._patched(), sdpa_kernel(fused), without_masks():
             yield
@@ -165,10 +173,12 @@ def without_masks(attention: Attention | None = None) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    before = ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION]
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention or before[0]
+    original_attention = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    original_mask = ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION]
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention or original_attention
     ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = lambda *_, **__: None
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = before
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = original_attention
+        ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = original_mask

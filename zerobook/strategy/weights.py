@@ -20,13 +20,12 @@ def parameter_groups(
     Args:
         shape: returns the shape of the whole weight, of which a rank may hold a part.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weight_decay == 0:
         return [{"params": trained, "weight_decay": 0.0}]
-    groups = [
-        {"params": [p for p in trained if len(shape(p)) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if len(shape(p)) < 2], "weight_decay": 0.0},
-    ]
+    matrices = [parameter for parameter in trained if len(shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trained if len(shape(parameter)) < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -44,9 +43,10 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, module that holds it, its name there) of each buffer that belongs to the state dict."""
     for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                yield f"{path}.{leaf}" if path else leaf, module, leaf
+                yield prefix + leaf, module, leaf
 
 
 def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -61,7 +61,8 @@ def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
     if type(holder).__module__.startswith("bitsandbytes."):
         for key, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
-                if key != "idx":  # the columns with large activations of the last micro-batch
+                # idx has the columns with large activations of the last micro-batch.
+                if key != "idx":
                     yield value
             else:
                 yield from _tensors_of(value)
@@ -70,11 +71,14 @@ def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
 def unwrapped_name(name: str) -> str:
     """Return a weight's name without the prefixes of the model's wrappers."""
     for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "", 1) if name.startswith(wrapper) else name.replace("." + wrapper, ".")
+        if name.startswith(wrapper):
+            name = name.replace(wrapper, "", 1)
+        else:
+            name = name.replace("." + wrapper, ".")
     return name
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -51,7 +51,8 @@ class ZeroState(TrainingState):
     def initialising_whole(self) -> Iterator[None]:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-        unset_hf_deepspeed_config()  # with it set, transformers would shard new models
+        # With it set, transformers would shard new models.
+        unset_hf_deepspeed_config()
         try:
             yield
         finally:
@@ -108,29 +109,31 @@ class ZeroState(TrainingState):
     def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
         if self.plan.zero_stage != 3:
             mapping = cast("ZeroParameter", parameter)._hp_mapping
-            return None if mapping is None else ((mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key))
-        # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back
-        mine, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
+            if mapping is None:
+                return None
+            return (mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key)
+        # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back.
+        partition, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
         start, stop = self._bounds(parameter)
-        return (start,), mine[: stop - start]
+        return (start,), partition[: stop - start]
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         if self.plan.zero_stage != 3:
             return self._restore_fragment(parameter, key, read)
-        # ZeRO-3 cuts equal pieces, the last one padded; its setter narrows without a check
+        # ZeRO-3 makes equal partitions, the last one padded; its setter narrows without a check.
         start, stop = self._bounds(parameter)
-        cut = cast("ZeroParameter", parameter)
-        mine = torch.zeros(cut.ds_tensor.numel(), dtype=torch.float32)
+        sharded = cast("ZeroParameter", parameter)
+        partition = torch.zeros(sharded.ds_tensor.numel(), dtype=torch.float32)
         if stop > start:
-            mine[: stop - start] = read(start, stop)
-        self.deepspeed_optimizer.set_local_hp_param(mine, parameter, key)
+            partition[: stop - start] = read(start, stop)
+        self.deepspeed_optimizer.set_local_hp_param(partition, parameter, key)
         if key is None:
             import deepspeed
 
-            # the setter reaches the fp32 master only; the copies that forwards read are written by their owner
+            # The setter reaches the fp32 master only; the copies that forwards read are written by their owner. Collective.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.mesh.rank == 0:
-                    parameter.data.copy_(read(0, cut.ds_numel).view(cut.ds_shape))
+                    parameter.data.copy_(read(0, sharded.ds_numel).view(sharded.ds_shape))
 
     def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """Restore under ZeRO-1 and 2: every rank holds the weight for forwards, and some a range of the fp32 master."""
@@ -143,45 +146,51 @@ class ZeroState(TrainingState):
         if mapping is not None:
             start = mapping.lp_fragment_address.start
             stop = start + mapping.lp_fragment_address.numel
-            mine = read(start, stop) if value is None else value.flatten()[start:stop]
-            mapping.get_hp_fragment(key).data.copy_(mine)
+            fragment = read(start, stop) if value is None else value.flatten()[start:stop]
+            mapping.get_hp_fragment(key).data.copy_(fragment)
 
     def _bounds(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Return [start, stop) of this rank's part of the flattened weight under ZeRO-3, without the padding."""
-        cut = cast("ZeroParameter", parameter)
-        piece, group = cut.ds_tensor.numel(), cut.ds_process_group
+        """Return [start, stop) of this rank's partition of the flattened weight under ZeRO-3, without the padding."""
+        sharded = cast("ZeroParameter", parameter)
+        group = sharded.ds_process_group
         rank = self.mesh.rank if group is None else dist.get_rank(group=group)
-        whole = self.shape(parameter).numel()
-        return min(piece * rank, whole), min(piece * (rank + 1), whole)
+        size = sharded.ds_tensor.numel()
+        total = self.shape(parameter).numel()
+        return min(size * rank, total), min(size * (rank + 1), total)
 
     def scaler_state(self) -> dict[str, Any] | None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
         if self.plan.precision != "fp16" or scaler is None:
             return None
-        state = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        state = {key: value for key, value in vars(scaler).items() if isinstance(value, int | float | bool)}
         return {"kind": type(scaler).__name__, "scale": scaler.cur_scale, "state": state}
 
     def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
         scaler = getattr(self.deepspeed_optimizer, "loss_scaler", None)
-        if not saved or scaler is None or not scaler.dynamic:  # a scale that the JSON fixes stays
+        # A scale that the JSON fixes stays.
+        if not saved or scaler is None or not scaler.dynamic:
             return
-        same = saved["kind"] == type(scaler).__name__
-        for key, value in (saved["state"] if same else {"cur_scale": saved["scale"]}).items():
+        is_same_kind = saved["kind"] == type(scaler).__name__
+        state = saved["state"] if is_same_kind else {"cur_scale": saved["scale"]}
+        for key, value in state.items():
             setattr(scaler, key, value)
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
-        held = super().held()
+    def live_tensors(self) -> dict[str, list[torch.Tensor]]:
+        tensors = super().live_tensors()
         zero = self.deepspeed_optimizer
+        for parameter in self.model.parameters():
+            if hasattr(parameter, "ds_tensor"):
+                tensors["parameters"].append(parameter.ds_tensor.data)
+            # hpZ's second copy of the weights.
+            if getattr(parameter, "ds_secondary_tensor", None) is not None:
+                tensors["parameters"].append(parameter.ds_secondary_tensor)
+        for gradients in (getattr(zero, "averaged_gradients", None) or {}).values():
+            tensors["gradients"] += [gradient for gradient in gradients or [] if gradient is not None]
         masters = self._masters()
-        for p in self.model.parameters():
-            if hasattr(p, "ds_tensor"):
-                held["parameters"].append(p.ds_tensor.data)
-            if getattr(p, "ds_secondary_tensor", None) is not None:
-                held["parameters"].append(p.ds_secondary_tensor)
-        for tensors in (getattr(zero, "averaged_gradients", None) or {}).values():
-            held["gradients"] += [t for t in tensors or [] if t is not None]
-        held["gradients"] += [m.grad for m in masters if m.grad is not None]
-        buffer = getattr(zero, "grad_partitions_flat_buffer", None)  # holds ZeRO-3's gradients before they are swapped out
-        held["gradients"] += [buffer] if buffer is not None else []
-        held["optimizer"] += [m.data for m in masters]
-        return held
+        tensors["gradients"] += [master.grad for master in masters if master.grad is not None]
+        # It holds ZeRO-3's gradients before they are swapped out.
+        buffer = getattr(zero, "grad_partitions_flat_buffer", None)
+        if buffer is not None:
+            tensors["gradients"].append(buffer)
+        tensors["optimizer"] += [master.data for master in masters]
+        return tensors
