@@ -51,11 +51,11 @@ def _without_machines(arguments: list[str]) -> list[str]:
     >>> _without_machines(["--min_machines", "1", "--cpu", "x.py"]), _without_machines(["--cpu", "--min_machines=1", "x.py"])
     (['--cpu', 'x.py'], ['--cpu', 'x.py'])
     """
-    kept = [token for token in arguments if not token.startswith("--min_machines=")]
-    if "--min_machines" in kept:
-        index = kept.index("--min_machines")
-        del kept[index : index + 2]
-    return kept
+    remaining = [token for token in arguments if not token.startswith("--min_machines=")]
+    if "--min_machines" in remaining:
+        index = remaining.index("--min_machines")
+        del remaining[index : index + 2]
+    return remaining
 
 
 def launch(arguments: list[str]) -> None:
@@ -100,9 +100,12 @@ def command_to_resume() -> str:
     if flags is None:
         return shlex.join(["python", sys.argv[0], *arguments, *resume])
     command = psutil.Process().parent().cmdline()
-    program = ["zerobook" if Path(token).name.startswith("zerobook") else "accelerate" for token in command[:3]]
-    own = flags[: len(flags) - len(sys.argv[1:])] if flags[len(flags) - len(sys.argv[1:]) :] == sys.argv[1:] else flags
-    return shlex.join(["zerobook" if "zerobook" in program else "accelerate", "launch", *own, *arguments, *resume])
+    is_zerobook = any(Path(token).name.startswith("zerobook") for token in command[:3])
+    # The launcher's command line ends with this process's arguments, which are replaced.
+    end = len(flags) - len(sys.argv[1:])
+    if flags[end:] == sys.argv[1:]:
+        flags = flags[:end]
+    return shlex.join(["zerobook" if is_zerobook else "accelerate", "launch", *flags, *arguments, *resume])
 
 
 def chose_threads() -> bool:
@@ -114,15 +117,16 @@ def chose_threads() -> bool:
 
     try:
         parent = psutil.Process().parent()
-        command, given = parent.cmdline(), parent.environ()
+        command = parent.cmdline()
+        is_set_by_user = "OMP_NUM_THREADS" in parent.environ()
     except (psutil.Error, AttributeError):
+        return False
+    if is_set_by_user:
         return False
     flags = launcher_flags(command)
     if flags is None:
-        ours = any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
-        return ours and "OMP_NUM_THREADS" not in given
-    typed = parsed(flags).num_cpu_threads_per_process
-    return typed is None and "OMP_NUM_THREADS" not in given
+        return any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
+    return parsed(flags).num_cpu_threads_per_process is None
 
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:

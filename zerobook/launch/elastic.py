@@ -16,8 +16,10 @@ RESTARTS = 100
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """With a store that agents and processes share, torch 2.13 waits without end for a machine that comes back: its agent waits for
 an address that the first agent wrote in an earlier round."""
-LAST_CALL_S, JOIN_S = 5, 600
-"""Seconds to wait for more machines once the fewest are there, and for the fewest."""
+LAST_CALL_S = 5
+"""Seconds to wait for more machines once the fewest are there."""
+JOIN_S = 600
+"""Seconds to wait for the fewest machines."""
 
 
 def launch(least: int, arguments: list[str]) -> None:
@@ -38,8 +40,11 @@ def launch(least: int, arguments: list[str]) -> None:
 
     parser = accelerate_launch.launch_command_parser()
     args = parser.parse_args(arguments)
-    restarts, backend = args.max_restarts, args.rdzv_backend
-    if problems := accelerate_file.check(args.config_file).problems:
+    # As typed: accelerate's own code replaces them.
+    restarts = args.max_restarts
+    backend = args.rdzv_backend
+    problems = accelerate_file.check(args.config_file).problems
+    if problems:
         raise ConfigError(problems)
     args, defaults, from_file = accelerate_launch._validate_launch_command(args)
     most = int(args.num_machines or 1)
@@ -49,7 +54,8 @@ def launch(least: int, arguments: list[str]) -> None:
         raise ConfigError(f"--rdzv_backend: {backend}, but a number of machines that changes needs {BACKEND}.")
     if args.num_processes % most:
         raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
-    args.same_network = False  # the address becomes the rendezvous, not rank 0's
+    # The address becomes the rendezvous, not rank 0's.
+    args.same_network = False
     if args.use_deepspeed:
         fields = list(defaults.deepspeed_config) if defaults else []
         args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
@@ -58,9 +64,12 @@ def launch(least: int, arguments: list[str]) -> None:
     else:
         environ = prepare.prepare_multi_gpu_env(args)
     script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
-    ours = accelerate_launch._filter_args(args, torchrun.get_args_parser(), script)
-    ours.nnodes, ours.rdzv_backend = f"{least}:{most}", BACKEND
-    ours.max_restarts = restarts or RESTARTS
-    ours.rdzv_conf = ",".join(filter(None, [f"last_call_timeout={LAST_CALL_S},join_timeout={JOIN_S}", ours.rdzv_conf]))
+    torchrun_args = accelerate_launch._filter_args(args, torchrun.get_args_parser(), script)
+    torchrun_args.nnodes = f"{least}:{most}"
+    torchrun_args.rdzv_backend = BACKEND
+    torchrun_args.max_restarts = restarts or RESTARTS
+    timeouts = f"last_call_timeout={LAST_CALL_S},join_timeout={JOIN_S}"
+    # The last one of two values counts, so typed ones are behind these.
+    torchrun_args.rdzv_conf = f"{timeouts},{torchrun_args.rdzv_conf}" if torchrun_args.rdzv_conf else timeouts
     with patch_environment(**environ | OWN_STORE):
-        torchrun.run(ours)
+        torchrun.run(torchrun_args)

@@ -31,19 +31,21 @@ def check(typed: argparse.Namespace, *, starts: bool, resolves: bool = False) ->
         resolves: see `machine_problems`.
     """
     file_check = accelerate_file.check(typed.config_file)
+    # accelerate may not read such a file.
     if not file_check.is_resolvable:
-        return file_check  # accelerate may not read such a file
+        return file_check
     try:
         args = validated(typed)
     except Exception as error:
-        refused = [refusal(error)] if starts and not file_check.problems else []
-        return accelerate_file.FileCheck(file_check.problems + refused, not starts)
+        # After a problem of the file, accelerate's may only repeat it.
+        refusals = [refusal(error)] if starts and not file_check.problems else []
+        return accelerate_file.FileCheck(file_check.problems + refusals, not starts)
     path = accelerate_file.path(typed.config_file)
     distributed_type = None if path is None else str(accelerate_file.load(path).get("distributed_type")).upper()
-    found = file_check.problems + list(problems(typed, args, distributed_type))
+    all_problems = [*file_check.problems, *problems(typed, args, distributed_type)]
     if starts:
-        found += machine_problems(args, resolves=resolves)
-    return accelerate_file.FileCheck(found, True)
+        all_problems += machine_problems(args, resolves=resolves)
+    return accelerate_file.FileCheck(all_problems, True)
 
 
 def refusal(error: Exception) -> str:
@@ -61,7 +63,8 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
     """
     from accelerate.commands import launch as accelerate_launch
 
-    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # it warns of each flag that is not given
+    # It warns of each flag that is not given.
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     return accelerate_launch._validate_launch_command(copy.deepcopy(args))[0]
 
 
@@ -116,18 +119,18 @@ def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
 
 def _one_process(args: argparse.Namespace, distributed_type: str | None, processes: int, machines: int) -> str:
     """Return the problem of a launch that would train in one process a machine, where more were asked for."""
-    asked = f"num_processes is {processes}" if processes > 1 else f"num_machines is {machines}"
+    size = f"num_processes is {processes}" if processes > 1 else f"num_machines is {machines}"
     ddp = "Launch with accelerate_configs/ddp.yaml, or another file that spreads a run"
     if args.cpu:
-        return f"--cpu starts one process, and {asked}. Remove --cpu, and write use_cpu: true into a file that spreads a run."
+        return f"--cpu starts one process, and {size}. Remove --cpu, and write use_cpu: true into a file that spreads a run."
     if distributed_type == "MULTI_CPU":
         return (
-            f"distributed_type is MULTI_CPU, for which accelerate starts one process without mpirun, and {asked}. Write "
+            f"distributed_type is MULTI_CPU, for which accelerate starts one process without mpirun, and {size}. Write "
             "MULTI_GPU, which trains on CPUs too, with use_cpu: true."
         )
     if distributed_type is not None:
-        return f"distributed_type is {distributed_type}, which starts one process, and {asked}. {ddp}."
-    return f"no strategy file is named, so that one process is started, and {asked}. {ddp}."
+        return f"distributed_type is {distributed_type}, which starts one process, and {size}. {ddp}."
+    return f"no strategy file is named, so that one process is started, and {size}. {ddp}."
 
 
 def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[str]:
@@ -146,8 +149,10 @@ def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[st
             f"--main_process_ip: not given, and num_machines is {machines}. It is the first machine's address, as the others "
             "reach it."
         )
-    elif resolves and (why := _unusable(address)):
-        yield f"--main_process_ip {address}: {why}. Give the first machine's address, as the others reach it."
+    elif resolves:
+        reason = _unusable(address)
+        if reason is not None:
+            yield f"--main_process_ip {address}: {reason}. Give the first machine's address, as the others reach it."
     if args.machine_rank is None:
         yield f"--machine_rank: not given, and num_machines is {machines}. Give each machine its own, from 0 to {machines - 1}."
     elif not 0 <= int(args.machine_rank) < machines:
@@ -165,7 +170,8 @@ def _unusable(address: str) -> str | None:
     try:
         return "it is no address of a machine" if ipaddress.ip_address(address).is_unspecified else None
     except ValueError:
-        pass  # a name
+        # It is a name.
+        pass
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError):

@@ -90,8 +90,8 @@ def _unknown(name: str) -> str:
     key = name.lstrip("-").replace("-", "_")
     if key in RecipeConfig.model_fields:
         return f"{name}: accelerate launch has no such flag. It is the recipe's: write it after the recipe."
-    known = {action.dest for action in launch_command_parser()._actions}
-    return f"{name}: accelerate launch has no such flag.{nearest(key, known, '--')}"
+    names = {action.dest for action in launch_command_parser()._actions}
+    return f"{name}: accelerate launch has no such flag.{nearest(key, names, '--')}"
 
 
 def _without(flags: list[str], name: str) -> list[str]:
@@ -100,11 +100,11 @@ def _without(flags: list[str], name: str) -> list[str]:
     >>> _without(["--a", "1", "--b", "2", "3", "--c=4"], "--b"), _without(["--c=4", "--d", "-1"], "--c")
     (['--a', '1', '--c=4'], ['--d', '-1'])
     """
-    kept: list[str] = []
+    remaining: list[str] = []
     is_its_value = False
     for token in flags:
         if re.match(r"-+[a-zA-Z]", token):
             is_its_value = token.partition("=")[0] == name
         if not is_its_value:
-            kept.append(token)
-    return kept
+            remaining.append(token)
+    return remaining

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-PROBE, MOST = 1 << 18, 1 << 26
-"""Bytes of the first message, and at most of the second."""
+PROBE_BYTES = 1 << 18
+"""Size of the first message."""
+MOST_BYTES = 1 << 26
+"""Size of the second message at most."""
 SECONDS = 0.5
 """Seconds that the second message may take over the slowest link."""
 SLOW = 4.0
@@ -22,9 +24,10 @@ def ring_rate(device: torch.device, group: dist.ProcessGroup | None = None) -> f
 
     Bandwidth-bound collectives send along such a ring.
     """
-    slowest = torch.tensor(_exchange(PROBE, device, group), device=device)
+    # All ranks send as many bytes as the slowest link takes in `SECONDS`.
+    slowest = torch.tensor(_exchange(PROBE_BYTES, device, group), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    payload = int(min(max(PROBE * SECONDS / slowest.item(), PROBE), MOST))
+    payload = int(min(max(PROBE_BYTES * SECONDS / slowest.item(), PROBE_BYTES), MOST_BYTES))
     return payload / _exchange(payload, device, group)
 
 
@@ -34,12 +37,14 @@ def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | Non
     Neighbours take turns, so that no link carries both directions at once: a host that sends slowly would receive slowly too,
     since its acknowledgements wait behind what it sends.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sent, received = (torch.zeros(payload, dtype=torch.uint8, device=device) for _ in range(2))
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    sent = torch.zeros(payload, dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
     seconds = 0.0
     for turn in range(2 + size % 2):
         dist.barrier(group)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if _turn(rank, size) == turn:
             operation = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
         elif _turn((rank - 1) % size, size) == turn:
@@ -51,7 +56,7 @@ def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | Non
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if operation.op is dist.irecv:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
     return max(seconds, 1e-9)
 
 
@@ -75,19 +80,29 @@ def links(hosts: Sequence[str], rates: Sequence[float]) -> tuple[list[Link], lis
         hosts: the host of each rank.
         rates: `ring_rate` of each rank.
     """
-    every = [Link(hosts[rank - 1], hosts[rank], rate) for rank, rate in enumerate(rates)]
-    return [link for link in every if link.sender != link.receiver], [link for link in every if link.sender == link.receiver]
+    between: list[Link] = []
+    inside: list[Link] = []
+    for rank, rate in enumerate(rates):
+        # Rank 0 receives from the last rank.
+        link = Link(hosts[rank - 1], hosts[rank], rate)
+        if link.sender == link.receiver:
+            inside.append(link)
+        else:
+            between.append(link)
+    return between, inside
 
 
-def slow_links(found: Sequence[Link]) -> list[str]:
-    """Return a warning for each link that is much slower than the fastest of ``found``."""
-    best = max((link.rate for link in found), default=0.0)
-    return [
-        f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has {speed(best)}. Every step "
-        "waits for the slowest link."
-        for link in found
-        if link.rate * SLOW < best
-    ]
+def slow_links(links_of_kind: Sequence[Link]) -> list[str]:
+    """Return a warning for each link that is much slower than the fastest of its kind."""
+    best = max((link.rate for link in links_of_kind), default=0.0)
+    warnings = []
+    for link in links_of_kind:
+        if link.rate * SLOW < best:
+            warnings.append(
+                f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has {speed(best)}. "
+                "Every step waits for the slowest link."
+            )
+    return warnings
 
 
 def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
@@ -96,13 +111,13 @@ def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
     >>> summary([Link("a", "b", 1e9), Link("b", "a", 2e9)], [])
     'links between hosts: 8 to 16 Gbit/s'
     """
-    words: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}
-    parts = []
-    for where, found in words.items():
-        if found:
-            least, most = speed(min(link.rate for link in found)), speed(max(link.rate for link in found))
-            parts.append(f"{where}: {least if least == most else _span(least, most)}")
-    return f"links {', '.join(parts)}"
+    kinds: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}
+    spans = []
+    for kind, links_of_kind in kinds.items():
+        if links_of_kind:
+            rates = [link.rate for link in links_of_kind]
+            spans.append(f"{kind}: {_span(speed(min(rates)), speed(max(rates)))}")
+    return f"links {', '.join(spans)}"
 
 
 def speed(rate: float) -> str:
@@ -113,9 +128,13 @@ def speed(rate: float) -> str:
     """
     bits = 8 * rate
     unit, name = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
-    return f"{bits / unit:.3g} {name}" if bits / unit < 1000 else f"{bits / unit:.0f} {name}"
+    digits = ".3g" if bits / unit < 1000 else ".0f"
+    return f"{bits / unit:{digits}} {name}"
 
 
 def _span(least: str, most: str) -> str:
+    """Return the range of two speeds, with the unit once where it is the same."""
+    if least == most:
+        return least
     low, unit = least.split()
     return f"{low} to {most}" if most.endswith(unit) else f"{least} to {most}"

@@ -28,15 +28,19 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
         return
     import torch.distributed as dist
 
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank = int(environ["RANK"])
+    world_size = int(environ["WORLD_SIZE"])
     store = dist.TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=timeout
     )
     attempt = meet(dist.PrefixStore("zerobook/meet", store), rank, world_size)
     dist.init_process_group(
-        "gloo" if on_cpu else "cuda:nccl,cpu:gloo", store=dist.PrefixStore(f"zerobook/{attempt}", store), rank=rank,
-        world_size=world_size, timeout=timeout,
-    )  # fmt: skip
+        "gloo" if on_cpu else "cuda:nccl,cpu:gloo",
+        store=dist.PrefixStore(f"zerobook/{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S) -> str:
@@ -49,27 +53,29 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
     Raises:
         TimeoutError: some rank did not come.
     """
-    mine, until = uuid.uuid4().hex, time.monotonic() + patience
+    name = uuid.uuid4().hex
     if rank == 0:
-        store.set("attempt", mine)
-        others = range(1, world_size)
-        absent = [f"here/{mine}/{other}" for other in others]
-        if not _wait(store, absent, patience):
-            missing = [other for other, key in zip(others, absent, strict=True) if not store.check([key])]
-            raise TimeoutError(f"rank(s) {', '.join(map(str, missing))} did not come within {patience:.0f} s")
-        for other, key in zip(others, absent, strict=True):
-            store.set(f"confirmed/{mine}/{other}", _text(store.get(key)))
-        return mine
-    while time.monotonic() < until:
+        # Rank 0's name is that of the attempt.
+        store.set("attempt", name)
+        answers = {other: f"here/{name}/{other}" for other in range(1, world_size)}
+        if not _wait(store, list(answers.values()), patience):
+            missing = [str(other) for other, key in answers.items() if not store.check([key])]
+            raise TimeoutError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s")
+        for other, key in answers.items():
+            store.set(f"confirmed/{name}/{other}", _text(store.get(key)))
+        return name
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         if not _wait(store, ["attempt"], 1.0):
             continue
         attempt = _text(store.get("attempt"))
-        store.set(f"here/{attempt}/{rank}", mine)
+        store.set(f"here/{attempt}/{rank}", name)
         confirmed = f"confirmed/{attempt}/{rank}"
         if _wait(store, [confirmed], 1.0):
-            if _text(store.get(confirmed)) == mine:
+            if _text(store.get(confirmed)) == name:
                 return attempt
-            time.sleep(0.1)  # it was confirmed to a process that is gone
+            # It was confirmed to a process that is gone.
+            time.sleep(0.1)
     raise TimeoutError(f"rank 0 did not come within {patience:.0f} s")
 
 

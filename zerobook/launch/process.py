@@ -41,7 +41,7 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        # during the training, `zerobook.monitor.preemption` handles Ctrl-C
+        # During the training, `zerobook.monitor.preemption` handles Ctrl-C.
         if int(os.environ.get("RANK", 0)) == 0:
             say("\nInterrupted before the training; nothing was saved.", file=sys.stderr)
         os._exit(INTERRUPTED)
@@ -65,8 +65,10 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
             )
         _tell_launcher(f"{type(error).__name__}: {error}")
         if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-            time.sleep(2)  # the others come to this error too; a rank that is ended before it is a failure to the launcher
-        os._exit(error.exit_code)  # without destructors, which would wait for other ranks
+            # The others come to this error too; a rank that is ended before it is a failure to the launcher.
+            time.sleep(2)
+        # Destructors would wait for other ranks.
+        os._exit(error.exit_code)
     except Exception:
         _tell_launcher(traceback.format_exc())
         raise
@@ -112,9 +114,9 @@ def _tell_launcher(text: str) -> None:
     """Write an error into the file that torchrun reads, in the format of its ``ErrorHandler``."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        kept = {"py_callstack": plain(text), "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": plain(text), "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": plain(text), "extraInfo": kept}}))
+            Path(file).write_text(json.dumps({"message": {"message": plain(text), "extraInfo": extra}}))
 
 
 def quietly(launcher: Callable[[], None]) -> int:
@@ -129,7 +131,8 @@ def quietly(launcher: Callable[[], None]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     hush()
-    import_module("torch.distributed.run")  # the import sets the levels of these loggers
+    # The import sets the levels of these loggers.
+    import_module("torch.distributed.run")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -140,7 +143,8 @@ def quietly(launcher: Callable[[], None]) -> int:
         if failure.exitcode < 0:
             say(f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}.", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except subprocess.CalledProcessError as error:  # of one process alone
+    except subprocess.CalledProcessError as error:
+        # The launcher of one process alone raises this.
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except SignalException as error:
         return 128 + int(error.sigval)

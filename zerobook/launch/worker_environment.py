@@ -52,7 +52,9 @@ def inspect(launch_flags: list[str]) -> Workers:
             precision, unsaid = left_unsaid([*flags, SCRIPT])
             return Workers(unsaid | environ, precision, problems, True)
         except ConfigError as error:
-            problems += [] if check.problems else error.problems
+            # After a problem of the flags, accelerate's may only repeat it.
+            if not check.problems:
+                problems += error.problems
     return Workers(plain_environment(_ranks(typed.num_processes or 1, 1)), typed.mixed_precision, problems, False)
 
 
@@ -87,7 +89,8 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
 
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(typed)
-        args.main_process_port = 0  # any free one: nothing is started
+        # Any free port does: nothing is started.
+        args.main_process_port = 0
         strategy = flag_checks.strategy_of(args)
         if strategy == "deepspeed":
             fields = list(defaults.deepspeed_config) if defaults else []
@@ -97,7 +100,8 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
             environ = prepare.prepare_multi_gpu_env(args)
         else:
             _, environ = prepare.prepare_simple_launcher_cmd_env(args)
-    except Exception as error:  # of many kinds: its launcher would show a traceback
+    except Exception as error:
+        # Its launcher would show a traceback, of errors of many kinds.
         raise ConfigError(flag_checks.refusal(error)) from error
     if strategy != "single":
         environ |= _ranks(args.num_processes, int(args.num_machines or 1))
