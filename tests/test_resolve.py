@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,8 @@ from tests.harness import ROOT, staged
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
 from zerobook.config import ConfigSources, RecipeConfig
-from zerobook.launch import ops
+from zerobook.errors import ConfigError
+from zerobook.launch import account, ops
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.strategy.launch_plan import LaunchPlan
 
@@ -667,3 +670,59 @@ def test_data_can_be_looked_at_beside_the_checkpoints_of_a_run(tmp_path):
     with pytest.raises(ConfigError, match="holds 1 checkpoint"):
         resolve_this_process(config, sources)
     assert resolve_this_process(config, sources, trains=False)[1].output_dir == config.output_dir
+
+
+EVERY_SECTION = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8, "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zero_hpz_partition_size": 1,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "aio": {"block_size": 1048576},
+}
+
+
+def keys_of(content: dict, parents: tuple[str, ...] = ()):
+    for key, value in content.items():
+        yield (*parents, key)
+        if isinstance(value, dict):
+            yield from keys_of(value, (*parents, key))
+
+
+@pytest.mark.parametrize("odd", [{}, [], [[]], {"a": []}, None, "x", -1, True, 1.5, float("nan")], ids=repr)
+def test_a_value_of_any_type_is_taken_or_named(tmp_path, odd):
+    for *sections, key in keys_of(EVERY_SECTION):
+        config = copy.deepcopy(EVERY_SECTION)
+        section = config
+        for name in sections:
+            section = section[name]
+        section[key] = odd
+        environ = deepspeed(tmp_path, **config)
+        recipe_config = RecipeConfig()
+        sources = ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
+
+        # What cannot be read at all is an error; what can be is resolved, and each key has an entry in the account.
+        with suppress(ConfigError):
+            plan, resolved_config, resolved_sources = resolve(environ, CPU, recipe_config, sources)
+            if not plan.problems:
+                account.entries(
+                    plan, resolved_config, resolved_sources, flags=["x.py"], launch_environ=environ, environ=environ
+                )

@@ -398,7 +398,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     kind = section.get("type")
     params = section.get("params") or {}
     where = f"{plan.config_file}: scheduler"
-    if kind not in SCHEDULES:
+    if not isinstance(kind, str) or kind not in SCHEDULES:
         plan.problems.append(
             f"{where}.type {kind!r} is not known here. Write one of {', '.join(SCHEDULES)}, or remove the section; the "
             "recipe's lr_scheduler_type then sets the rate."
@@ -411,7 +411,8 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     if problem is not None:
         plan.problems.append(f"{where}.params.{problem}")
         return
-    if set(params.values()) == {"auto"} and draft.config.warmup_steps(1) == 0:
+    is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
+    if is_all_auto and draft.config.warmup_steps(1) == 0:
         # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0.
         del ds["scheduler"]
         if not draft.sources.given("lr_scheduler_type"):
@@ -453,8 +454,8 @@ def _problem_of_schedule(kind: str, params: dict[str, Any], signature: dict[str,
     if warmup != "auto" and (not isinstance(warmup, int) or warmup < 1):
         return f"warmup_num_steps is {json.dumps(warmup)}, expected a number of 1 or more, or auto."
     for name, value in params.items():
-        if isinstance(value, list):
-            return f"{name} is {value}; all weights train with one rate. Write one number, or auto."
+        if isinstance(value, (list, dict)):
+            return f"{name} is {json.dumps(value)}; all weights train with one rate. Write one number, or auto."
     for name, value in params.items():
         if value == "auto" and name not in FILLED:
             return f"{name} is auto, which accelerate does not fill in for it. Write a value, or remove it."
