@@ -245,3 +245,12 @@ def test_doctor_prints_the_account(tmp_path, capsys):
     assert doctor(["--config_file", written(tmp_path, Case(FSDP_1)), "--num_processes", "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "fsdp_use_orig_params" in out and "FSDP2 always keeps" in out
+
+
+@pytest.mark.parametrize("section, empty", [("deepspeed_config", []), ("deepspeed_config", {}), ("fsdp_config", [])])
+def test_an_empty_section_is_in_the_account(section, empty, tmp_path):
+    file = tmp_path / "empty.yaml"
+    shipped = yaml.safe_load((ROOT / "accelerate_configs" / "ddp.yaml").read_text())
+    file.write_text(yaml.safe_dump(shipped | {section: empty}))
+    _, entries = resolved(str(file), 2, tmp_path)
+    assert section in {entry.key for entry in entries}

@@ -277,9 +277,10 @@ def _of_yaml(
             return USED
         return f"overridden: {plan.precision}, from {plan.precision_source}"
     if section == "deepspeed_config":
-        return _of_inline(key, value, loaded[section], plan, config, sources)
+        # An empty section may be a list, or null.
+        return _of_inline(key, value, loaded[section] or {}, plan, config, sources)
     if section == "fsdp_config":
-        return _of_fsdp(key, value, loaded[section], plan, config, sources)
+        return _of_fsdp(key, value, loaded[section] or {}, plan, config, sources)
     if section == "parallelism_config":
         return _of_sizes(key, value, plan)
     return USED
