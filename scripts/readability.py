@@ -37,7 +37,7 @@ VAGUE_NAMES = frozenset(VAGUE_WORDS.split())
 
 
 class Bound(NamedTuple):
-    """What a figure may be today, and what it is to become. Only ``comments`` is better when it is larger."""
+    """The limit of a figure today, and its goal. Only ``comments`` is better when it is larger."""
 
     limit: float
     goal: float

@@ -69,8 +69,11 @@ def check(checkpoint, **settings):
     resume.check_data(checkpoint, progress, data, RecipeConfig(**BEFORE | settings))
 
 
-def test_a_run_resumes_with_the_same_settings(checkpoint):
-    check(checkpoint)
+def test_a_run_resumes_with_other_settings_than_those_of_the_order(checkpoint):
+    others = RecipeConfig(**BEFORE, learning_rate=1e-3, num_train_epochs=7)
+
+    assert others.order_settings == RecipeConfig(**BEFORE).order_settings
+    # Raises nothing.
     check(checkpoint, learning_rate=1e-3, num_train_epochs=7)
 
 

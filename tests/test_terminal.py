@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -41,6 +42,7 @@ from zerobook.training import run
 from zerobook.training.console import Console
 from zerobook.utils import bars
 from zerobook.utils.bars import tqdm
+from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain
 
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -321,3 +323,18 @@ def test_a_log_file_gets_lines_in_place_of_a_bar(monkeypatch):
     assert short.getvalue().strip() == ""
     lines = long.getvalue().splitlines()
     assert lines[0].startswith("long work") and "3/3" in long.getvalue() and "\r" not in long.getvalue().rstrip()
+
+
+def test_a_compiler_without_a_gpu_is_not_mentioned():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    hush()
+    logger.addHandler(handler)
+    try:
+        logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+        logger.warning("the compiler is too old")
+    finally:
+        logger.removeHandler(handler)
+    assert messages == ["the compiler is too old"]

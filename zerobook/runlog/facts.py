@@ -1,4 +1,4 @@
-"""What a run trains and what came of it, read from its log: for the page, for model cards and for comparisons of runs."""
+"""Model, data and results of a run, read from its log: for the page, for model cards and for comparisons of runs."""
 
 from __future__ import annotations
 

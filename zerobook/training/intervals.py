@@ -58,7 +58,7 @@ def _steps_of(seconds: float, step_seconds: float) -> int:
 
 
 class Measured(NamedTuple):
-    """What rank 0 has measured; every rank decides from the same values."""
+    """Measurements of rank 0; every rank decides from the same values."""
 
     step_seconds: float
     """of a step with the evaluations, without saves; 0 where it is not known yet"""
