@@ -81,7 +81,7 @@ def tokenizing(rounds: int = 15) -> dict[str, dict[str, float]]:
     for name, turns in (("one dialogue a chat", 1), ("ten dialogues a chat", 10)):
         chats = _chats(turns)
         encoder = CausalEncoder(tokenizer, length=None)
-        rendered = [row.text for chat in chats for row in encoder.template.render(chat.messages)]
+        rendered = [row.text for chat in chats for row in encoder.template.render(chat)]
         tokens = sum(len(e.input_ids) for e in encoder.encode(chats))
         pairs = []
         for _ in range(rounds):

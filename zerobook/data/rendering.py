@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat
-from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan, only_writes_contents
+from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, any_of
@@ -116,7 +116,6 @@ class ChatTemplate:
         self._frames: dict[tuple[str, ...], TurnFrame] = {}
         ordinary_tokens = {token.content for token in added_tokens if not token.special}
         self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
-        self._writes_only = only_writes_contents(_compile(source).environment.parse(source))
 
     def render(self, chat: Chat) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
@@ -142,13 +141,10 @@ class ChatTemplate:
             text, spans, shortened = self._find_marks(messages, chat.tools)
             return [self._add_ends(text, list(compress(spans, is_supervised)), shortened)]
 
-        # The text around the turns is the same in all chats of these roles, or at least in this one.
+        # The text around the turns may be the same in all chats of these roles.
+        text = self._render_text(messages, tools=chat.tools)
         has_contents_alone = all(message.keys() == {"role", "content"} for message in messages)
         skeleton = self._get_skeleton(messages) if chat.tools is None and has_contents_alone else None
-        if skeleton and skeleton.fits_all:
-            text, spans = skeleton.fill(messages)
-            return [self._add_ends(text, list(compress(spans, is_supervised)))]
-        text = self._render_text(messages, tools=chat.tools)
         fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
         if fitting_spans:
             return [self._add_ends(text, list(compress(fitting_spans, is_supervised)))]
@@ -419,7 +415,7 @@ class ChatTemplate:
                 span = TurnSpan(turn.start - start, turn.stop - stop, turn.has_end)
             slots.append(TurnSlot(text[slot_start:start], trims, span))
             slot_start = stop
-        return Skeleton(slots, text[slot_start:], self._writes_only)
+        return Skeleton(slots, text[slot_start:])
 
     def _find_end(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
         """Return the position in ``turn`` where it ends, and whether a token ends it there.
