@@ -27,7 +27,7 @@ from zerobook.runlog.history import History, last_of
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
 from zerobook.runlog.lifecycle import begin, last_words, read_decisions
 from zerobook.runlog.machine import nearly_full, sample
-from zerobook.runlog.writer import RunLog
+from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.utils.terminal import say
 
 json_values = st.recursive(
@@ -319,7 +319,7 @@ def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
     found = read(log.folder / "events.jsonl")
     assert (found[-1]["type"], found[-1]["error"]) == ("crash", "ZeroDivisionError") and "1 / 0" in found[-1]["traceback"]
     assert any(e["type"] == "machine" for e in found), "the machine was sampled"
-    with pytest.raises(ZeroDivisionError), last_words(None, tmp_path, 3):
+    with pytest.raises(ZeroDivisionError), last_words(NullRunLog(tmp_path), tmp_path, 3):
         1 / 0  # noqa: B018
     assert "ZeroDivisionError" in (log.folder / "crash-rank-3.txt").read_text()
     with pytest.raises(KeyboardInterrupt), last_words(log, tmp_path, 0):

@@ -46,6 +46,7 @@ class Run:
         self.log = RunLog(tmp_path)
         self.replicas = None
         strategy = SimpleNamespace(
+            is_main=True,
             plan=SimpleNamespace(precision=config.pop("precision", "no")), on_main=lambda work: work(),
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip

@@ -215,10 +215,8 @@ class CheckpointManager:
             (proven if step in self.proven else unproven).append(step)
         return proven, unproven
 
-    def prove(self, steps: Collection[int], log: RunLog | None) -> None:
+    def prove(self, steps: Collection[int], log: RunLog) -> None:
         """Mark the checkpoints of ``steps`` as proven good. The newest one is not pruned until another one is proven."""
-        if log is None:
-            return
         _, unproven = self.steps()
         for step in sorted(set(steps) & set(unproven)):
             self.proven.add(step)
@@ -271,7 +269,7 @@ class CheckpointManager:
 
     # --- saving
 
-    def save(self, progress: Progress, log: RunLog | None) -> None:
+    def save(self, progress: Progress, log: RunLog) -> None:
         """Save the state after a whole step. In the background, only start the save."""
         self.saver.save(
             progress,
@@ -296,13 +294,13 @@ class CheckpointManager:
             "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: docs/guides/checkpoints.md says how."
         )
 
-    def finish(self, log: RunLog | None) -> None:
+    def finish(self, log: RunLog) -> None:
         """Wait for a save in progress, and report it."""
         self.saver.wait()
         self.strategy.barrier()
         self.strategy.on_main(lambda: self.report(log))
 
-    def report(self, log: RunLog | None) -> None:
+    def report(self, log: RunLog) -> None:
         """Log the results of the saves that ended since the last call. Rank 0; if it raises, the launcher stops all ranks.
 
         Raises:
@@ -310,7 +308,6 @@ class CheckpointManager:
         """
         for folder, seconds, problem in self.saver.results():
             step = store.step_of(folder)
-            assert log is not None
             if problem is None:
                 # After a rollback, a step is saved again: what was known of the earlier checkpoint is not true of this one.
                 self.proven.discard(step)

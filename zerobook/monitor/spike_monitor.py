@@ -55,7 +55,6 @@ class SpikeMonitor:
     """The spike monitor of a run; `see` takes the steps.
 
     Args:
-        log: the runlog, on rank 0 only.
         detector: state of the detector in the checkpoint; empty for a new run.
         ladder: state of the ladder, as `RecoveryPolicy.state` returned it; empty for a new run.
     """
@@ -65,7 +64,7 @@ class SpikeMonitor:
         config: RecipeConfig,
         strategy: Strategy,
         manager: CheckpointManager,
-        log: RunLog | None,
+        log: RunLog,
         *,
         detector: dict[str, Any],
         ladder: dict[str, Any],
@@ -143,7 +142,7 @@ class SpikeMonitor:
 
     def _found(self, finding: Finding) -> RecoveryAction | None:
         facts = {key: getattr(finding, key) for key in ("step", "onset", "points", "base", "peak", "reason")}
-        if self.log:
+        if self.strategy.is_main:
             kind = _EVENT.get(finding.kind, "spike")
             self.seq = self.log.event(kind, kind=finding.kind, alarm=finding.alarm, **facts)
             if finding.kind != "armed":
@@ -165,7 +164,7 @@ class SpikeMonitor:
         level = self.detector.loss.level()
         words = "the ranks' copies of the weights differ"
         self.seq = None
-        if self.log:
+        if self.strategy.is_main:
             self.seq = self.log.event("spike", kind="divergence", alarm=True, step=step, onset=step, points=1, base=level,
                                       peak=level, reason=words)  # fmt: skip
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=words)
@@ -189,7 +188,7 @@ class SpikeMonitor:
             good, others = ([step for step in steps if step != measure.to_step] for steps in (good, others))
             self.ladder.restore(before)
             measure = self.ladder.decide(finding, good, others, hardware)
-        if self.log:
+        if self.strategy.is_main:
             self.seq = self.log.event(
                 "decision", parent=self.seq, measure=measure.kind, rule=measure.rule, why=measure.reason,
                 options=measure.options, to_step=measure.to_step, leaves_out_steps=measure.steps, hardware=hardware,
@@ -219,18 +218,18 @@ class SpikeMonitor:
             return
         self._release()
         proven = [saved for saved in self._saved if step - saved >= self.settings.patience + LEAD]
-        if proven:
-            self._saved = [saved for saved in self._saved if saved not in proven]
+        self._saved = [saved for saved in self._saved if saved not in proven]
+        if proven and self.strategy.is_main:
             self.manager.prove(proven, self.log)
 
     def _hold(self) -> None:
-        if self.log and self._held is None and (good := self.manager.steps()[0]):
+        if self.strategy.is_main and self._held is None and (good := self.manager.steps()[0]):
             self._held = max(good)
             self.manager.protect(self._held)
             self.log.event("checkpoint", state="pinned", step=self._held, parent=self.seq)
 
     def _release(self) -> None:
-        if self.log and self._held is not None:
+        if self.strategy.is_main and self._held is not None:
             self.manager.protect()
             self.log.event("checkpoint", state="unpinned", step=self._held)
             self._held = None
@@ -268,7 +267,7 @@ class SpikeMonitor:
                 "it happened again when the steps were repeated from the same state: the cause is the data or the learning "
                 "rate, not the hardware"
             )
-            if self.log:
+            if self.strategy.is_main:
                 self.seq = self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=True,
                                           loss=done.loss, loss_before=was.loss)  # fmt: skip
                 self._say(f"step {done.step}: {words}")
@@ -283,7 +282,7 @@ class SpikeMonitor:
             )
         if done.step >= replay.last:  # a precursor may be steps ahead of the first high loss
             self._replay = None
-            if self.log:
+            if self.strategy.is_main:
                 self.log.event("verify", after="replay", parent=replay.seq, step=done.step, reproduced=False,
                                loss=done.loss, loss_before=was.loss if was else None)  # fmt: skip
                 self._say(

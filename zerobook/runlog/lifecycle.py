@@ -220,12 +220,12 @@ def unfinished_rollback(folder: Path) -> int | None:
 
 
 @contextmanager
-def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterator[None]:
+def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]:
     """Return a context for the training. It samples the machine, logs an error that ends the training, and raises it again.
 
     Rank 0 writes ``crash`` (``stop`` for Ctrl-C) into the log, another rank ``runlog/crash-rank-R.txt``.
     """
-    sampler = Sampler(log) if log else None
+    sampler = Sampler(log) if rank == 0 else None
     try:
         try:
             yield
@@ -238,7 +238,7 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
             error.add_note(out_of_memory())
         # A log is shown to others.
         trace = without_passwords(traceback.format_exc())
-        if log is None:
+        if rank != 0:
             file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
             write_whole(file, trace)
         elif isinstance(error, KeyboardInterrupt):
@@ -249,13 +249,13 @@ def last_words(log: RunLog | None, output_dir: str | Path, rank: int) -> Iterato
         raise
 
 
-def hang(log: RunLog | None, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
+def hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
     """Write that this process ends because a rank holds up the run: rank 0 into the log, another rank into a file.
 
     Args:
         text: the whole report, with stacks.
     """
-    if log is None:
+    if rank != 0:
         write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", text)
     else:
         log.event("crash", reason=reason, error="Hang", traceback=text[-4000:])

@@ -25,7 +25,7 @@ NOTES = "notes.jsonl"
 GRACE_S = 15.0
 """Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
 
-__all__ = ["EVENTS", "NOTES", "STEPS", "RunLog", "leave_note", "read"]
+__all__ = ["EVENTS", "NOTES", "STEPS", "NullRunLog", "RunLog", "leave_note", "read"]
 
 
 class RunLog:
@@ -132,6 +132,26 @@ class RunLog:
             lost, self._lost = self._lost, 0
             print(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
             self.event("written_late", lost=lost)
+
+
+class NullRunLog(RunLog):
+    """The runlog of the ranks other than 0, which writes nothing."""
+
+    def __init__(self, output_dir: str | Path):
+        self.folder = Path(output_dir) / "runlog"
+        self.branch = 0
+
+    def event(self, kind: str, /, *, parent: int | None = None, durable: bool = True, **facts: Any) -> int:
+        return 0
+
+    def steps(self, records: list[dict[str, Any]]) -> None:
+        pass
+
+    def take_notes(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def leave_note(folder: Path, text: str, by: str) -> None:

@@ -50,8 +50,8 @@ class TrainerView(Protocol):
     monitor: SpikeMonitor
     """finds spikes and decides on recovery actions"""
     pace: Pace
-    log: RunLog | None
-    """the runlog; None on all ranks but 0"""
+    log: RunLog
+    """the runlog; on all ranks but 0, one that writes nothing"""
     recipe_file: Path | None
     """the file of the recipe; None where it is not known"""
 

@@ -129,7 +129,7 @@ class MemoryRecord(Hook):
     Gradients are counted before the update, and optimizer state after it. Of the two counts of weights, the larger is recorded.
     """
 
-    def __init__(self, log: RunLog | None):
+    def __init__(self, log: RunLog):
         self.log = log
         self._before_update: dict[str, int] = {}
 
@@ -146,6 +146,5 @@ class MemoryRecord(Hook):
         sizes["gradients"] = self._before_update["gradients"]
         sizes["parameters"] = max(sizes["parameters"], self._before_update["parameters"])
         per_rank = strategy.gather(sizes)
-        if self.log:
-            trained = sum(strategy.shape(parameter).numel() for _, parameter in strategy.trainable())
-            self.log.event("memory", per_rank_bytes=per_rank, trained_parameters=trained)
+        trained = sum(strategy.shape(parameter).numel() for _, parameter in strategy.trainable())
+        self.log.event("memory", per_rank_bytes=per_rank, trained_parameters=trained)

@@ -77,8 +77,7 @@ class Profiler(Hook):
         self.folder.mkdir(parents=True, exist_ok=True)
         profiled.export_chrome_trace(str(self.folder / f"steps-{self.first}-{self.last}.rank{strategy.rank}.json.gz"))
         per_rank = strategy.gather(shares(profiled.events() or (), on_gpu=strategy.device.type == "cuda"))
-        if trainer.log:
-            trainer.log.event("profile", steps=[self.first, self.last], ranks=per_rank, folder=str(self.folder))
+        trainer.log.event("profile", steps=[self.first, self.last], ranks=per_rank, folder=str(self.folder))
 
 
 def shares(events: Iterable[Any], *, on_gpu: bool) -> dict[str, float]:

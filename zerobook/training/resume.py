@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.state import RunState
 from zerobook.utils.bars import tqdm
-from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted
 
 
@@ -63,16 +62,16 @@ def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
             )
 
 
-def compare_held_out_data(progress: Progress, data: PreparedData, log: RunLog | None) -> None:
-    """Forget the held-out losses of the checkpoint where they were measured on other data. Rank 0 warns."""
+def compare_held_out_data(progress: Progress, data: PreparedData, say: Callable[[str], None]) -> None:
+    """Forget the held-out losses of the checkpoint where they were measured on other data, with a warning."""
     if not data.held_out:
         return
     earlier = progress.held_out_fingerprint
     fingerprint = data.held_out_fingerprint
-    if progress.use_held_out_data(fingerprint) and log:
+    if progress.use_held_out_data(fingerprint):
         names = ", ".join(data.held_out)
         earlier_data = f"fingerprint {earlier}" if earlier else "data that the checkpoint does not name"
-        tqdm.write(
+        say(
             f"WARNING: the held-out data ({names}, fingerprint {fingerprint}) is not what the earlier losses were measured on "
             f"({earlier_data}). Losses of different data are not compared: the best checkpoint and early stopping go by the "
             "losses from here on."
@@ -179,7 +178,7 @@ def _adapter_facts(base_facts: dict[str, Any] | None) -> dict[str, Any]:
     return (base_facts or {}).get("adapter") or {}
 
 
-def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> dict[str, Any]:
+def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog) -> dict[str, Any]:
     """Apply what earlier attempts decided after the checkpoint was written. Collective.
 
     Without a checkpoint the run starts from the beginning, and only the number of steps that trackers have seen is kept.
@@ -189,7 +188,6 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     """
 
     def read() -> dict[str, Any]:
-        assert log is not None, "rank 0 has a log"
         return asdict(read_decisions(log.folder))
 
     earlier = EarlierDecisions(**strategy.on_main(read))
@@ -206,7 +204,7 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     return earlier.ladder
 
 
-def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None) -> int:
+def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str], None]) -> int:
     """Return the length of the learning-rate schedule, in steps.
 
     A resumed run keeps the length that the checkpoint records: samples left out since then shorten the run, not the
@@ -223,22 +221,22 @@ def schedule_steps(state: RunState, checkpoint: Path | None, log: RunLog | None)
     if length == saved_length:
         return progress.total_steps
     # A person has asked for another length.
-    if log and state.end_step != progress.total_steps:
-        tqdm.write(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
+    if state.end_step != progress.total_steps:
+        say(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
     return state.end_step
 
 
-def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: RunLog | None) -> None:
+def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: RunLog, say: Callable[[str], None]) -> None:
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
-        tqdm.write(plain(f"passed over: {reason}"))
+        say(f"passed over: {reason}")
     # The progress was read before, for the sample order and the schedule.
     _, bytes_read = manager.load()
     progress = state.progress
     verified, differing = state.verify(progress.following)
-    if log is None:
+    if not strategy.is_main:
         return
-    tqdm.write(f"resumed {manager.checkpoint} at step {progress.step}")
+    say(f"resumed {manager.checkpoint} at step {progress.step}")
     # Only after the load: if that fails, a restart still finds the later checkpoints.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
@@ -256,11 +254,11 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
         verified=verified,
         differing=differing,
     )
-    tqdm.write(f"  as recorded: {', '.join(verified)}")
+    say(f"  as recorded: {', '.join(verified)}")
     for name, (recorded, now) in differing.items():
-        tqdm.write(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
+        say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
-        tqdm.write("  an earlier version wrote the checkpoint; its warm-up was one step behind this one's")
+        say("  an earlier version wrote the checkpoint; its warm-up was one step behind this one's")
     state.earlier_losses = _losses_behind(log, progress.step)
 
 
@@ -271,9 +269,8 @@ def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool
     return in_warm_up and math.isclose(recorded * (step + 1), now * step)
 
 
-def evaluation_of(log: RunLog | None, progress: Progress) -> dict[str, Any] | None:
+def evaluation_of(log: RunLog, progress: Progress) -> dict[str, Any] | None:
     """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
-    assert log is not None
     event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
     # The checkpoint names its own loss: a branch that was given up may have been evaluated at the same step.
     if event is None or (event["step"], event.get("loss")) != (progress.step, progress.eval_loss):

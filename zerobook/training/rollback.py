@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training.state import RunState
-from zerobook.utils.bars import tqdm
 from zerobook.utils.units import counted
 
 
@@ -26,17 +26,24 @@ class Recovery:
         state: its step, sample order and learning rate are changed.
         manager: loads the checkpoint.
         monitor: forgets the steps that are given up.
-        log: the runlog, on rank 0 only.
+        say: prints a line on rank 0.
     """
 
     def __init__(
-        self, state: RunState, strategy: Strategy, manager: CheckpointManager, monitor: SpikeMonitor, log: RunLog | None
+        self,
+        state: RunState,
+        strategy: Strategy,
+        manager: CheckpointManager,
+        monitor: SpikeMonitor,
+        log: RunLog,
+        say: Callable[[str], None],
     ):
         self.state = state
         self.strategy = strategy
         self.manager = manager
         self.monitor = monitor
         self.log = log
+        self.say = say
 
     def checked(self, action: RecoveryAction) -> RecoveryAction:
         """Return ``action``, or one that stops the run if ``action`` would leave no samples to train on."""
@@ -54,7 +61,7 @@ class Recovery:
         cut: list[Any] | None = None
         if action.rate_factor:
             cut = [action.to_step, action.rate_factor, state.config.rollback_lr_steps]
-        intent = None if self.log is None else self._log_intent(self.log, action, left_out, cut)
+        intent = self._log_intent(action, left_out, cut)
         if action.goes_back:
             # All cuts so far and the new one: the checkpoint knows only those from before it.
             rate_cuts = list(progress.rate_cuts)
@@ -64,11 +71,12 @@ class Recovery:
         else:
             progress.skip_ranges = skip_ranges
             state.build_loader()
-        if self.log and left_out and state.end_step < state.total_steps:
-            tqdm.write(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
+        if left_out and state.end_step < state.total_steps:
+            self.say(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
 
-    def _log_intent(self, log: RunLog, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
-        """Log what is to be done, and say it. Return the number of the rollback's event; None for no rollback. Rank 0."""
+    def _log_intent(self, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
+        """Log what is to be done, and say it. Return the number of the rollback's event; None for no rollback."""
+        log = self.log
         cause = self.monitor.seq
         intent = None
         if action.goes_back:
@@ -85,10 +93,10 @@ class Recovery:
         if left_out and action.steps:
             count = sum(end - start for start, end in left_out)
             log.event("skip", parent=cause, ranges=left_out, samples=count, steps=action.steps, why=action.reason)
-            tqdm.write(f"  left out from now on: {counted(count, 'sample')} of steps {action.steps[0]} to {action.steps[1]}")
+            self.say(f"  left out from now on: {counted(count, 'sample')} of steps {action.steps[0]} to {action.steps[1]}")
         if cut is not None:
             log.event("lr_change", parent=cause, cut=cut, why=action.reason)
-            tqdm.write(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
+            self.say(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
         return intent
 
     def go_back(
@@ -135,25 +143,24 @@ class Recovery:
         state.build_loader()
         verified, differing = state.verify(loaded.following)
         seconds = time.monotonic() - start
-        if self.log:
-            self.log.branch += 1
-            self.log.event(
-                "rollback",
-                phase="outcome",
-                parent=intent,
-                step=progress.step,
-                steps_given_up=steps_given_up,
-                seconds=round(seconds, 3),
-                bytes_read=bytes_read,
-                set_aside=[str(path) for path in new_paths],
-                verified=verified,
-                differing=differing,
-            )
-            tqdm.write(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(steps_given_up, 'step')}")
+        self.log.branch += 1
+        self.log.event(
+            "rollback",
+            phase="outcome",
+            parent=intent,
+            step=progress.step,
+            steps_given_up=steps_given_up,
+            seconds=round(seconds, 3),
+            bytes_read=bytes_read,
+            set_aside=[str(path) for path in new_paths],
+            verified=verified,
+            differing=differing,
+        )
+        self.say(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(steps_given_up, 'step')}")
 
     def protect_before(self, action: RecoveryAction) -> None:
         """Protect the newest checkpoint from before the spike from being pruned by the next save."""
-        if self.log:
+        if self.strategy.is_main:
             checkpoint = self._before(action)
             steps = [] if checkpoint is None else [store.step_of(checkpoint)]
             self.manager.protect(*steps)
@@ -169,7 +176,7 @@ class Recovery:
         step = self.state.progress.step
         # Collective. The rest is rank 0's.
         manager.finish(log)
-        if log is None:
+        if not self.strategy.is_main:
             return
         checkpoint = self._before(action)
         checkpoint_path = None if checkpoint is None else str(checkpoint)
@@ -189,7 +196,7 @@ class Recovery:
         if checkpoint is None:
             way_on = "There is nothing to go back to, so start again with"
         saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
-        tqdm.write(
+        self.say(
             f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. The last checkpoint before it: "
             f"{checkpoint or 'none'}.{saved_since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
             f"more --num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -24,16 +25,17 @@ def first_state(
     config: RecipeConfig,
     strategy: Strategy,
     manager: CheckpointManager,
-    log: RunLog | None,
+    log: RunLog,
     model: nn.Module,
     data: PreparedData,
     collate: Collator,
+    say: Callable[[str], None],
 ) -> tuple[RunState, dict[str, Any]]:
     """Return the run's initial state, and the state of the ladder of recovery actions. Collective; loads no weights.
 
     Args:
-        log: the runlog, on rank 0 only.
         model: as the recipe made it.
+        say: prints a line on rank 0.
 
     Raises:
         CheckpointError: data, model or settings differ from those of the checkpoint.
@@ -42,7 +44,7 @@ def first_state(
     checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)
-    resume.compare_held_out_data(progress, data, log)
+    resume.compare_held_out_data(progress, data, say)
     resume.check_base(checkpoint, config, model)
     ladder = resume.earlier_decisions(progress, manager, strategy, log)
     # Ranks that share rows (tensor or sequence parallelism) read the same samples.
@@ -54,7 +56,7 @@ def first_state(
         sharing=strategy.world_size // strategy.mesh.data_parallel_size,
     )
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
-    state.total_steps = resume.schedule_steps(state, checkpoint, log)
+    state.total_steps = resume.schedule_steps(state, checkpoint, say)
     state.schedule = learning_rate_schedule(
         config.lr_scheduler_type,
         peak=config.learning_rate,

@@ -39,7 +39,7 @@ from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.objective import Metrics, Objective
 from zerobook.runlog.lifecycle import hang, last_words
 from zerobook.runlog.records import StepRecord
-from zerobook.runlog.writer import RunLog
+from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
 from zerobook.training.console import Console
@@ -122,14 +122,14 @@ class Trainer:
         self.pace = Pace(strategy.device)
         self.console = Console(silent=not strategy.is_main)
         self.manager = CheckpointManager(strategy, config)
-        self.log: RunLog | None = None
+        self.log: RunLog = NullRunLog(config.output_dir)
         strategy.on_main(self._open_log)
         self.watch = watch
         if watch:
             watch.report = lambda verdict, text: hang(self.log, config.output_dir, strategy.rank, describe(verdict), text)
 
         # The state, without weights: new, or the checkpoint's with what was decided after it.
-        self.state, ladder = first_state(config, strategy, self.manager, self.log, model, data, self.collate)
+        self.state, ladder = first_state(config, strategy, self.manager, self.log, model, data, self.collate, self.console.say)
         progress = self.progress
         self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=ladder)
 
@@ -149,7 +149,7 @@ class Trainer:
             self._compile(sources)
 
         # What works on the model.
-        self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log)
+        self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log, self.console.say)
         self.evaluator = Evaluator(
             config,
             strategy,
@@ -216,7 +216,7 @@ class Trainer:
         """Load the checkpoint to resume from, if there is one, and its evaluation. Collective."""
         step = self.progress.step
         if self.manager.checkpoint:
-            resume.load(self.state, self.manager, self.strategy, self.log)
+            resume.load(self.state, self.manager, self.strategy, self.log, self.console.say)
             # The last attempt may have ended before it proved this checkpoint good.
             self.monitor.saved(step)
             self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
@@ -260,8 +260,8 @@ class Trainer:
         hooks: list[Hook] = [MemoryRecord(self.log), self.console]
         if self.config.report_to:
             hooks.append(Trackers(self.strategy, self.config, resumed=self.manager.resumes_in_place))
-        self.logbook = Logbook(self.log) if self.log else None
-        if self.log and self.logbook:
+        self.logbook = Logbook(self.log) if self.strategy.is_main else None
+        if self.logbook:
             self.logbook.begin(self, sources)
             self.hooks.add(self.logbook, resume.ResumeCheck(self.log))
         self.console.introduce(self)
@@ -329,8 +329,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
-        if self.log:
-            self.log.close()
+        self.log.close()
         store.unlock(self.manager.folder)
         if hasattr(self, "preemption"):
             self.preemption.restore()
@@ -382,7 +381,7 @@ class Trainer:
                 if not is_last:
                     self.save()
             # Saves in the background end at any time.
-            if config.async_save and self.log:
+            if config.async_save and self.strategy.is_main:
                 self.manager.report(self.log)
             if not is_last and self.preemption.due(step):
                 self._leave_early()
@@ -537,8 +536,7 @@ class Trainer:
         )
 
     def _report_slow(self, slow: Slow) -> None:
-        if self.log:
-            self.log.event("straggler", durable=False, **slow._asdict())
+        self.log.event("straggler", durable=False, **slow._asdict())
         self.console.say(f"WARNING: step {self.progress.step}: {stragglers.describe(slow)}")
 
     def _read(self, records: list[StepRecord]) -> None:
@@ -579,8 +577,7 @@ class Trainer:
         step = self.progress.step
         best = self.progress.best_eval_loss
         count = self.progress.evaluations_without_progress
-        if self.log:
-            self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
+        self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
         self.console.say(
             f"early stopping at step {step}: {counted(count, 'evaluation')} without a lower held-out loss than {best:.4f}"
         )
@@ -639,8 +636,7 @@ class Trainer:
         step = self.progress.step
         last = self.monitor.history[-1] if self.monitor.history else None
         if last is not None and (last.masked or not math.isfinite(last.loss)):
-            if self.log:
-                self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
+            self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
         self._saved = step
         self.monitor.saved(step)
