@@ -203,8 +203,10 @@ def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict
     """Choose settings on all sources but one and score them on that one, for each source. Return the total scores, and how
     often each setting was chosen."""
     options = [
-        replace(Settings(), near=near, window=window, drift=drift, evidence=evidence)
-        for near, window, drift, evidence in itertools.product((16, 24, 48), (64, 128, 256), (1.0, 1.5, 2.0), (4.0, 5.0, 7.0))
+        replace(Settings(), level_points=level_points, unit_points=unit_points, drift=drift, evidence=evidence)
+        for level_points, unit_points, drift, evidence in itertools.product(
+            (16, 24, 48), (64, 128, 256), (1.0, 1.5, 2.0), (4.0, 5.0, 7.0)
+        )
     ]
     options.sort(key=lambda s: s != Settings())  # among equals, the defaults come first
     marks = [[score(c, ours(c.points, s)) for c in curves] for s in tqdm(options, desc="settings", unit="setting")]
@@ -214,7 +216,8 @@ def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict
         others = [i for i, c in enumerate(curves) if c.source != source]
         worth = [_worth([mark[i] for i in others]) for mark in marks]
         best = worth.index(max(worth))
-        words = ", ".join(f"{key} {getattr(options[best], key)}" for key in ("near", "window", "drift", "evidence"))
+        names = ("level_points", "unit_points", "drift", "evidence")
+        words = ", ".join(f"{name} {getattr(options[best], name)}" for name in names)
         chosen[words] = chosen.get(words, 0) + 1
         for i, c in enumerate(curves):
             if c.source == source:

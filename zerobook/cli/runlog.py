@@ -208,9 +208,9 @@ def replay(flags: argparse.Namespace) -> int | None:
         if point.step > spike["step"] + SHOWN_BESIDE_SPIKE:
             break
         # The level before the point: the first point has none, and is its own.
-        has_level = bool(detector.loss.near)
+        has_level = detector.has_level
         level = detector.level() if has_level else point.loss
-        unit = detector.loss.unit() if has_level else 1.0
+        unit = detector.unit() if has_level else 1.0
         findings = detector.update(point)
         if point.step >= spike["onset"] - SHOWN_BESIDE_SPIKE:
             table.add_row(

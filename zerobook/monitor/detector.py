@@ -1,16 +1,16 @@
-"""Find and classify loss spikes. The detector gets one logged point at a time, and carries out no measures.
+"""Find and classify loss spikes. The detector gets one logged point at a time, and carries out nothing.
 
-*   Level: the median of the last ``near`` accepted points. Excess of a point: ``(loss - level) / unit``.
-*   Unit: what one standard deviation is to normal noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), least * level)``, where the
-    residuals ``r`` are distances from the trend, not from the level, which lags behind it: each accepted point is compared
-    with the median of the ``near // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis", 1977).
-    A steep descent therefore does not make the unit large, and heavy tails, two-mode noise and periodic data do.
+*   Level: the median of the last `Settings.level_points` accepted points. Excess of a point: ``(loss - level) / unit``.
+*   Unit: what one standard deviation is to normal noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), min_unit * level)``, where
+    the residuals ``r`` are distances from the trend, not from the level, which lags behind it: each accepted point is compared
+    with the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis",
+    1977). A steep descent therefore does not make the unit large, and heavy tails, two-mode noise and periodic data do.
     Points judged high enter neither level nor unit.
-*   Evidence: excesses, each at most ``cap``, are added up less ``drift`` (one-sided CUSUM: Page, "Continuous inspection
-    schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
+*   Evidence: excesses, each at most `Settings.evidence_cap`, are added up less `Settings.drift` (one-sided CUSUM: Page,
+    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
 *   Shape: an excursion comes back at once, comes back slowly, steps to a new level, rises, or repeats the run's beginning.
-*   Shock: a gradient norm ``shock`` times the usual is evidence against the weights. The level before it is
-    kept for eight times ``patience`` points: a slow rise after it is not followed, and no new level is accepted.
+*   Shock: a gradient norm `Settings.shock_factor` times the usual is evidence against the weights. The level before it is
+    kept for eight times `Settings.patience` points: a slow rise after it is not followed, and no new level is accepted.
 
 The defaults were chosen on public logs; docs/guides/detector.md has the table, and `scripts/detector_table.py` makes it.
 """
@@ -18,30 +18,44 @@ The defaults were chosen on public logs; docs/guides/detector.md has the table, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
+
+from zerobook.monitor.baseline import Baseline
+
+BEGINNING_POINTS = 8
+"""Points at the beginning of the run that are remembered, to know them again."""
+RECENT_RATES = 32
+"""Points whose learning rates are remembered."""
+MAX_EXCURSION_POINTS = 512
+"""Points of an excursion that are remembered from its onset on, besides the newest one."""
+CHRONIC_POINTS = 1000
+"""Points within which spikes are counted for a ``chronic`` finding."""
+LONG_PATIENCE = 8
+"""Factor on the patience after a shock, and until a loss that stays high is taken as the new level."""
+MIN_NORM_UNIT = 0.1
+"""Smallest unit of the logarithm of the gradient norm. A logarithm is a ratio already, so its level is no part of it: a tenfold
+norm must look the same in every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the detector. Points are logged points; excesses are in units of the usual residual."""
 
-    near: int = 24
+    level_points: int = 24
     """accepted points whose median is the level"""
-    window: int = 128
+    unit_points: int = 128
     """accepted points whose residuals give the unit"""
-    least: float = 0.02
+    min_unit: float = 0.02
     """smallest unit, as a share of the level"""
-    young: float = 0.15
-    """smallest unit without history, as a share of the level; shrinks over the first ``near`` points"""
+    min_unit_at_start: float = 0.15
+    """smallest unit without history, as a share of the level; shrinks over the first ``level_points`` points"""
     high: float = 3.0
     """excess of a point that may belong to a spike and is kept out of the baseline"""
     drift: float = 1.5
     """evidence subtracted at each point"""
-    cap: float = 4.0
+    evidence_cap: float = 4.0
     """evidence that one point can add, before the drift"""
     evidence: float = 5.0
     """sum of evidence that raises an alarm"""
@@ -49,13 +63,13 @@ class Settings:
     """odd data lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
-    absurd: float = 100.0
+    absurd_factor: float = 100.0
     """factor above the level, or above the run's first loss, that no data causes with sound weights"""
     precursor: float = 8.0
     """excess of a gradient norm that arms the detector"""
-    shock: float = 1000.0
+    shock_factor: float = 1000.0
     """factor above the usual gradient norm that is evidence against the weights, whatever the loss is at that step"""
-    chronic: int = 3
+    chronic_spikes: int = 3
     """spikes within 1000 points that make a ``chronic`` finding"""
 
 
@@ -70,6 +84,10 @@ class Point:
     learning_rate: float | None = None
     masked: bool = False
     """the update was not applied, since a gradient was not finite"""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and not self.masked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,79 +130,6 @@ class Finding:
         return self.kind in ("damage", "divergence")
 
 
-class _Rolling:
-    """The last ``size`` numbers, and their quantiles in O(log size)."""
-
-    def __init__(self, size: int, values: list[float] | None = None):
-        self.size = size
-        self.order: deque[float] = deque()
-        self.sorted: list[float] = []
-        for value in values or []:
-            self.add(value)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def add(self, value: float) -> None:
-        self.order.append(value)
-        insort(self.sorted, value)
-        if len(self.order) > self.size:
-            del self.sorted[bisect_left(self.sorted, self.order.popleft())]
-
-    def quantile(self, share: float) -> float:
-        place = share * (len(self.sorted) - 1)
-        below = int(place)
-        above = min(below + 1, len(self.sorted) - 1)
-        return self.sorted[below] + (self.sorted[above] - self.sorted[below]) * (place - below)
-
-
-class _Series:
-    """The level of a series, and the residuals from its trend."""
-
-    def __init__(self, settings: Settings, state: dict[str, Any] | None = None):
-        self.settings = settings
-        state = state or {"near": [], "excess": [], "first": None}
-        self.near = _Rolling(settings.near, state["near"])
-        self.excess = _Rolling(settings.window, state["excess"])
-        self.size = _Rolling(4 * settings.near, [abs(value) for value in state["excess"]])
-        self.first: float | None = state["first"]
-
-    def level(self) -> float:
-        return self.near.quantile(0.5)
-
-    def unit(self) -> float:
-        """Return the usual residual, which estimates the standard deviation of normal noise: from the 95th percentile above the
-        trend, and from the median distance to it."""
-        level, s = self.level(), self.settings
-        assert self.first is not None
-        scale = max(abs(level), 0.02 * abs(self.first - level), 1e-12)
-        above = self.excess.quantile(0.95) / 1.645 if len(self.excess) else 0.0
-        # from both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it
-        around = 1.4826 * self.size.quantile(0.5) if len(self.size) else 0.0
-        return max(above, around, s.least * scale, s.young * scale * (1 - len(self.excess) / s.near))
-
-    def accept(self, value: float) -> None:
-        if self.first is None:
-            self.first = value
-        self.near.add(value)
-        width = self.settings.near // 2 + 1
-        around = list(self.near.order)[-width:]
-        if len(around) == width or len(around) % 2:  # a short history has a new middle with every second point
-            self.learn(around[len(around) // 2] - median(around))
-
-    def learn(self, residual: float) -> None:
-        """Add a residual, without changing the level."""
-        self.excess.add(residual)
-        self.size.add(abs(residual))
-
-    def move(self, values: list[float]) -> None:
-        """Set the level to that of ``values``, without changing the residuals."""
-        self.near = _Rolling(self.settings.near, values)
-
-    def state(self) -> dict[str, Any]:
-        return {"near": list(self.near.order), "excess": list(self.excess.order), "first": self.first}
-
-
 @dataclass
 class _Excursion:
     """A stretch of high points that has not come back to the level yet."""
@@ -192,10 +137,9 @@ class _Excursion:
     onset: int
     base: float
     unit: float
-    steps: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     high: int = 0
-    """points above ``Settings.high``"""
+    """points above `Settings.high`"""
     back: int = 0
     """points in a row that were at the base again"""
     confirmed: bool = False
@@ -214,26 +158,50 @@ class _Excursion:
     def peak(self) -> float:
         return max(self.losses)
 
+    @property
+    def points(self) -> int:
+        """Points from the onset to the last one that was not back at the base."""
+        return len(self.losses) - self.back
 
-_BEGINNING = 8
-_RECENT = 32
-_KEPT = 512
+    def add(self, loss: float) -> None:
+        self.losses.append(loss)
+        del self.losses[MAX_EXCURSION_POINTS:-1]
+
+    def judge(self, kind: str) -> None:
+        """Remember a verdict, and the peak at that moment."""
+        self.judged = kind
+        self.peak_then = self.peak
 
 
 class Detector:
     """Finds spikes in a loss curve. Pass points to `update`; `state` and ``Detector(settings, state)`` save and restore it.
 
     >>> detector = Detector()
-    >>> found = [f for step in range(60) for f in detector.update(Point(step=step, loss=2.0 + (step in (40, 41)) * 3))]
-    >>> [(f.kind, f.onset, f.points) for f in found if f.kind != "armed"]
+    >>> findings = [f for step in range(60) for f in detector.update(Point(step=step, loss=2.0 + (step in (40, 41)) * 3))]
+    >>> [(f.kind, f.onset, f.points) for f in findings if f.kind != "armed"]
     [('outlier', 40, 2)]
+
+    Attributes:
+        loss: level and unit of the loss.
+        norm: level and unit of the logarithm of the gradient norm.
+        seen: number of points so far.
+        evidence: sum of the evidence for a spike.
+        beginning: the first losses of the run.
+        rates: the newest learning rates.
+        armed: step that may announce a spike; None where there is none.
+        armed_at: value of ``seen`` at that step.
+        shock: level before a gradient norm that is evidence against the weights.
+        best: the lowest level so far.
+        masked: steps of the points up to now that were not finite, in a row.
+        spikes: values of ``seen`` at the newest alarms.
+        chronic: spikes have been reported as chronic.
     """
 
     def __init__(self, settings: Settings | None = None, state: dict[str, Any] | None = None):
         self.settings = settings or Settings()
         state = state or {}
-        self.loss = _Series(self.settings, state.get("loss"))
-        self.norm = _Series(self.settings, state.get("norm"))
+        self.loss = self._baseline(state.get("loss"))
+        self.norm = self._baseline(state.get("norm"))
         self.seen: int = state.get("seen", 0)
         self.last_step: int | None = state.get("last_step")
         self.evidence: float = state.get("evidence", 0.0)
@@ -242,13 +210,16 @@ class Detector:
         self.armed: int | None = state.get("armed")
         self.armed_at: int = state.get("armed_at", 0)
         self.shock: float | None = state.get("shock")
-        """level before a gradient norm that is evidence against the weights"""
         self.best: float | None = state.get("best")
-        """the lowest level so far"""
         self.masked: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
-        self.excursion = _Excursion(**state["excursion"]) if state.get("excursion") else None
+        self.excursion: _Excursion | None = None
+        if state.get("excursion"):
+            excursion = dict(state["excursion"])
+            # Earlier versions wrote the steps of the losses too.
+            excursion.pop("steps", None)
+            self.excursion = _Excursion(**excursion)
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, JSON-ready."""
@@ -267,7 +238,7 @@ class Detector:
             "masked": list(self.masked),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
-            "excursion": asdict(self.excursion) if self.excursion else None,
+            "excursion": None if self.excursion is None else asdict(self.excursion),
         }
 
     @property
@@ -275,277 +246,349 @@ class Detector:
         """True if the detector is neither armed nor inside an excursion, and the last point was finite."""
         return self.armed is None and self.excursion is None and not self.masked
 
+    @property
+    def has_level(self) -> bool:
+        return len(self.loss.accepted) > 0
+
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
-        onset = self.excursion.onset if self.excursion else None
-        begun = [s for s in (self.armed, onset, *self.masked[:1]) if s is not None]
-        return min(begun) if begun else None
-
-    def update(self, point: Point) -> list[Finding]:
-        """Process the next point, and return its findings, mostly none."""
-        found: list[Finding] = []
-        self.seen += 1
-        stride = max(1, point.step - self.last_step) if self.last_step is not None else 1
-        self.last_step = point.step
-        if not self._finite(point, found):
-            return found
-        loss = point.loss
-        if len(self.beginning) < _BEGINNING:
-            self.beginning.append(loss)
-        if point.learning_rate is not None:
-            self.rates = [*self.rates[-_RECENT + 1 :], point.learning_rate]
-        self._watch_norm(point, found)
-        if not len(self.loss.near):
-            self.loss.accept(loss)
-        elif self._absurd(loss) and not (self.excursion and self.excursion.judged):
-            self.excursion = self.excursion or self._begin(point)
-            self.excursion.confirmed, self.excursion.judged = True, "divergence"
-            self._extend(point)
-            self.excursion.peak_then = self.excursion.peak
-            found.append(
-                self._ended("divergence", point, self.excursion, f"a loss of {loss:.4g}: no data does that to sound weights")
-            )
-        elif self.excursion is None or not self.excursion.confirmed:
-            self._calm_point(point, stride, found)
-        else:
-            self._spike_point(point, found)
-        if len(self.loss.near) >= self.settings.patience:
-            level = self.loss.level()
-            self.best = level if self.best is None else min(self.best, level)
-        return found
-
-    def far_above(self, value: float, best: float) -> bool:
-        """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
-        return len(self.loss.near) > 0 and not value - best < self.settings.high * self.loss.unit()
-
-    def finish(self) -> list[Finding]:
-        """End the series, and judge an excursion that has not come back."""
-        found: list[Finding] = []
-        open_spike = self.excursion is not None and self.excursion.confirmed and self.excursion.judged is None
-        if open_spike and not self.masked:
-            assert self.excursion is not None
-            point = Point(step=self.excursion.steps[-1], loss=self.excursion.losses[-1])
-            self._judge(point, found, at_end=True)
-        return found
-
-    # --- not finite
-    def _finite(self, point: Point, found: list[Finding]) -> bool:
-        if math.isfinite(point.loss) and not point.masked:
-            self.masked.clear()
-            return True
-        self.masked.append(point.step)
-        count, loss = len(self.masked), "the gradient" if point.masked else "the loss"
-        if not point.masked:
-            found.append(self._finding("divergence", point, f"{loss} is not finite"))
-        elif count == 1:
-            found.append(self._finding("outlier", point, f"{loss} is not finite; the step was not applied"))
-        elif count == self.settings.outlier_steps + 1:
-            found.append(self._finding("divergence", point, f"{loss} was not finite in {count} steps in a row"))
-        return False
-
-    def _absurd(self, loss: float) -> bool:
-        assert self.loss.first is not None
-        return loss > self.settings.absurd * max(abs(self.loss.level()), abs(self.loss.first), 1.0)
-
-    # --- the gradient norm, which often moves first
-    def _watch_norm(self, point: Point, found: list[Finding]) -> None:
-        s = self.settings
-        lasts = s.patience * (1 if self.shock is None else 8)
-        if self.armed is not None and self.excursion is None and self.seen - self.armed_at > lasts:
-            self.armed = self.shock = None
-        norm = point.grad_norm
-        if norm is None or not math.isfinite(norm) or norm <= 0:
-            return
-        value = math.log(norm)
-        if len(self.norm.near) < s.near:
-            self.norm.accept(value)
-            return
-        # the logarithm is a ratio already, so its level is no part of the unit: a tenfold norm must look the same in every run
-        usual = max(self.norm.excess.quantile(0.95) / 1.645, 0.1)
-        above = value - self.norm.level()
-        if above < s.precursor * usual:
-            self.norm.accept(value)
-            return
-        shocks = above >= math.log(s.shock) and self.shock is None and len(self.loss.near) > 0
-        if shocks or (self.armed is None and self.excursion is None):
-            before = math.exp(self.norm.level())
-            self._arm(point, f"gradient norm {norm:.3g}, {norm / before:.3g} times the usual {before:.3g}", found)
-        if shocks:
-            self.shock = self.level()
+        steps = self.masked[:1]
+        if self.armed is not None:
+            steps.append(self.armed)
+        if self.excursion is not None:
+            steps.append(self.excursion.onset)
+        return min(steps, default=None)
 
     def level(self) -> float:
         """Return what the next loss is compared with."""
-        level = self.excursion.base if self.excursion else self.loss.level()
-        return level if self.shock is None else min(level, self.shock)
+        level = self.loss.level() if self.excursion is None else self.excursion.base
+        if self.shock is not None:
+            level = min(level, self.shock)
+        return level
 
-    def _arm(self, point: Point, reason: str, found: list[Finding]) -> None:
-        self.armed, self.armed_at = point.step, self.seen
-        found.append(self._finding("armed", point, reason))
+    def unit(self) -> float:
+        """Return the usual residual of the loss: what one standard deviation is to normal noise."""
+        return self.loss.unit(self.settings.min_unit, self.settings.min_unit_at_start)
+
+    def far_above(self, value: float, best: float) -> bool:
+        """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
+        return self.has_level and not value - best < self.settings.high * self.unit()
+
+    def update(self, point: Point) -> list[Finding]:
+        """Process the next point, and return its findings, mostly none."""
+        self.seen += 1
+        stride = 1
+        if self.last_step is not None:
+            stride = max(1, point.step - self.last_step)
+        self.last_step = point.step
+        if not point.is_finite:
+            return self._see_not_finite(point)
+        self.masked.clear()
+        if len(self.beginning) < BEGINNING_POINTS:
+            self.beginning.append(point.loss)
+        if point.learning_rate is not None:
+            self.rates = [*self.rates[-RECENT_RATES + 1 :], point.learning_rate]
+        findings = self._see_norm(point) + self._see_loss(point, stride)
+        # A few points have no level yet that a later loss could be compared with.
+        if len(self.loss.accepted) >= self.settings.patience:
+            level = self.loss.level()
+            self.best = level if self.best is None else min(self.best, level)
+        return findings
+
+    def finish(self) -> list[Finding]:
+        """End the series, and judge an excursion that has not come back."""
+        excursion = self.excursion
+        if excursion is None or not excursion.confirmed or excursion.judged is not None or self.masked:
+            return []
+        assert self.last_step is not None
+        return self._judge(excursion, Point(step=self.last_step, loss=excursion.losses[-1]), at_end=True)
+
+    # --- not finite
+    def _see_not_finite(self, point: Point) -> list[Finding]:
+        self.masked.append(point.step)
+        count = len(self.masked)
+        if not point.masked:
+            return [self._finding("divergence", point, "the loss is not finite")]
+        if count == 1:
+            return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
+        # Reported once, when it lasts longer than odd data.
+        if count == self.settings.outlier_steps + 1:
+            return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
+        return []
+
+    # --- the gradient norm, which often moves first
+    def _see_norm(self, point: Point) -> list[Finding]:
+        settings = self.settings
+        # Armed for nothing: calm down. The level before a shock is remembered for longer.
+        patience = settings.patience
+        if self.shock is not None:
+            patience *= LONG_PATIENCE
+        if self.armed is not None and self.excursion is None and self.seen - self.armed_at > patience:
+            self._disarm()
+        norm = point.grad_norm
+        if norm is None or not math.isfinite(norm) or norm <= 0:
+            return []
+        log_norm = math.log(norm)
+        if len(self.norm.accepted) < settings.level_points:
+            self.norm.accept(log_norm)
+            return []
+        excess = log_norm - self.norm.level()
+        if excess < settings.precursor * max(self.norm.upper_unit(), MIN_NORM_UNIT):
+            self.norm.accept(log_norm)
+            return []
+
+        # The norm is far too high.
+        is_shock = excess >= math.log(settings.shock_factor) and self.shock is None and self.has_level
+        findings = []
+        if is_shock or (self.armed is None and self.excursion is None):
+            usual = math.exp(self.norm.level())
+            reason = f"gradient norm {norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}"
+            findings.append(self._arm(point, reason))
+        if is_shock:
+            self.shock = self.level()
+        return findings
+
+    def _arm(self, point: Point, reason: str) -> Finding:
+        self.armed = point.step
+        self.armed_at = self.seen
+        return self._finding("armed", point, reason)
+
+    def _disarm(self) -> None:
+        self.armed = None
+        self.shock = None
+
+    # --- the loss
+    def _see_loss(self, point: Point, stride: int) -> list[Finding]:
+        excursion = self.excursion
+        if not self.has_level:
+            self.loss.accept(point.loss)
+            return []
+        is_judged = excursion is not None and excursion.judged is not None
+        if self._is_absurd(point.loss) and not is_judged:
+            return [self._see_absurd(point)]
+        if excursion is None or not excursion.confirmed:
+            return self._see_unconfirmed(point, stride)
+        return self._see_spike(excursion, point)
+
+    def _is_absurd(self, loss: float) -> bool:
+        assert self.loss.first is not None
+        return loss > self.settings.absurd_factor * max(abs(self.loss.level()), abs(self.loss.first), 1.0)
+
+    def _see_absurd(self, point: Point) -> Finding:
+        excursion = self._extend_excursion(point)
+        excursion.confirmed = True
+        excursion.judge("divergence")
+        reason = f"a loss of {point.loss:.4g}: no data does that to sound weights"
+        return self._finding_of("divergence", point, excursion, reason)
+
+    def _extend_excursion(self, point: Point) -> _Excursion:
+        """Return the excursion, which begins here if there is none, with this point."""
+        if self.excursion is None:
+            rate = self.rates[-1] if self.rates else None
+            self.excursion = _Excursion(onset=point.step, base=self.level(), unit=self.unit(), rate=rate)
+        self.excursion.add(point.loss)
+        return self.excursion
 
     # --- no alarm yet
-    def _calm_point(self, point: Point, stride: int, found: list[Finding]) -> None:
-        s, loss = self.settings, point.loss
+    def _see_unconfirmed(self, point: Point, stride: int) -> list[Finding]:
+        settings = self.settings
+        excursion = self.excursion
         base = self.level()
-        unit = self.excursion.unit if self.excursion else self.loss.unit()
-        excess = (loss - base) / unit
-        self.evidence = max(0.0, self.evidence + min(excess, s.cap) - s.drift)
-        if excess >= s.high:
-            self.excursion = self.excursion or self._begin(point)
-            self._extend(point)
-            self.excursion.high += 1
-            enough = math.ceil(s.outlier_steps / stride) + 1
-            if self.evidence >= s.evidence and self.excursion.high >= enough:
-                self._confirm(point, excess, found)
-            elif self.armed is None and excess >= s.cap:
-                self._arm(point, f"loss {loss:.4g} where {base:.4g} was usual", found)
-            return
-        if self.excursion is None:
-            self.loss.accept(loss)
-            return
-        self._extend(point)
-        if self.evidence == 0.0:
-            gone, self.excursion = self.excursion, None
-            if self.shock is None:
-                self.armed = None
-            if max(gone.losses) - gone.base >= s.cap * gone.unit:
-                found.append(self._ended("outlier", point, gone, _outlier_words(gone, self.shock is not None)))
-            # These points do not change the level. But if one point in twenty is as high, that is normal for this data.
-            for value in gone.losses:
-                if value - gone.base < s.high * gone.unit:
-                    self.loss.accept(value)
-                else:
-                    self.loss.learn(value - gone.base)
+        unit = self.unit() if excursion is None else excursion.unit
+        excess = (point.loss - base) / unit
+        self.evidence = max(0.0, self.evidence + min(excess, settings.evidence_cap) - settings.drift)
 
-    def _begin(self, point: Point) -> _Excursion:
-        rate = self.rates[-1] if self.rates else None
-        return _Excursion(onset=point.step, base=self.level(), unit=self.loss.unit(), rate=rate)
+        # A high point.
+        if excess >= settings.high:
+            excursion = self._extend_excursion(point)
+            excursion.high += 1
+            # Odd data lasts a number of steps. Where points are far apart, fewer of them span it.
+            needed_points = math.ceil(settings.outlier_steps / stride) + 1
+            if self.evidence >= settings.evidence and excursion.high >= needed_points:
+                return self._confirm(excursion, point, excess)
+            if self.armed is None and excess >= settings.evidence_cap:
+                return [self._arm(point, f"loss {point.loss:.4g} where {base:.4g} was usual")]
+            return []
 
-    def _extend(self, point: Point) -> None:
-        assert self.excursion is not None
-        self.excursion.steps.append(point.step)
-        self.excursion.losses.append(point.loss)
-        del self.excursion.steps[_KEPT:-1], self.excursion.losses[_KEPT:-1]
+        # A usual point.
+        if excursion is None:
+            self.loss.accept(point.loss)
+            return []
+        excursion.add(point.loss)
+        if self.evidence > 0.0:
+            return []
+        return self._end_as_outlier(excursion, point)
 
-    def _confirm(self, point: Point, excess: float, found: list[Finding]) -> None:
-        s, now = self.settings, self.excursion
-        assert now is not None
-        now.confirmed = True
-        self.spikes = [*(at for at in self.spikes if self.seen - at < 1000), self.seen]
-        found.append(
-            self._ended(
-                "spike", point, now,
-                f"loss {now.base:.4g} -> {now.peak:.4g}: {now.high} high points since step {now.onset}, the last "
-                f"{excess:.0f} times the usual excess of {now.unit:.2g}",
+    def _end_as_outlier(self, excursion: _Excursion, point: Point) -> list[Finding]:
+        """End an excursion that came back at once."""
+        settings = self.settings
+        self.excursion = None
+        if self.shock is None:
+            self.armed = None
+        findings = []
+        if excursion.peak - excursion.base >= settings.evidence_cap * excursion.unit:
+            plural = "s" if excursion.high > 1 else ""
+            cause = "the data, not the weights"
+            if self.shock is not None:
+                cause = "the gradient norm was far too high, so the weights may be damaged"
+            reason = (
+                f"{excursion.high} point{plural} up to {excursion.peak:.4g} where {excursion.base:.4g} is usual, and back at "
+                f"once: {cause}"
             )
-        )  # fmt: skip
-        if len(self.spikes) >= s.chronic and not self.chronic:
+            findings.append(self._finding_of("outlier", point, excursion, reason))
+        # High points do not change the level. But if one point in twenty is as high, that is normal for this data.
+        for loss in excursion.losses:
+            residual = loss - excursion.base
+            if residual < settings.high * excursion.unit:
+                self.loss.accept(loss)
+            else:
+                self.loss.learn(residual)
+        return findings
+
+    def _confirm(self, excursion: _Excursion, point: Point, excess: float) -> list[Finding]:
+        """Raise the alarm."""
+        excursion.confirmed = True
+        recent_spikes = [spike for spike in self.spikes if self.seen - spike < CHRONIC_POINTS]
+        self.spikes = [*recent_spikes, self.seen]
+        reason = (
+            f"loss {excursion.base:.4g} -> {excursion.peak:.4g}: {excursion.high} high points since step {excursion.onset}, "
+            f"the last {excess:.0f} times the usual excess of {excursion.unit:.2g}"
+        )
+        findings = [self._finding_of("spike", point, excursion, reason)]
+        if len(self.spikes) >= self.settings.chronic_spikes and not self.chronic:
             self.chronic = True
-            found.append(
-                self._ended("chronic", point, now, f"{len(self.spikes)} spikes within 1000 points: the rate is too high")
-            )
-        self._judge(point, found)
+            reason = f"{len(self.spikes)} spikes within {CHRONIC_POINTS} points: the rate is too high"
+            findings.append(self._finding_of("chronic", point, excursion, reason))
+        return findings + self._judge(excursion, point)
 
     # --- inside a confirmed spike
-    def _spike_point(self, point: Point, found: list[Finding]) -> None:
-        now, s = self.excursion, self.settings
-        assert now is not None
-        self._extend(point)
-        if self._begins_again(now):
-            self._close(now.losses[-1:])
-            words = f"from {now.base:.4g} back to {now.peak:.4g}, and down again as at the beginning of the run"
-            found.append(self._ended("reset", point, now, words))
-            return
-        if point.loss - now.base < max(2 * now.unit, min(0.1 * (now.peak - now.base), 0.25 * abs(now.base))):
-            now.back += 1
-            now.touched = now.judged is not None
-            if now.back == 2:
-                points = len(now.losses) - now.back
-                words = f"back at {point.loss:.4g} after {points} points; it peaked at {now.peak:.4g}"
-                self._close([now.base, *now.losses[-2:]], settled=False)
-                found.append(self._ended("spike_end", point, now, words))
-            return
-        now.back = 0
-        if now.judged is None:
-            self._judge(point, found)
-        elif (
-            (now.judged == "damage" or now.touched)
-            and len(now.losses) >= 2 * s.patience
-            and median(now.losses[-3:]) > now.peak_then
-        ):
-            now.judged, now.peak_then, now.touched = "divergence", now.peak, False
-            words = f"from {now.base:.4g} to {point.loss:.4g} in {len(now.losses)} points: it was coming down, and rises again"
-            found.append(self._ended("divergence", point, now, words))
-        elif len(now.losses) >= 8 * s.patience:
-            self._close(now.losses[-s.near :])
-            level = self.loss.level()
-            words = f"still {level:.4g} after {len(now.losses)} points, {now.base:.4g} before: taken as the new level"
-            found.append(self._ended("level_shift", point, now, words))
+    def _see_spike(self, excursion: _Excursion, point: Point) -> list[Finding]:
+        settings = self.settings
+        base = excursion.base
+        excursion.add(point.loss)
+        if self._begins_again(excursion):
+            self._close(excursion.losses[-1:])
+            reason = f"from {base:.4g} back to {excursion.peak:.4g}, and down again as at the beginning of the run"
+            return [self._finding_of("reset", point, excursion, reason)]
 
-    def _judge(self, point: Point, found: list[Finding], at_end: bool = False) -> None:
+        # Back at the base, for one point or for two.
+        rise = excursion.peak - base
+        tolerance = max(2 * excursion.unit, min(0.1 * rise, 0.25 * abs(base)))
+        if point.loss - base < tolerance:
+            excursion.back += 1
+            excursion.touched = excursion.judged is not None
+            if excursion.back < 2:
+                return []
+            self._close([base, *excursion.losses[-2:]], is_settled=False)
+            reason = f"back at {point.loss:.4g} after {excursion.points} points; it peaked at {excursion.peak:.4g}"
+            return [self._finding_of("spike_end", point, excursion, reason)]
+        excursion.back = 0
+
+        # Still high.
+        if excursion.judged is None:
+            return self._judge(excursion, point)
+        count = len(excursion.losses)
+        was_coming_down = excursion.judged == "damage" or excursion.touched
+        if was_coming_down and count >= 2 * settings.patience and median(excursion.losses[-3:]) > excursion.peak_then:
+            excursion.judge("divergence")
+            excursion.touched = False
+            reason = f"from {base:.4g} to {point.loss:.4g} in {count} points: it was coming down, and rises again"
+            return [self._finding_of("divergence", point, excursion, reason)]
+        if count >= LONG_PATIENCE * settings.patience:
+            self._close(excursion.losses[-settings.level_points :])
+            reason = f"still {self.loss.level():.4g} after {count} points, {base:.4g} before: taken as the new level"
+            return [self._finding_of("level_shift", point, excursion, reason)]
+        return []
+
+    def _judge(self, excursion: _Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
         """Judge an excursion after the patience: coming back, a new level, damage or divergence."""
-        now, s = self.excursion, self.settings
-        assert now is not None
-        if len(now.losses) < s.patience * (1 + now.extended) and not at_end:
-            return
-        late = median(now.losses[-3:])
-        top = max(median(now.losses[i : i + 3]) for i in range(max(1, len(now.losses) - 2)))
-        regained = (top - late) / (top - now.base)
+        base = excursion.base
+        losses = excursion.losses
+        count = len(losses)
+        if count < self.settings.patience * (1 + excursion.extended) and not at_end:
+            return []
+        # Medians of three, so that a single point does not decide.
+        medians = [median(losses[first : first + 3]) for first in range(max(1, count - 2))]
+        top = max(medians)
+        late = median(losses[-3:])
+        regained = (top - late) / (top - base)
+        if regained >= 2 / 3 and excursion.extended < 3:
+            excursion.extended += 1
+            return []
+
+        # A new level: a small step, that does not come down either, and that a raised learning rate can explain.
         assert self.loss.first is not None
-        fall = self.loss.first - now.base
-        lost = (late - now.base) / fall if fall > 0 else math.inf
-        if regained >= 2 / 3 and now.extended < 3:
-            now.extended += 1
-        elif self.shock is None and self._explained(now) and lost < 0.1 and late < now.base + abs(now.base) and regained < 0.5:
-            self._close(now.losses[-s.near :])
-            words = f"from {now.base:.4g} to {late:.4g}, {lost:.0%} of all that was learnt, and level since"
-            found.append(self._ended("level_shift", point, now, words))
-        elif regained >= 0.2:
-            now.judged, now.peak_then = "damage", now.peak
-            words = f"{len(now.losses)} points after step {now.onset} it is {late:.4g}; it was {now.base:.4g}"
-            found.append(self._ended("damage", point, now, words))
-        else:
-            now.judged, now.peak_then = "divergence", now.peak
-            words = f"from {now.base:.4g} to {late:.4g} in {len(now.losses)} points, and not coming down"
-            found.append(self._ended("divergence", point, now, words))
+        learnt = self.loss.first - base
+        lost = (late - base) / learnt if learnt > 0 else math.inf
+        is_small = lost < 0.1 and late < base + abs(base)
+        if is_small and regained < 0.5 and self.shock is None and self._rate_explains(excursion):
+            self._close(losses[-self.settings.level_points :])
+            reason = f"from {base:.4g} to {late:.4g}, {lost:.0%} of all that was learnt, and level since"
+            return [self._finding_of("level_shift", point, excursion, reason)]
 
-    def _begins_again(self, now: _Excursion) -> bool:
-        pairs = [(a, b) for a, b in zip(now.losses, self.beginning, strict=False) if a > 0 and b > 0]
-        # halved: on bad data, the loss may start at that of an untrained model too, but it does not fall as fast
-        falls = len(pairs) >= 3 and pairs[-1][0] < 0.5 * pairs[0][0]
-        return falls and max(abs(math.log(a / b)) for a, b in pairs) < 0.15
+        if regained >= 0.2:
+            excursion.judge("damage")
+            reason = f"{count} points after step {excursion.onset} it is {late:.4g}; it was {base:.4g}"
+            return [self._finding_of("damage", point, excursion, reason)]
+        excursion.judge("divergence")
+        reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"
+        return [self._finding_of("divergence", point, excursion, reason)]
 
-    def _explained(self, now: _Excursion) -> bool:
+    def _begins_again(self, excursion: _Excursion) -> bool:
+        """Return whether the losses repeat the beginning of the run."""
+        ratios = []
+        losses = []
+        for loss, first_loss in zip(excursion.losses, self.beginning, strict=False):
+            if loss > 0 and first_loss > 0:
+                losses.append(loss)
+                ratios.append(abs(math.log(loss / first_loss)))
+        # Halved: on bad data, the loss may start at that of an untrained model too, but it does not fall as fast.
+        return len(losses) >= 3 and losses[-1] < 0.5 * losses[0] and max(ratios) < 0.15
+
+    def _rate_explains(self, excursion: _Excursion) -> bool:
         """Return whether a raised learning rate can explain a step to a new level; True if the rate is not known."""
-        return now.rate is None or not self.rates or max(self.rates) > 1.2 * min(self.rates)
+        return excursion.rate is None or not self.rates or max(self.rates) > 1.2 * min(self.rates)
 
-    def _close(self, level: list[float], *, settled: bool = True) -> None:
-        """End the excursion, and set the level. ``settled``: the level is final, so a shock is over too."""
+    def _close(self, level: list[float], *, is_settled: bool = True) -> None:
+        """End the excursion, and set the level to that of some losses.
+
+        Args:
+            is_settled: the level is final, so a shock is over too.
+        """
         self.loss.move(level)
-        self.excursion, self.evidence = None, 0.0
-        if settled or self.shock is None:
-            self.armed = self.shock = None
+        self.excursion = None
+        self.evidence = 0.0
+        if is_settled or self.shock is None:
+            self._disarm()
 
-    # --- words
+    # --- findings
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
-        base = self.loss.level() if len(self.loss.near) else point.loss
-        onset = self.masked[0] if self.masked else point.step
+        """Return a finding about a point that belongs to no excursion."""
+        # A point that is not finite belongs to those right before it.
+        steps = self.masked or [point.step]
+        base = self.loss.level() if self.has_level else point.loss
         return Finding(
             kind=kind,
             step=point.step,
-            onset=onset,
-            points=max(1, len(self.masked)),
+            onset=steps[0],
+            points=len(steps),
             base=base,
             peak=point.loss,
             reason=reason,
-            finite=math.isfinite(point.loss) and not point.masked,
+            finite=point.is_finite,
         )
 
-    def _ended(self, kind: str, point: Point, now: _Excursion, reason: str) -> Finding:
-        points = now.high if kind == "outlier" else len(now.losses) - now.back
-        return Finding(kind=kind, step=point.step, onset=now.onset, points=points, base=now.base, peak=now.peak, reason=reason)
+    def _finding_of(self, kind: str, point: Point, excursion: _Excursion, reason: str) -> Finding:
+        """Return a finding about an excursion."""
+        return Finding(
+            kind=kind,
+            step=point.step,
+            onset=excursion.onset,
+            points=excursion.high if kind == "outlier" else excursion.points,
+            base=excursion.base,
+            peak=excursion.peak,
+            reason=reason,
+        )
 
-
-def _outlier_words(gone: _Excursion, shock: bool) -> str:
-    count = f"{gone.high} point" + "s" * (gone.high > 1)
-    cause = "the gradient norm was far too high, so the weights may be damaged" if shock else "the data, not the weights"
-    return f"{count} up to {gone.peak:.4g} where {gone.base:.4g} is usual, and back at once: {cause}"
+    def _baseline(self, state: dict[str, Any] | None) -> Baseline:
+        return Baseline(self.settings.level_points, self.settings.unit_points, state)
