@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks.gpu_setting import Case, Row, Setting
 from benchmarks.published.trial import Arm, attempt
 from zerobook.utils import subprocess_launch
 from zerobook.utils.devices import find_device
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Case, Row, Setting
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 12
