@@ -40,14 +40,15 @@ def install(model: nn.Module) -> LossHead | None:
     """
     owner: Any = getattr(model, "get_base_model", lambda: model)()
     layer = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    # a forward of its own is a hook, which moves tensors between devices
+    # A forward of the instance is a hook, which moves tensors between devices.
     if type(layer) is not nn.Linear or hasattr(layer.weight, "device_mesh") or "forward" in vars(layer):
         return None
     head = LossHead(layer)
     if not _returned_unchanged(owner, layer):
         del layer.forward
         return None
-    model.loss_head = head  # type: ignore[assignment]  # not a module, so it is no part of the state dict
+    # It is no module, so it is no part of the state dict.
+    model.loss_head = head  # type: ignore[assignment]
     return head
 
 
@@ -62,33 +63,41 @@ def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
             if name.startswith("_"):
                 raise AttributeError(name)
 
-    made = torch.zeros(1, 1, 1)
+    logits = torch.zeros(1, 1, 1)
     states = Output(last_hidden_state=torch.zeros(1, 1, layer.in_features))
-    others = [module for module in owner.modules() if module is not owner and module is not layer]
-    forwards: list[tuple[nn.Module, Any]] = [(module, lambda *_, **__: states) for module in others]
+    forwards: dict[nn.Module, Any] = {}
+    for module in owner.modules():
+        if module is not owner:
+            forwards[module] = lambda *_, **__: states
+    forwards[layer] = lambda *_, **__: logits
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if owner.config.is_encoder_decoder else {})
-    with _replaced([*forwards, (layer, lambda *_, **__: made)]):
+    inputs = {"input_ids": ids}
+    if owner.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with _replaced(forwards):
         try:
             output = owner.forward(**inputs, use_cache=False)
-        except Exception:  # architectures raise different errors where they need more than that
+        # Architectures raise different errors where they need more than that.
+        except Exception:
             return False
-    return getattr(output, "logits", None) is made
+    return getattr(output, "logits", None) is logits
 
 
 @contextmanager
-def _replaced(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    before = [vars(module).get("forward") for module, _ in forwards]
-    for module, forward in forwards:
+def _replaced(forwards: dict[nn.Module, Any]) -> Iterator[None]:
+    """Return a context in which modules have these forwards in place of their own."""
+    instance_forwards = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
         module.forward = forward
     try:
         yield
     finally:
-        for (module, _), own in zip(forwards, before, strict=True):
-            if own is None:
+        for module, forward in instance_forwards.items():
+            if forward is None:
+                # The class has the forward.
                 del module.forward
             else:
-                module.forward = own
+                module.forward = forward
 
 
 class LossHead:
@@ -114,19 +123,24 @@ class LossHead:
             targets: int64 [rows, length]; IGNORE where nothing is predicted.
             positions: int64 [supervised], the flattened positions that have a target; None: all are computed.
         """
-        self._targets, self._positions = targets, positions
+        self._targets = targets
+        self._positions = positions
         try:
             yield
         finally:
-            self._targets = self._positions = None
+            self._targets = None
+            self._positions = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.layer.weight, self.layer.bias
+        weight = self.layer.weight
+        bias = self.layer.bias
         if self._targets is None:
             return linear(hidden, weight, bias)
-        hidden, targets = hidden.flatten(0, -2), self._targets.flatten()
+        hidden = hidden.flatten(0, -2)
+        targets = self._targets.flatten()
         if self._positions is not None:
-            hidden, targets = hidden.index_select(0, self._positions), targets.index_select(0, self._positions)
+            hidden = hidden.index_select(0, self._positions)
+            targets = targets.index_select(0, self._positions)
         return linear_cross_entropy(hidden, weight, bias, targets)
 
 
@@ -149,8 +163,11 @@ def linear_cross_entropy(
     """
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} positions have {len(targets)} targets")
-    if not torch.is_grad_enabled():  # a parameter needs a gradient here too, by what autograd says
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    if not torch.is_grad_enabled():
+        # Autograd tells a function that a parameter needs a gradient here too.
+        hidden = hidden.detach()
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach()
     return cast("torch.Tensor", _LinearCrossEntropy.apply(hidden, weight, bias, targets))
 
 
@@ -165,60 +182,84 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         with torch.autocast(device, enabled=False):
-            cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            cast_weight = weight.to(dtype)
+            cast_bias = None if bias is None else bias.to(dtype)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            grads = _Gradients(
-                torch.empty_like(hidden, dtype=torch.float32 if dtype == torch.float16 else None) if needs_hidden else None,
-                torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None,
-                torch.zeros_like(cast("torch.Tensor", bias), dtype=torch.float32) if needs_bias else None,
-            )
-            positions = max(1, CHUNK.get(device, CHUNK["cuda"]) // len(weight))
-            for start in range(0, len(targets), positions):
-                part = slice(start, start + positions)
-                inputs = hidden[part].to(dtype)
-                scores = log_softmax(linear(inputs, cast_weight, cast_bias).float(), dim=-1)
-                ignored = targets[part, None] == IGNORE
-                wanted = targets[part, None].clamp(min=0)
-                total -= scores.gather(1, wanted).masked_fill_(ignored, 0.0).sum()
+            gradients = _Gradients()
+            if needs_hidden:
+                # fp16 gradients are made with a scale, which fp32 can take out again.
+                gradients.hidden = torch.empty_like(hidden, dtype=torch.float32 if dtype == torch.float16 else None)
+            if needs_weight:
+                gradients.weight = torch.zeros_like(weight, dtype=torch.float32)
+            if needs_bias:
+                gradients.bias = torch.zeros_like(cast("torch.Tensor", bias), dtype=torch.float32)
+
+            chunk_length = max(1, CHUNK.get(device, CHUNK["cuda"]) // len(weight))
+            for start in range(0, len(targets), chunk_length):
+                chunk = slice(start, start + chunk_length)
+                inputs = hidden[chunk].to(dtype)
+                log_probabilities = log_softmax(linear(inputs, cast_weight, cast_bias).float(), dim=-1)
+                ignored = targets[chunk, None] == IGNORE
+                chunk_targets = targets[chunk, None].clamp(min=0)
+                total -= log_probabilities.gather(1, chunk_targets).masked_fill_(ignored, 0.0).sum()
                 if needs_hidden or needs_weight or needs_bias:
-                    of_logits = scores.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=scores.dtype))
-                    grads.add(part, of_logits.masked_fill_(ignored, 0.0), inputs, cast_weight)
-                    del of_logits
-                del scores  # before the next chunk is made
-        ctx.grads = grads
+                    # The gradient of the logits is the softmax, less 1 at the target.
+                    minus_one = torch.full_like(chunk_targets, -1, dtype=log_probabilities.dtype)
+                    logits_gradient = log_probabilities.exp_().scatter_add_(1, chunk_targets, minus_one)
+                    gradients.add(chunk, logits_gradient.masked_fill_(ignored, 0.0), inputs, cast_weight)
+                    del logits_gradient
+                # Freed before the next chunk is made.
+                del log_probabilities
+        ctx.gradients = gradients
         return total
 
     @staticmethod
-    def backward(ctx: Any, *given: Any) -> tuple[torch.Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
+    def backward(ctx: Any, *output_gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.gradients
+        ctx.gradients = None
+        if gradients is None:
             raise RuntimeError("the gradient of linear_cross_entropy can be computed once")
-        return (*grads.times(given[0]), None)
+        gradients.multiply_(output_gradients[0])
+        # The targets have no gradient.
+        return gradients.hidden, gradients.weight, gradients.bias, None
 
 
 class _Gradients:
     """The gradients with respect to the layer's input, weight and bias; None where one is not needed."""
 
-    def __init__(self, hidden: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None):
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self._scale: torch.Tensor | None = None  # on the device, so that nothing waits for it
+    hidden: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    _half_scale: torch.Tensor | None = None
+    """on the device, so that nothing waits for it"""
 
-    def add(self, part: slice, of_logits: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add a chunk, by the gradient of its logits (fp32), its ``inputs`` and the layer's ``weight`` in one dtype."""
-        half = weight.dtype == torch.float16
-        if self.hidden is not None and half:
-            if self._scale is None:
-                self._scale = HALF_SCALE / weight.abs().amax().float().clamp(min=1.0)
-            self.hidden[part] = ((of_logits * self._scale).to(weight.dtype) @ weight).float() / self._scale
+    def add(self, chunk: slice, logits_gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add a chunk of positions.
+
+        Args:
+            logits_gradient: float32 [positions, vocabulary].
+            inputs: [positions, width], in the dtype of ``weight``.
+            weight: the layer's.
+        """
+        is_fp16 = weight.dtype == torch.float16
+        if self.hidden is not None and is_fp16:
+            if self._half_scale is None:
+                self._half_scale = HALF_SCALE / weight.abs().amax().float().clamp(min=1.0)
+            scaled_gradient = (logits_gradient * self._half_scale).to(weight.dtype)
+            self.hidden[chunk] = (scaled_gradient @ weight).float() / self._half_scale
         elif self.hidden is not None:
-            self.hidden[part] = of_logits.to(weight.dtype) @ weight
-        if self.weight is not None and (half or weight.dtype == torch.float32):  # a scaled sum could exceed fp16's range
-            self.weight.addmm_(of_logits.T, inputs.float())
-        elif self.weight is not None:  # sums over chunks are in fp32
-            self.weight += of_logits.to(weight.dtype).T @ inputs
+            self.hidden[chunk] = logits_gradient.to(weight.dtype) @ weight
+        if self.weight is not None and (is_fp16 or weight.dtype == torch.float32):
+            # In fp16, a scaled sum could exceed the range.
+            self.weight.addmm_(logits_gradient.T, inputs.float())
+        elif self.weight is not None:
+            # Sums over chunks are in fp32.
+            self.weight += logits_gradient.to(weight.dtype).T @ inputs
         if self.bias is not None:
-            self.bias += of_logits.sum(0)
+            self.bias += logits_gradient.sum(0)
 
-    def times(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients multiplied by ``factor``, a scalar. Changes them in place."""
-        return tuple(None if grad is None else grad.mul_(factor) for grad in (self.hidden, self.weight, self.bias))
+    def multiply_(self, factor: torch.Tensor) -> None:
+        """Multiply the gradients by ``factor``, a scalar, in place."""
+        for gradient in (self.hidden, self.weight, self.bias):
+            if gradient is not None:
+                gradient.mul_(factor)

@@ -77,10 +77,12 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         targets: int64 [rows, length]; IGNORE where nothing is predicted.
     """
     vocabulary = logits.size(-1)
-    logits, targets = logits.reshape(-1, vocabulary), targets.reshape(-1)
-    positions = len(targets) if logits.requires_grad else max(1, FP32_LOGITS // vocabulary)
-    parts = zip(logits.split(positions), targets.split(positions), strict=True)
-    sums = [cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="sum") for part, wanted in parts]
+    logits = logits.reshape(-1, vocabulary)
+    targets = targets.reshape(-1)
+    chunk_length = len(targets) if logits.requires_grad else max(1, FP32_LOGITS // vocabulary)
+    sums = []
+    for chunk_logits, chunk_targets in zip(logits.split(chunk_length), targets.split(chunk_length), strict=True):
+        sums.append(cross_entropy(chunk_logits.float(), chunk_targets, ignore_index=IGNORE, reduction="sum"))
     return torch.stack(sums).sum()
 
 
@@ -197,38 +199,42 @@ class NextToken(Objective):
             return model_loss(model, inputs, targets)[0]
         loss, output = model_loss(model, inputs, targets, output_router_logits=True)
         supervised = (targets != IGNORE).sum()
-        # also if no token is supervised: the backward passes of all ranks must run the same modules
+        # Also if no token is supervised: the backward passes of all ranks must run the same modules.
         router = output.aux_loss.to(loss.device) * supervised
         metrics = {"router_aux_loss": router.detach()}
-        if chosen := experts_per_token(unwrap(model).config):
-            load = expert_load(output.router_logits, chosen, inputs.get("attention_mask"))
+        experts = experts_per_token(unwrap(model).config)
+        if experts:
+            load = expert_load(output.router_logits, experts, inputs.get("attention_mask"))
             metrics["expert_load"] = load.to(router.device) * supervised
         return loss + balance * router, metrics
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
-        return self._balance(model) != 0  # transformers counts padding as load where no mask says that it is padding
+        # transformers counts padding as load where no mask says that it is padding.
+        return self._balance(model) != 0
 
     @property
     def is_cross_entropy(self) -> bool:
-        return type(self).loss is NextToken.loss  # a subclass may have another loss
+        # A subclass may have another loss.
+        return type(self).loss is NextToken.loss
 
     @property
     def takes_positions(self) -> bool:
-        return type(self).loss is NextToken.loss  # a subclass may pass the whole batch to the model
+        # A subclass may pass the batch to the model as it is.
+        return type(self).loss is NextToken.loss
 
     def splits_tokens(self, model: nn.Module) -> bool:
-        # a subclass may have another loss; and the load of experts is one of a whole micro-batch
+        # A subclass may have another loss, and the load of experts is that of a micro-batch of full rows.
         return type(self).loss is NextToken.loss and self._balance(model) == 0
 
     def _balance(self, model: nn.Module) -> float:
         """Return the factor of the loss that balances experts; 0 where it is left out."""
         config = getattr(unwrap(model), "config", None)
-        own = router_coefficient(config)
-        if own is None or not model.training:
+        coefficient = router_coefficient(config)
+        if coefficient is None or not model.training:
             return 0.0
         if self.router_weight is not None:
             return self.router_weight
-        return float(own) if getattr(text_config(config), "output_router_logits", False) else 0.0
+        return float(coefficient) if getattr(text_config(config), "output_router_logits", False) else 0.0
 
     def weight(self, row: Mapping[str, np.ndarray]) -> int:
         return int(np.count_nonzero(row["labels"][1:] != IGNORE))
@@ -237,19 +243,20 @@ class NextToken(Objective):
 def router_coefficient(config: Any) -> float | None:
     """Return the factor of the loss that balances experts, from a model's config; None for models without one."""
     config = text_config(config)
-    own = getattr(config, "router_aux_loss_coef", None)
-    if own is None:
-        own = getattr(config, "aux_loss_coef", None)  # JetMoe
-    if own is None:
-        own = getattr(getattr(config, "ffn_config", None), "moe_loss_weight", None)  # DBRX
-    return own
+    # JetMoe calls it aux_loss_coef, and DBRX moe_loss_weight in a config of its own.
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        coefficient = getattr(config, name, None)
+        if coefficient is not None:
+            return coefficient
+    return getattr(getattr(config, "ffn_config", None), "moe_loss_weight", None)
 
 
 def experts_per_token(config: Any) -> int | None:
     """Return the number of experts that a token takes, from a model's config; None where it does not say so."""
     config = text_config(config)
-    own = getattr(config, "num_experts_per_tok", None)
-    return own if own is not None else getattr(getattr(config, "ffn_config", None), "moe_top_k", None)
+    experts = getattr(config, "num_experts_per_tok", None)
+    # DBRX has a config of its own for its experts.
+    return experts if experts is not None else getattr(getattr(config, "ffn_config", None), "moe_top_k", None)
 
 
 @contextmanager
@@ -257,22 +264,22 @@ def router_outputs_off(model: nn.Module) -> Iterator[None]:
     """Let the model leave out its routers' outputs. While it generates, transformers would compare the routers' logits of the
     last tokens with the mask of all tokens, which is an error."""
     config = text_config(getattr(unwrap(model), "config", None))
-    wanted = getattr(config, "output_router_logits", False)
-    if wanted:
+    returns_logits = getattr(config, "output_router_logits", False)
+    if returns_logits:
         config.output_router_logits = False
     try:
         yield
     finally:
-        if wanted:
+        if returns_logits:
             config.output_router_logits = True
 
 
-def expert_load(router_logits: Sequence[torch.Tensor], chosen: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def expert_load(router_logits: Sequence[torch.Tensor], experts_taken: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Return how many times its equal share the busiest expert of a micro-batch gets, a mean over layers: 1 is balanced.
 
     Args:
         router_logits: a layer each, float [tokens, experts] or [rows, length, experts].
-        chosen: experts that a token takes.
+        experts_taken: experts that a token takes.
         attention_mask: int [rows, length], 0 for padding, which is left out; None where there is none.
 
     >>> expert_load([torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0]])], 1, None).item()
@@ -281,9 +288,12 @@ def expert_load(router_logits: Sequence[torch.Tensor], chosen: int, attention_ma
     busiest = []
     for logits in router_logits:
         experts = logits.size(-1)
-        picked = logits.detach().reshape(-1, experts).topk(chosen).indices
-        real = torch.ones_like(picked) if attention_mask is None else attention_mask.reshape(-1, 1).to(picked).expand_as(picked)
-        counts = torch.zeros(experts, dtype=torch.int64, device=picked.device).scatter_add_(0, picked.flatten(), real.flatten())
+        indices = logits.detach().reshape(-1, experts).topk(experts_taken).indices
+        is_token = torch.ones_like(indices)
+        if attention_mask is not None:
+            is_token = attention_mask.reshape(-1, 1).to(indices).expand_as(indices)
+        counts = torch.zeros(experts, dtype=torch.int64, device=indices.device)
+        counts.scatter_add_(0, indices.flatten(), is_token.flatten())
         busiest.append(counts.max() * experts / counts.sum().clamp(min=1))
     return torch.stack(busiest).mean()
 
@@ -295,7 +305,8 @@ class TargetTokens(Objective):
 
     @property
     def is_cross_entropy(self) -> bool:
-        return type(self).loss is TargetTokens.loss  # a subclass may have another loss
+        # A subclass may have another loss.
+        return type(self).loss is TargetTokens.loss
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
         inputs, labels = without_labels(batch)
@@ -314,7 +325,9 @@ def without_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tens
 def with_targets(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
     """Return (the model's inputs, the token that each position predicts), of whole rows or of a part of their tokens."""
     inputs = dict(batch)
-    return (inputs, inputs.pop(TARGETS)) if TARGETS in inputs else (inputs, shifted(inputs.pop("labels")))
+    if TARGETS in inputs:
+        return inputs, inputs.pop(TARGETS)
+    return inputs, shifted(inputs.pop("labels"))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from zerobook.errors import ConfigError
@@ -57,8 +57,11 @@ class OptimizerSpec(ABC):
         import torch
 
         for key, shape in self.state_shapes(parameter.shape).items():
-            same = tuple(shape) == tuple(parameter.shape)
-            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format) if same else parameter.new_zeros(shape)
+            if tuple(shape) == tuple(parameter.shape):
+                # A DTensor stays one, with the parameter's shards.
+                zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            else:
+                zeros = parameter.new_zeros(shape)
             optimizer.state[parameter][key] = zeros.detach()
 
     def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
@@ -133,10 +136,11 @@ class AdamW(_Counting):
         import torch
 
         state = optimizer.state[parameter]
-        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-        # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's Adam in a tensor
+        # DeepSpeed's CPUAdam counts in a plain int and its FusedAdam in the group; torch's Adam in a tensor.
         if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+            counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+            device = parameter.device if counts_on_device else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         elif "step" not in optimizer.param_groups[0]:
             state["step"] = 0
         super().init_state(optimizer, parameter)
@@ -219,10 +223,10 @@ class PagedAdamW(_Counting):
         return {"exp_avg": shape, "exp_avg_sq": shape}
 
     def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        for i, group in enumerate(optimizer.param_groups):
-            for j, each in enumerate(group["params"]):
-                if each is parameter:
-                    cast("Any", optimizer).init_state(group, parameter, i, j)
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, member in enumerate(group["params"]):
+                if member is parameter:
+                    cast("Any", optimizer).init_state(group, parameter, group_index, index)
 
     def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
         return optimizer.state[parameter][_BITSANDBYTES[key]]
@@ -242,35 +246,40 @@ class AdamW8bit(PagedAdamW):
     paged = False
 
     def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
-        moments, size = super().state_shapes(shape), type(shape)
-        if prod(shape) < SMALLEST_8BIT:
+        moments = super().state_shapes(shape)
+        numbers = prod(shape)
+        if numbers < SMALLEST_8BIT:
             return moments
-        blocks = size((-(-prod(shape) // BLOCK),))
+        blocks = type(shape)((ceil(numbers / BLOCK),))
         return {"exp_avg_scale": blocks, "exp_avg_sq_scale": blocks, **moments}
 
     def get_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str) -> torch.Tensor:
         import torch
 
-        held = super().get_state(optimizer, parameter, key)
-        if held.dtype != torch.uint8:
-            return held
+        state = super().get_state(optimizer, parameter, key)
+        if state.dtype != torch.uint8:
+            return state
         from bitsandbytes.functional import dequantize_blockwise
 
         values, scale = self._values_and_scale(optimizer, parameter, key)
-        return dequantize_blockwise(held.to(scale.device), absmax=scale, code=values, blocksize=BLOCK)  # paged: from host RAM
+        # Paged state may lie in host memory.
+        codes = state.to(scale.device)
+        return dequantize_blockwise(codes, absmax=scale, code=values, blocksize=BLOCK)
 
     def set_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         import torch
 
-        held = super().get_state(optimizer, parameter, key)
-        if held.dtype != torch.uint8:
-            held.copy_(value)
+        state = super().get_state(optimizer, parameter, key)
+        if state.dtype != torch.uint8:
+            state.copy_(value)
             return
-        # bitsandbytes would compute a new scale: its codes do not hold -1, so a negative largest number shrinks
+        # bitsandbytes would compute a new scale. Its codes do not hold -1, so a negative largest number would shrink.
         values, scale = self._values_and_scale(optimizer, parameter, key)
         shares = value.to(scale.device).flatten() / scale.repeat_interleave(BLOCK)[: value.numel()]
-        between = (values[1:] + values[:-1]) / 2
-        held.copy_(torch.bucketize(shares.nan_to_num(0.0), between).view(held.shape))
+        # The nearest of the 256 values is found by the midpoints between them.
+        midpoints = (values[1:] + values[:-1]) / 2
+        codes = torch.bucketize(shares.nan_to_num(0.0), midpoints)
+        state.copy_(codes.view(state.shape))
 
     def _values_and_scale(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
@@ -280,10 +289,21 @@ class AdamW8bit(PagedAdamW):
         return state[_BITSANDBYTES[key].replace("state", "qmap")], state[_BITSANDBYTES[f"{key}_scale"]]
 
     def held_bytes(self, shapes: Iterable[tuple[int, ...]]) -> int:
-        numbers = [prod(shape) for shape in shapes]
-        quantised = [n for n in numbers if n >= SMALLEST_8BIT]
-        tables = 2 * 4 * 256 if quantised else 0  # the values of both types, which all weights share
-        return sum(8 * n for n in numbers if n < SMALLEST_8BIT) + sum(2 * n + 8 * -(-n // BLOCK) for n in quantised) + tables
+        bytes_of_state = 0
+        has_quantised = False
+        for shape in shapes:
+            numbers = prod(shape)
+            if numbers < SMALLEST_8BIT:
+                # Two moments in fp32.
+                bytes_of_state += 2 * 4 * numbers
+            else:
+                # Two moments of a byte, and an fp32 scale for each block of both.
+                bytes_of_state += 2 * numbers + 2 * 4 * ceil(numbers / BLOCK)
+                has_quantised = True
+        if has_quantised:
+            # The 256 values of both 8-bit types in fp32, which all weights share.
+            bytes_of_state += 2 * 4 * 256
+        return bytes_of_state
 
 
 class PagedAdamW8bit(AdamW8bit):
@@ -292,14 +312,20 @@ class PagedAdamW8bit(AdamW8bit):
     paged = True
 
 
-BLOCK, SMALLEST_8BIT = 256, 4096
-"""Numbers that share a scale in bitsandbytes' 8-bit state, and numbers of the smallest weight that has one."""
+BLOCK = 256
+"""Numbers that share a scale in bitsandbytes' 8-bit state."""
+SMALLEST_8BIT = 4096
+"""Numbers of the smallest weight whose state bitsandbytes keeps in 8 bits."""
 _BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2", "exp_avg_scale": "absmax1", "exp_avg_sq_scale": "absmax2"}
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    "adamw": AdamW, "sgd": SGD, "adafactor": Adafactor,
-    "adamw_8bit": AdamW8bit, "paged_adamw": PagedAdamW, "paged_adamw_8bit": PagedAdamW8bit,
-}  # fmt: skip
+    "adamw": AdamW,
+    "sgd": SGD,
+    "adafactor": Adafactor,
+    "adamw_8bit": AdamW8bit,
+    "paged_adamw": PagedAdamW,
+    "paged_adamw_8bit": PagedAdamW8bit,
+}
 """The optimizers that ``--optimizer`` knows by name."""
 
 RESUMES = {
@@ -310,35 +336,37 @@ RESUMES = {
 }
 """Optimizer -> others whose checkpoints hold its whole state."""
 
-SETTINGS = {**dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), ("adamw", *RESUMES["adamw"])), "momentum": ("sgd",)}
+_ADAMS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+SETTINGS = {"adam_beta1": _ADAMS, "adam_beta2": _ADAMS, "adam_epsilon": _ADAMS, "momentum": ("sgd",)}
 """Config key -> the optimizers of `OPTIMIZERS` that read it. A user's own class may read any."""
 
 
-def optimizer_spec(said: str) -> OptimizerSpec:
+def optimizer_spec(optimizer: str) -> OptimizerSpec:
     """Return the optimizer that ``--optimizer`` names.
 
     Args:
-        said: a name in `OPTIMIZERS`, or ``FILE.py:Class``. The file is run.
+        optimizer: a name in `OPTIMIZERS`, or ``FILE.py:Class``. The file is run.
 
     Raises:
         ConfigError: there is no such optimizer, file or class.
     """
-    if said in OPTIMIZERS:
-        return OPTIMIZERS[said]()
-    if ":" not in said:
+    if optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]()
+    if ":" not in optimizer:
         raise ConfigError(
-            f"optimizer: there is no optimizer {said!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as FILE.py:Class."
-            f"{nearest_value('optimizer', said, OPTIMIZERS)}"
+            f"optimizer: there is no optimizer {optimizer!r}. Take one of {', '.join(OPTIMIZERS)}, or your own as "
+            f"FILE.py:Class.{nearest_value('optimizer', optimizer, OPTIMIZERS)}"
         )
+    spec_class = load_class("optimizer", optimizer, OptimizerSpec)  # type: ignore[type-abstract]  # the base is abstract
     try:
-        return load_class("optimizer", said, OptimizerSpec)()  # type: ignore[type-abstract]  # the base is abstract
+        return spec_class()
     except TypeError as error:
-        raise ConfigError(f"optimizer: {said} is called without arguments, and that fails: {error}") from error
+        raise ConfigError(f"optimizer: {optimizer} is called without arguments, and that fails: {error}") from error
 
 
-def optimizer_name(said: str) -> str:
+def optimizer_name(optimizer: str) -> str:
     """Return the optimizer's name in checkpoints: ``sgd``, or the class name of a user's own."""
-    return said.rpartition(":")[2]
+    return optimizer.rpartition(":")[2]
 
 
 def names_code_in_yaml(config: RecipeConfig, sources: ConfigSources) -> bool:
@@ -346,47 +374,58 @@ def names_code_in_yaml(config: RecipeConfig, sources: ConfigSources) -> bool:
     return config.optimizer not in OPTIMIZERS and sources.from_yaml("optimizer")
 
 
-def unused_settings(said: str, given: Iterable[str]) -> list[str]:
-    """Return a problem for each config key of ``given`` that the optimizer does not read."""
-    return [
-        f"{key}: it is a setting of {SETTINGS[key][0]}, and the optimizer is {said}, which does not read it. Drop {key}, or "
-        f"pass --optimizer {SETTINGS[key][0]}."
-        for key in given
-        if said in OPTIMIZERS and said not in SETTINGS.get(key, (said,))
-    ]
+def unused_settings(optimizer: str, keys: Iterable[str]) -> list[str]:
+    """Return a problem for each config key of ``keys`` that the optimizer does not read."""
+    problems: list[str] = []
+    if optimizer not in OPTIMIZERS:
+        return problems
+    for key in keys:
+        readers = SETTINGS.get(key, (optimizer,))
+        if optimizer not in readers:
+            problems.append(
+                f"{key}: it is a setting of {readers[0]}, and the optimizer is {optimizer}, which does not read it. Drop "
+                f"{key}, or pass --optimizer {readers[0]}."
+            )
+    return problems
 
 
 def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:
     """Return how many numbers a checkpoint holds of the optimizer's state for weights of ``shapes``."""
-    # the planner gives plain tuples, so that it need not import torch
-    return sum(prod(kept) for shape in shapes for kept in spec.state_shapes(cast("torch.Size", shape)).values())
+    numbers = 0
+    for shape in shapes:
+        # The planner passes plain tuples, so that it need not import torch.
+        state_shapes = spec.state_shapes(cast("torch.Size", shape))
+        numbers += sum(prod(state_shape) for state_shape in state_shapes.values())
+    return numbers
 
 
-def refused_by(strategy: str, kind: str, offload: str, said: str) -> str | None:
+def refused_by(strategy: str, kind: str, offload: str, optimizer: str) -> str | None:
     """Return why a strategy cannot use an optimizer, and the way out; None if it can.
 
     Args:
         strategy: its name in messages.
         kind: ``single``, ``ddp``, ``deepspeed`` or ``fsdp``.
         offload: where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``.
-        said: the value of ``--optimizer``.
+        optimizer: the value of ``--optimizer``.
 
     Raises:
         ConfigError: there is no such optimizer.
     """
-    spec = optimizer_spec(said)
+    spec = optimizer_spec(optimizer)
     if kind in ("deepspeed", "fsdp") and not spec.elementwise:
-        how = "flattens weights and cuts them anywhere" if kind == "deepspeed" else "gives each process some rows of a weight"
-        own = (
-            "" if said in OPTIMIZERS else " If each number is updated from its own gradient and state, set elementwise = True."
-        )
+        sharding = "gives each process some rows of a weight"
+        if kind == "deepspeed":
+            sharding = "flattens weights and cuts them anywhere"
+        advice = ""
+        if optimizer not in OPTIMIZERS:
+            advice = " If each number is updated from its own gradient and state, set elementwise = True."
         return (
-            f"optimizer: {said} needs whole weights, as for means over rows and columns or for blocks with one scale, and "
-            f"{strategy} {how}. Launch with accelerate_configs/ddp.yaml, or pass --optimizer adamw or sgd.{own}"
+            f"optimizer: {optimizer} needs whole weights, as for means over rows and columns or for blocks with one scale, and "
+            f"{strategy} {sharding}. Launch with accelerate_configs/ddp.yaml, or pass --optimizer adamw or sgd.{advice}"
         )
-    if offload == "nvme" and said != "adamw":
+    if offload == "nvme" and optimizer != "adamw":
         return (
-            f"optimizer: {said} was asked for, and {strategy} keeps the state on a disk, which works with adamw alone. Offload "
-            "it to cpu (accelerate_configs/zero3_offload.yaml), or pass --optimizer adamw."
+            f"optimizer: {optimizer} was asked for, and {strategy} keeps the state on a disk, which works with adamw alone. "
+            "Offload it to cpu (accelerate_configs/zero3_offload.yaml), or pass --optimizer adamw."
         )
     return None
