@@ -273,15 +273,12 @@ def test_the_same_bytes_of_another_kind_are_other_data(tmp_path):
 @pytest.mark.parametrize(
     "content, texts",
     [
-        ('{\n  "text": "a",\n  "n": 1\n}\n', ["a"]),
-        ('\ufeff{"data": [{"text": "a"}, {"text": "b"}], "version": 1}', ["a", "b"]),
-        ('{\n  "rows": [\n    {"text": "a"},\n    {"text": "b"}\n  ]\n}', ["a", "b"]),
         ('{"text": "a", "data": []}', ["a"]),
         ('\n\n{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
         ('\ufeff[{"text": "a"}]', ["a"]),
     ],
 )
-def test_json_files_that_are_one_object(tmp_path, content, texts):
+def test_json_files_are_arrays_or_lines(tmp_path, content, texts):
     for name in ("some.json", "SOME.JSON"):
         source = open_source(write(tmp_path / name, content)).train
         rows = [row if isinstance(row, dict) else json.loads(row) for _, row, _ in source.read()]
@@ -368,12 +365,11 @@ def test_suffixes_in_capitals_are_the_same_types(tmp_path):
     [
         ("odd.docx", "x", "unknown file type '.docx'"),
         ("latin.txt", b"caf\xe9", "not UTF-8 from byte 3 on. If it is Latin-1"),
-        ("bad.json", '[{"text": "a"},\n {"text"', "line 2: not valid JSON"),
-        ("bare.json", '[{"text": "a"}\n\n {"text": "b"}]', "line 3: not valid JSON"),
-        ("open.json", '[{"text": "a"},\n', "line 2: not valid JSON"),
-        ("more.json", '[{"text": "a"}]\n[]', "line 2: not valid JSON"),
-        ("nan.json", '[{"text": NaN}]', "line 1: not valid JSON: NaN"),
-        ("nan_object.json", '{\n "text": "a",\n "score": -Infinity}\n', "line 3: not valid JSON: -Infinity"),
+        ("bad.json", '[{"text": "a"},\n {"text"', "sample 1: not valid JSON"),
+        ("bare.json", '[{"text": "a"}\n\n {"text": "b"}]', "sample 0: not valid JSON"),
+        ("open.json", '[{"text": "a"},\n', "sample 1: not valid JSON"),
+        ("more.json", '[{"text": "a"}]\n[]', "something follows the array"),
+        ("nan.json", '[{"text": NaN}]', "sample 0: not valid JSON: NaN"),
         ("latin.json", b'[{"text": "caf\xe9"}]', "not UTF-8. If it is Latin-1 or Windows-1252"),
         ("wide.jsonl", LINES.encode("utf-16"), "it is UTF-16, and UTF-8 is expected"),
         ("wide.csv", "\ufefftext\na\n".encode("utf-16-be"), "it is UTF-16"),
@@ -383,7 +379,6 @@ def test_suffixes_in_capitals_are_the_same_types(tmp_path):
             "compressed with gzip, which its name",
         ),
         ("unnamed.jsonl", zstandard.ZstdCompressor().compress(LINES.encode()), "compressed with zstd, which its name"),
-        ("pretty.json", '{\n "text": "a",\n', "not valid JSON"),
         ("cut.txt.zst", zstandard.ZstdCompressor().compress(LINES.encode() * 100)[:-30], "cannot be read (OSError"),
         ("open.csv", 'text,n\na,1\nb,2\nc,"3\nd,4\n', "open.csv, the row that begins on line 4: its quotes are not closed"),
         ("tail.tsv", 'text\tn\n"a" and b\t1\n', "tail.tsv, the row that begins on line 2: its quotes are not closed"),
@@ -492,5 +487,5 @@ def test_a_sample_of_an_array_has_the_limit_of_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LINE_LIMIT", 1000)
     monkeypatch.setattr(files, "JSON_BLOCK", 100)
     path = write(tmp_path / "a.json.gz", gzip.compress(json.dumps([{"text": "a"}, {"text": "b" * 2000}]).encode()))
-    with pytest.raises(DataError, match=r"a\.json\.gz, sample 1: longer than "):
+    with pytest.raises(DataError, match=r"a\.json\.gz, sample 1: .*longer than "):
         list(open_source(path).train.read())

@@ -133,37 +133,6 @@ def test_identifiers_reach_the_template(tokenizer):
     assert "(a2 look) dry" in text and "(a1 look) wet" in text
 
 
-@pytest.mark.parametrize(
-    "results, writes, is_refused",
-    [
-        ([result("wet", "a1", "look"), result("dry", "a2", "seek")], "", False),
-        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "", True),
-        ([result("dry", "a2", "seek")], "", True),
-        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "{{ m.tool_call_id }}", False),
-        ([result("dry", "a2", "seek"), result("wet", "a1", "look")], "{{ m.name }}", False),
-        ([result("dry", "a2", "look"), result("wet", "a1", "look")], "{{ m.name }}", False),
-        ([result("dry", "unknown"), result("wet", "other")], "", False),
-        ([result("dry"), result("wet")], "", False),
-    ],
-)
-def test_results_out_of_order_are_refused_where_the_template_does_not_tell_them_apart(tokenizer, results, writes, is_refused):
-    messages = [ASK, answer(call("Oslo", "a1"), call("Rome", "a2", "seek")), *results, SAY]
-
-    encoded = encode(tokenizer, messages, template=calling(AS_OBJECT, result=writes))
-
-    assert isinstance(encoded, BadSample) == is_refused
-    if is_refused:
-        assert "tool_call_id" in str(encoded)
-
-
-def test_two_results_of_one_tool_are_not_told_apart_by_its_name(tokenizer):
-    messages = [ASK, answer(call("Oslo", "a1"), call("Rome", "a2")), result("dry", "a2", "look"), result("wet", "a1", "look")]
-
-    encoded = encode(tokenizer, messages, template=calling(AS_OBJECT, result="{{ m.name }}"))
-
-    assert isinstance(encoded, BadSample) and "tool_call_id" in str(encoded)
-
-
 @pytest.fixture
 def with_named_templates(tokenizer):
     named = copy.deepcopy(tokenizer)

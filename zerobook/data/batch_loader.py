@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,37 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerobook.constants import FILLER, IGNORE
 from zerobook.data.sampler import SampleOrder
+from zerobook.data.stream import Stream, StreamOrder
+from zerobook.data.views import PreparedRows
 from zerobook.utils.units import counted
 
-
-class Rows(Protocol):
-    """The rows that a feed reads: `zerobook.data.views.PreparedRows`, or `zerobook.data.stream.Stream`."""
-
-    @property
-    def filler(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> dict[str, np.ndarray]: ...
-
-    def lengths_of(self, ids: np.ndarray) -> np.ndarray: ...
-
-    def loss_weights_of(self, ids: np.ndarray) -> np.ndarray: ...
-
-    def samples_of(self, row: int) -> list[int]: ...
-
-
-class Order(Protocol):
-    """The order in which a feed reads rows: `SampleOrder`, or `zerobook.data.stream.StreamOrder`."""
-
-    @property
-    def passed(self) -> list[list[int]] | None: ...
-
-    def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]: ...
-
-    def preview(self, cursor: int, rows: int) -> np.ndarray: ...
-
-    def epoch(self, cursor: int) -> float: ...
-
-    def news(self) -> list[dict[str, Any]]: ...
+Rows = PreparedRows | Stream
+Order = SampleOrder | StreamOrder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from zerobook.data.arrow_rows import without_padding
 from zerobook.data.parquet import MOST_EXPANSION, MOST_TOTAL
 from zerobook.data.samples import Stretch
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
-from zerobook.data.values import json_problem, refuse_constant
+from zerobook.data.values import refuse_constant
 from zerobook.errors import DataError
 from zerobook.utils.reading import file_digest, open_regular
 
@@ -56,7 +56,6 @@ def file_source(file: Path) -> Source:
         kind = _json_kind(file)
     readers = {
         ".json": _read_array,
-        "one object": _read_object,
         ".parquet": _read_parquet,
         **dict.fromkeys(TABLE, _read_table),
         **dict.fromkeys(JSON_LINES, _read_lines),
@@ -226,63 +225,11 @@ def _to_a_line(content: BinaryIO, start: int) -> int:
 
 
 def _json_kind(file: Path) -> str:
-    """Return ``.json`` for an array, ``.jsonl`` for a sample in each line, or ``one object``."""
-    import orjson
-
+    """Return ``.json`` for an array, ``.jsonl`` for a sample in each line."""
     content, _ = _open(file)
     with content, _readable(file):
-        # The first line that is not blank.
-        line = b""
-        while not line:
-            line = content.readline(LINE_LIMIT)
-            if not line:
-                return ".jsonl"
-            line = line.lstrip(b"\xef\xbb\xbf \t\r\n")
-        if line.startswith(b"["):
-            return ".json"
-        rest = content.read(LINE_LIMIT)
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        # An object over several lines, or a broken line.
-        try:
-            orjson.loads(line + rest)
-        except orjson.JSONDecodeError:
-            return "one object" if line.strip() == b"{" else ".jsonl"
-        return "one object"
-    if not rest.strip() and isinstance(value, dict) and _find_samples(value):
-        return "one object"
-    return ".jsonl"
-
-
-_CONTAINERS = ("data", "rows", "examples", "samples", "instances", "train")
-
-
-def _find_samples(value: dict[str, Any]) -> list[Any] | None:
-    """Return the list of samples that an object holds under one of `_CONTAINERS`; None if the object is a sample itself."""
-    for key in _CONTAINERS:
-        rows = value.get(key)
-        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            return rows
-    return None
-
-
-def _read_object(file: Path) -> Iterator[Item]:
-    """Yield the samples of a file that is one JSON object: the list in it, or the object itself."""
-    import orjson
-
-    content, raw = _open(file)
-    cost = _costs(raw)
-    with content, _readable(file):
-        text = content.read(LINE_LIMIT + 1)
-        if len(text) > LINE_LIMIT:
-            raise DataError(f"{file}: one JSON object of more than {LINE_LIMIT >> 20} MiB. Write one sample in each line.")
-        try:
-            value = orjson.loads(text.removeprefix(codecs.BOM_UTF8))
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{file}, line {error.lineno}: {json_problem(error)}.") from None
-        for index, row in enumerate(_find_samples(value) or [value]):
-            yield f"sample {index}", row, cost()
+        start = content.read(_EDGE).removeprefix(codecs.BOM_UTF8).lstrip()
+    return ".json" if start.startswith(b"[") else ".jsonl"
 
 
 def _read_array(file: Path) -> Iterator[Item]:
@@ -290,94 +237,56 @@ def _read_array(file: Path) -> Iterator[Item]:
     content, raw = _open(file)
     cost = _costs(raw)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        for index, row in enumerate(_Array(text, file).values()):
+        for index, row in enumerate(_array_values(text, file)):
             yield f"sample {index}", row, cost()
 
 
-class _Array:
-    """Reads the values of a JSON array from ``text``, one after another."""
-
-    def __init__(self, text: io.TextIOBase, file: Path):
-        self.text = text
-        self.file = file
-        self.buffer = ""
-        self.position = 0  # of the unread text in the buffer
-        self.line = 1  # of the file, in which the unread text begins
-        self.is_at_end = False  # the file's end is in the buffer
-        self.decoder = json.JSONDecoder(parse_constant=refuse_constant)
-
-    def values(self) -> Iterator[Any]:
-        self._expect("[")
-        index = 0
-        separator = self._next()
-        if separator == "]":
-            self._expect("]")
-        while separator != "]":
-            yield self._value(index)
+def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
+    """Yield the values of a JSON array, one after another."""
+    decoder = json.JSONDecoder(parse_constant=refuse_constant)
+    buffer = ""
+    while not buffer:
+        buffer = text.read(JSON_BLOCK).lstrip()
+    position = 1  # behind the bracket
+    index = 0
+    while True:
+        start = _BLANK.match(buffer, position).end()  # type: ignore[union-attr]  # it matches anything
+        if index == 0 and buffer.startswith("]", start):
+            position = start + 1
+            break
+        separator = None
+        problem = "a comma or a bracket is missing"
+        try:
+            value, end = decoder.raw_decode(buffer, start)
+            # Only before a separator is a value complete: a number may go on behind the buffer's end.
+            separator = _SEPARATOR.match(buffer, end)
+        except json.JSONDecodeError as error:
+            problem = error.msg
+        except ValueError as error:  # of refuse_constant
+            raise DataError(f"{file}, sample {index}: not valid JSON: {error}.") from None
+        if separator is not None:
+            yield value
             index += 1
-            separator = self._expect(",]")
-        if self._next():
-            self._refuse(self.position, "something follows the array")
-
-    def _expect(self, characters: str) -> str:
-        """Consume the next character that is no white space. It must be one of ``characters``."""
-        character = self._next()
-        if not character or character not in characters:
-            self._refuse(self.position, f"expected {' or '.join(characters)}, found {character or 'the end'}")
-        self._move_to(self.position + 1)
-        return character
-
-    def _value(self, index: int) -> object:
-        self._next()
-        while True:
-            try:
-                value, end = self.decoder.raw_decode(self.buffer, self.position)
-            except json.JSONDecodeError as error:
-                # The value is incomplete where a string does not end, or where the error is at the buffer's end.
-                is_incomplete = error.msg.startswith("Unterminated") or error.pos > len(self.buffer) - _LONGEST_WORD
-                if self.is_at_end or not is_incomplete:
-                    self._refuse(error.pos, error.msg)
-            except ValueError as error:  # of refuse_constant
-                self._refuse(self.position, str(error))
-            else:
-                # A number may go on behind the buffer's end.
-                may_go_on = isinstance(value, int | float) and not self.is_at_end
-                if not may_go_on or self.buffer[end : end + 1] in tuple(" \t\r\n,]"):
-                    self._move_to(end)
-                    return value
-            if len(self.buffer) - self.position > LINE_LIMIT:
-                most = f"{LINE_LIMIT >> 20} MiB, the most that a sample may have"
-                raise DataError(f"{self.file}, sample {index}: longer than {most}. Is a bracket or a quotation mark missing?")
-            # As many as the value has so far, since retries would take quadratic time.
-            self._read(len(self.buffer) - self.position)
-
-    def _next(self) -> str:
-        """Return the next character that is no white space, and move there; an empty string at the file's end."""
-        while True:
-            self._move_to(_BLANK.match(self.buffer, self.position).end())  # type: ignore[union-attr]  # it matches anything
-            if self.position < len(self.buffer) or self.is_at_end:
-                return self.buffer[self.position : self.position + 1]
-            self._read()
-
-    def _move_to(self, position: int) -> None:
-        self.line += self.buffer.count("\n", self.position, position)
-        self.position = position
-
-    def _read(self, least: int = 0) -> None:
-        """Read at least ``least`` more characters, where the file has them."""
-        text = self.text.read(max(JSON_BLOCK, least))
-        self.is_at_end = not text
-        self.buffer = self.buffer[self.position :] + text
-        self.position = 0
-
-    def _refuse(self, position: int, reason: str) -> None:
-        line = self.line + self.buffer.count("\n", self.position, position)
-        raise DataError(f"{self.file}, line {line}: not valid JSON: {reason}.")
+            position = separator.end()
+            if separator[1] == "]":
+                break
+            continue
+        # Read as many characters as the value has so far, since retries would take quadratic time.
+        size = len(buffer) - position
+        block = text.read(max(JSON_BLOCK, size))
+        if not block or size > LINE_LIMIT:
+            raise DataError(
+                f"{file}, sample {index}: not valid JSON ({problem}), or longer than {LINE_LIMIT >> 20} MiB, the most that a "
+                "sample may have."
+            )
+        buffer = buffer[position:] + block
+        position = 0
+    if buffer[position:].strip() or text.read(JSON_BLOCK).strip():
+        raise DataError(f"{file}: not valid JSON: something follows the array.")
 
 
 _BLANK = re.compile(r"[ \t\r\n]*")
-_LONGEST_WORD = 16
-"""Characters. Tokens whose beginning alone is not valid JSON are shorter: ``-Infinity``, an escaped surrogate pair."""
+_SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])")
 
 
 def _read_table(file: Path) -> Iterator[Item]:

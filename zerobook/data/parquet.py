@@ -10,9 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from zerobook.utils.memory_limit import memory_limit
 from zerobook.utils.reading import open_regular
@@ -34,6 +35,8 @@ _PIECE = 16 << 20
 """Bytes of rows that are sent at a time."""
 _OBJECT = 56
 """Bytes of a small object of Python."""
+_ROWS = b"rows"
+"""Key in the metadata of the stream, for the number of rows in the file."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zerobook.data import parquet; parquet._serve(*sys.argv[2:])"
 )
@@ -60,82 +63,75 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
     path = [*sys.path, str(Path(__file__).parents[2])]
     total_size = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
     arguments = [json.dumps(path), str(file), json.dumps(groups), str(MOST_MEMORY), str(total_size)]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", _START, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        # This allocator gives memory back, and fails at the limit.
-        env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
-    )
-    assert process.stdout is not None
-    total = 0
-    try:
-        while True:
-            line = process.stdout.readline()
-            if not line:
-                code = process.wait()
-                memory = f"{MOST_MEMORY >> 20} MiB of memory"
-                raise ParquetError(f"the process that decompresses it ended with {code}; it may need more than {memory}")
-            message = json.loads(line)
-            if "error" in message:
-                raise ParquetError(message["error"])
-            if "rows" in message:
-                total = message["rows"]
-            elif "bytes" in message:
-                content = process.stdout.read(message["bytes"])
-                yield total, pyarrow.ipc.open_stream(content).read_all().to_pylist()
-            else:
-                return
-    finally:
-        # The caller may stop reading before the file's end.
-        process.kill()
-        process.stdout.close()
-        process.wait()
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            # This allocator gives memory back, and fails at the limit.
+            env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
+        )
+        assert process.stdout is not None
+        try:
+            stream = pyarrow.ipc.open_stream(process.stdout)
+            rows = int(stream.schema.metadata[_ROWS])
+            for batch in stream:
+                yield rows, batch.to_pylist()
+        except (pyarrow.ArrowException, OSError):  # a stream without an end, or nothing where there are no rows
+            pass
+        else:
+            # What it says about its end comes after the last rows.
+            process.wait()
+        finally:
+            # The caller may stop reading before the file's end.
+            process.kill()
+            process.stdout.close()
+            code = process.wait()
+        if code:
+            errors.seek(0)
+            reason = errors.read().decode(errors="replace").strip()
+            memory = f"{MOST_MEMORY >> 20} MiB of memory"
+            raise ParquetError(reason or f"the process that decompresses it ended with {code}; it may need more than {memory}")
 
 
 # --- in the other process
 def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
-    """Write a file's rows to stdout: lines of JSON, each with a stream of Arrow behind it where it says so."""
+    """Write a file's rows to stdout as a stream of Arrow; end with the reason where the file cannot be read."""
     # Before the limit, with all that it maps into memory.
     import pyarrow.compute
     import pyarrow.parquet  # noqa: F401  the functions below use it
 
-    output = sys.stdout.buffer
     try:
         with memory_limit(int(memory)):
-            _send_rows(output, file, json.loads(groups), int(total_size))
-        _send(output, {"end": True})
+            _send_rows(file, json.loads(groups), int(total_size))
     except MemoryError:
-        _send(output, {"error": f"it needs more than {int(memory) >> 20} MiB of memory"})
+        sys.exit(f"it needs more than {int(memory) >> 20} MiB of memory")
     except ParquetError as error:
-        _send(output, {"error": str(error)})
+        sys.exit(str(error))
     except Exception as error:  # of any class, since damaged files lead anywhere
-        _send(output, {"error": f"{type(error).__name__}: {error}"})
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
-def _send(output: BinaryIO, message: dict[str, Any], content: bytes = b"") -> None:
-    output.write(json.dumps(message).encode() + b"\n" + content)
-    output.flush()
-
-
-def _send_rows(output: BinaryIO, file: str, groups: list[int] | None, total_size: int) -> None:
+def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
     import pyarrow
 
     metadata = pyarrow.parquet.read_metadata(file)
-    _send(output, {"rows": metadata.num_rows})
     remaining_size = total_size
+    stream = None
     for batch in _batches(file, groups, metadata):
         for piece, size in _split(batch):
             remaining_size -= size
             if remaining_size < 0:
                 raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
-            sink = pyarrow.BufferOutputStream()
             piece = _without_dictionaries(piece)
-            with pyarrow.ipc.new_stream(sink, piece.schema) as stream:
-                stream.write_batch(piece)
-            content = sink.getvalue().to_pybytes()
-            _send(output, {"bytes": len(content)}, content)
+            if stream is None:
+                schema = piece.schema.with_metadata({_ROWS: str(metadata.num_rows)})
+                stream = pyarrow.ipc.new_stream(sys.stdout.buffer, schema)
+            stream.write_batch(piece)
+            sys.stdout.buffer.flush()
+    if stream is not None:
+        stream.close()
 
 
 def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:

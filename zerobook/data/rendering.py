@@ -16,7 +16,7 @@ from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat
 from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.tool_calls import has_calls, has_python_arguments, in_order_of_calls, with_text_arguments
+from zerobook.data.tool_calls import has_calls, has_python_arguments, with_text_arguments
 from zerobook.data.turns import ControlTokens, Rendered, any_of
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import READ_TOOLS
@@ -132,7 +132,6 @@ class ChatTemplate:
         """
         self._check(chat)
         messages = self._convert_arguments(chat)
-        self._check_results(messages, chat.tools)
         assistant_turns = find_assistant_turns(messages)
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
 
@@ -199,21 +198,6 @@ class ChatTemplate:
                 raise refusal from None
             return messages
         return with_text
-
-    def _check_results(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-        """Raise `BadSample` if results stand in another order than their calls, and the template does not tell them apart."""
-        in_order = in_order_of_calls(messages)
-        if in_order == messages:
-            return
-        try:
-            is_same_text = self._render_text(in_order, tools=tools) == self._render_text(messages, tools=tools)
-        except BadSample:  # it reads the identifiers; where it refuses the chat itself, rendering says so
-            return
-        if is_same_text:
-            raise BadSample(
-                "the results of tool calls stand in another order than the calls, and the chat template reads neither their "
-                "tool_call_id nor their name: the model could not tell them apart. Put them in the order of the calls"
-            )
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{name}\b", self.source) is not None

@@ -18,7 +18,7 @@ from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.rendering import ChatTemplate, find_assistant_turns, open_template, open_tool_template
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.turns import ControlTokens, Rendered, Tokenized, TurnTokenizer, token_ids
+from zerobook.data.turns import ControlTokens, Rendered, Tokenized, token_ids, tokenize_turns
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import DEFAULT, template_file
 from zerobook.utils.reading import read_text
@@ -111,7 +111,6 @@ class CausalEncoder:
         self.chat_template = chat_template
         self.template = open_template(tokenizer, chat_template)
         self.tool_template = open_tool_template(tokenizer, chat_template) or self.template
-        self._turns = TurnTokenizer(tokenizer)
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._control = ControlTokens(tokenizer)
         self._bos = self._control.leading
@@ -199,7 +198,7 @@ class CausalEncoder:
         for chat in rendered:
             if not isinstance(chat, BadSample):
                 rows += chat
-        tokenized = iter(self._turns.encode(rows))
+        tokenized = iter(tokenize_turns(self.tokenizer, rows))
 
         results: list[Encoded | BadSample] = []
         for chat in rendered:
@@ -209,12 +208,10 @@ class CausalEncoder:
                 results.append(self._label_chat(chat, [next(tokenized) for _ in chat]))
         return results
 
-    def _label_chat(self, rows: list[Rendered], tokenized: list[Tokenized | BadSample]) -> Encoded | BadSample:
+    def _label_chat(self, rows: list[Rendered], tokenized: list[Tokenized]) -> Encoded:
         """Return the rows of a chat with the loss on their turns, the first row with the others in it."""
         encoded: list[Encoded] = []
         for row, tokens in zip(rows, tokenized, strict=True):
-            if isinstance(tokens, BadSample):
-                return tokens
             labels = np.full(len(tokens.ids), IGNORE, np.int32)
             for start, end in tokens.turns:
                 labels[start:end] = tokens.ids[start:end]

@@ -1,4 +1,4 @@
-"""Calls of tools in a chat, in the forms that chat templates differ about: arguments, and which result answers which call."""
+"""Arguments of tool calls: an object or JSON text, about which chat templates differ."""
 
 from __future__ import annotations
 
@@ -45,31 +45,3 @@ def has_python_arguments(text: str, messages: list[Message]) -> bool:
             if text.count(python) > sum(content.count(python) for content in contents):
                 return True
     return False
-
-
-def in_order_of_calls(messages: list[Message]) -> list[Message]:
-    """Return the chat with the identifiers of results moved into the order of the calls; the contents stay.
-
-    Where the results already stand in that order, this is the same chat.
-    """
-    changed = list(messages)
-    calls: list[dict[str, Any]] = []
-    answered = 0
-    for index, message in enumerate(messages):
-        if message["role"] != "tool":
-            calls = message.get("tool_calls", [])
-            answered = 0
-            continue
-        # A result of no known call stays as it is.
-        is_known = any(call.get("id") == message.get("tool_call_id") for call in calls if "id" in call)
-        if is_known and answered < len(calls):
-            changed[index] = _as_answer_to(message, calls[answered])
-        answered += 1
-    return changed
-
-
-def _as_answer_to(message: Message, call: dict[str, Any]) -> Message:
-    identifiers = {"tool_call_id": call.get("id")}
-    if "name" in message:
-        identifiers["name"] = call["function"]["name"]
-    return message | identifiers

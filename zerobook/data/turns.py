@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from zerobook.data.samples import BadSample
+from zerobook.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -37,41 +37,26 @@ class Tokenized(NamedTuple):
     turns: list[Span]
 
 
-class TurnTokenizer:
-    """Tokenizes chats. A turn begins with the token of its first character, even if this token also holds the prompt's end."""
+def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]) -> list[Tokenized]:
+    """Tokenize chats. A turn begins with the token of its first character, even if this token also holds the prompt's end.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
-
-    def encode(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
-        """Return one result for each chat, in order; a `BadSample` where a turn's tokens cannot be determined."""
-        return self._by_offsets(chats) if self.tokenizer.is_fast else self._by_prefixes(chats)
-
-    def _by_offsets(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
-        encodings = plain_backend(self.tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
-        results: list[Tokenized | BadSample] = []
-        for chat, encoding in zip(chats, encodings, strict=True):
-            turns = []
-            for start, stop in chat.turns:
-                last_token = cast("int", encoding.char_to_token(stop - 1))
-                turns.append((_token_at(encoding, start), last_token + 1))
-            results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
-        return results
-
-    def _by_prefixes(self, chats: Sequence[Rendered]) -> list[Tokenized | BadSample]:
-        """Find the turns, without offsets and a backend, by tokenizing also the text before each turn."""
-        results: list[Tokenized | BadSample] = []
-        for chat in chats:
-            (ids,) = token_ids(self.tokenizer, [chat.text])
-            until_start = token_ids(self.tokenizer, [chat.text[:start] for start, _ in chat.turns])
-            until_stop = token_ids(self.tokenizer, [chat.text[:stop] for _, stop in chat.turns])
-            if all(_common(ids, prefix) == len(prefix) for prefix in until_stop):
-                starts = [_common(ids, prefix) for prefix in until_start]
-                ends = [len(prefix) for prefix in until_stop]
-                results.append(Tokenized(ids, list(zip(starts, ends, strict=True))))
-            else:
-                results.append(BadSample("the tokenizer splits a turn differently when another turn follows"))
-        return results
+    Raises:
+        ConfigError: the tokenizer does not tell which characters a token covers.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not tell which characters a token covers, which the assistant's turns are found "
+            "by. Save the model with a fast tokenizer (tokenizer.json)."
+        )
+    encodings = plain_backend(tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
+    results = []
+    for chat, encoding in zip(chats, encodings, strict=True):
+        turns = []
+        for start, stop in chat.turns:
+            last_token = cast("int", encoding.char_to_token(stop - 1))
+            turns.append((_token_at(encoding, start), last_token + 1))
+        results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
+    return results
 
 
 class ControlTokens:
@@ -150,10 +135,3 @@ def _token_at(encoding: Encoding, position: int) -> int:
         # The offsets of many tokenizers leave out white space; then it is the first token that ends after the position.
         token = bisect_right(range(len(encoding)), position, key=lambda t: cast("Span", encoding.token_to_chars(t))[1])
     return token
-
-
-def _common(ids: np.ndarray, prefix: np.ndarray) -> int:
-    """Return the length of the common prefix of two rows of ids."""
-    size = min(len(ids), len(prefix))
-    differ = np.flatnonzero(ids[:size] != prefix[:size])
-    return int(differ[0]) if len(differ) else size
