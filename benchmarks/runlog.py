@@ -28,10 +28,10 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.jsonl import encode
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
+from zerobook.training.spikes import SpikeHandler
 
 ROUNDS = 5
 MILLION = 1_000_000
@@ -83,7 +83,7 @@ def per_step(folder: Path) -> dict[str, float]:
     watching, writing = [], []
     for number in range(ROUNDS):
         log = RunLog(folder / str(number))
-        watch = SpikeMonitor(config, strategy, manager, log, detector={}, ladder={})  # type: ignore[arg-type]
+        watch = SpikeHandler(config, strategy, manager, log, print, detector={}, policy={})  # type: ignore[arg-type]
         blocks = [[record(step, rng) for step in range(first, first + 10)] for first in range(1, 5001, 10)]
         start = time.process_time()
         for block in blocks:

@@ -23,12 +23,19 @@ def ladder(on_spike="rollback", **options):
     return RecoveryPolicy(on_spike, **{"max_rollbacks": 8, "rate_factor": 0.5} | options)
 
 
+def take(policy, *arguments, **options):
+    """Decide on a measure, and take it."""
+    action = policy.decide(*arguments, **options)
+    policy.record(action)
+    return action
+
+
 GOOD = [10, 20, 30, 40]
 
 
 def test_the_rungs_in_their_order():
     climbing = ladder()
-    measures = [climbing.decide(finding(45), GOOD) for _ in range(5)]
+    measures = [take(climbing, finding(45), GOOD) for _ in range(5)]
     assert [m.kind for m in measures] == ["replay", "skip", "lower_rate", "lower_rate", "stop"]
     assert [m.to_step for m in measures] == [40, 40, 30, 20, None]
     assert [m.steps for m in measures[:3]] == [None, (44, 53), (44, 53)], "the step before the first high loss is suspect too"
@@ -39,10 +46,10 @@ def test_the_rungs_in_their_order():
 
 def test_another_place_is_another_trouble():
     climbing = ladder()
-    assert climbing.decide(finding(45), GOOD).kind == "replay"
-    assert climbing.decide(finding(100), [*GOOD, 90]).kind == "replay"
-    assert climbing.decide(finding(102), [*GOOD, 90]).kind == "skip", "close to the last one: the same"
-    assert climbing.decide(finding(45), GOOD).kind == "replay"
+    assert take(climbing, finding(45), GOOD).kind == "replay"
+    assert take(climbing, finding(100), [*GOOD, 90]).kind == "replay"
+    assert take(climbing, finding(102), [*GOOD, 90]).kind == "skip", "close to the last one: the same"
+    assert take(climbing, finding(45), GOOD).kind == "replay"
 
 
 def test_what_is_not_proven_is_second_choice_and_what_is_too_near_is_none():
@@ -65,7 +72,7 @@ def test_with_nothing_to_go_back_to_only_what_cannot_recover_stops_the_run(on_sp
 
 def test_hardware_that_is_known_is_not_blamed_on_the_data():
     climbing = ladder()
-    measures = [climbing.decide(finding(45), GOOD, hardware="replicas differ") for _ in range(3)]
+    measures = [take(climbing, finding(45), GOOD, hardware="replicas differ") for _ in range(3)]
     assert [m.kind for m in measures] == ["replay", "replay", "skip"] and "replicas differ" in measures[0].reason
 
 
@@ -75,18 +82,18 @@ def test_other_policies_and_limits():
     left_out = ladder("skip").decide(finding(45), GOOD)
     assert (left_out.kind, left_out.steps, left_out.goes_back) == ("leave_out", (44, 53), False)
     limited = ladder(max_rollbacks=1)
-    assert limited.decide(finding(45), GOOD).kind == "replay" and "max_rollbacks is 1" in limited.decide(finding(45), GOOD).rule
+    assert take(limited, finding(45), GOOD).kind == "replay" and "max_rollbacks is 1" in take(limited, finding(45), GOOD).rule
 
 
 def test_lowering_the_rate_is_a_policy_of_its_own():
     lowering = ladder("lower_rate", max_rollbacks=3)
-    measures = [lowering.decide(finding(45), GOOD) for _ in range(4)]
+    measures = [take(lowering, finding(45), GOOD) for _ in range(4)]
     assert [m.kind for m in measures] == ["lower_rate"] * 3 + ["stop"]
     assert [m.to_step for m in measures] == [40, 30, 20, None], "one checkpoint further each time"
     assert [m.rate_factor for m in measures] == [0.5, 0.5, 0.5, None] and all(m.steps is None for m in measures)
     assert measures[0].options == ("lower_rate", "stop") and "max_rollbacks is 3" in measures[3].rule
     broken = ladder("lower_rate")
-    assert broken.decide(finding(45), GOOD, hardware="replicas differ").kind == "replay", "the rate is not to blame"
+    assert take(broken, finding(45), GOOD, hardware="replicas differ").kind == "replay", "the rate is not to blame"
 
 
 onsets = st.lists(st.tuples(st.integers(3, 500), st.integers(0, 30), st.sampled_from(["damage", "divergence"])), max_size=40)
@@ -101,8 +108,8 @@ def test_it_ends_goes_back_far_enough_and_outlives_a_stop(found, good, limit, cu
     for number, (onset, length, kind) in enumerate(found):
         if number == cut:
             second = ladder(max_rollbacks=limit, state=json.loads(json.dumps(first.state())))
-        measure = whole.decide(finding(onset, kind, onset + length), sorted(good))
-        assert (second or first).decide(finding(onset, kind, onset + length), sorted(good)) == measure
+        measure = take(whole, finding(onset, kind, onset + length), sorted(good))
+        assert take(second or first, finding(onset, kind, onset + length), sorted(good)) == measure
         backs += measure.goes_back
         if measure.goes_back:
             assert measure.to_step in good and measure.to_step <= onset - LEAD

@@ -43,7 +43,7 @@ class Diverging(Hook):
         self.done = True
         self.before(trainer.manager)
         finding = Finding(kind="divergence", step=9, onset=self.onset, points=1, base=3.0, peak=9.0, reason="a test")
-        return trainer.monitor.decide(finding)
+        return trainer.spikes.decide(finding)
 
 
 class DivergingSinceSeven(Diverging):

@@ -8,10 +8,10 @@ import tracemalloc
 from types import SimpleNamespace
 
 from zerobook.monitor.policy import LEAD
-from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.jsonl import read
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
+from zerobook.training.spikes import SpikeHandler
 
 
 class FakeKeeper:
@@ -51,7 +51,8 @@ class Run:
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip
         config = SimpleNamespace(**{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5} | config)
-        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector={}, ladder={})
+        self.spikes = SpikeHandler(config, strategy, self.manager, self.log, print, detector={}, policy={})
+        self.monitor = self.spikes.monitor
         self.states = {}
 
     def go(self, first, last, **put):
@@ -66,18 +67,18 @@ class Run:
                 )
             )
             if step % 5 == 0 or step == last:
-                measure = self.monitor.see(block)
+                measure = self.spikes.see(block)
                 block = []
                 if measure is not None:
                     return measure
             if step % 10 == 0:
-                self.monitor.saved(step)
+                self.spikes.saved(step)
                 self.manager.whole.append(step)
                 self.states[step] = self.monitor.detector.state()
         return None
 
     def back(self, measure):
-        return self.monitor.back(measure, self.states[measure.to_step], None)
+        return self.spikes.go_back(measure, self.states[measure.to_step], None)
 
     def events(self, kind):
         return [e for e in read(self.log.folder / "events.jsonl") if e["type"] == kind]
@@ -116,9 +117,8 @@ def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
     assert sorted(must_come_back) == list(range(51, 61)), "the losses before what is suspect"
     again = run.go(51, 80, **HIGH)
     assert (again.kind, again.to_step, again.steps) == ("skip", 50, (61, 69))
-    assert run.monitor.history[-1].step == 62, "not waited until it was confirmed once more"
-    assert [e["reproduced"] for e in run.events("verify")] == [True]
-    assert run.monitor.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
+    assert [(e["step"], e["reproduced"]) for e in run.events("verify")] == [(62, True)], "before it was confirmed again"
+    assert run.spikes.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
         "also of steps not done again"
     )
     run.back(again)
@@ -182,9 +182,9 @@ def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
 def test_replicas_are_compared_before_a_save(tmp_path):
     run = Run(tmp_path)
     run.go(1, 40)
-    assert run.monitor.replicas(40) is None
+    assert run.spikes.check_replicas(40) is None
     run.replicas = SimpleNamespace(describe=lambda read: "rank 1's copy of w is not the others'")
-    measure = run.monitor.replicas(50)
+    measure = run.spikes.check_replicas(50)
     assert (measure.kind, measure.to_step) == ("replay", 30) and run.events("spike")[-1]["step"] == 50
     assert run.events("decision")[-1]["parent"] == run.events("spike")[-1]["seq"]
 
@@ -192,9 +192,9 @@ def test_replicas_are_compared_before_a_save(tmp_path):
 def test_weights_that_are_lost_are_given_up(tmp_path):
     run = Run(tmp_path, on_spike="log")
     run.go(1, 60, **{f"s{step}": (math.nan, math.nan) for step in range(51, 61)})
-    assert run.monitor.dead()
+    assert run.monitor.has_lost_weights
     run.go(61, 65)
-    assert not run.monitor.dead()
+    assert not run.monitor.has_lost_weights
 
 
 def test_a_run_that_ends_far_above_its_best_says_so_whatever_was_found(tmp_path):
@@ -218,7 +218,7 @@ def test_the_ladder_goes_on_in_another_process(tmp_path):
     run.go(1, 80, **HIGH)
     state = run.events("decision")[-1]["ladder"]
     assert state == {"rollbacks": 1, "trouble": {"onset": 62, "last": 69, "tried": ["replay"], "to_step": 50}}
-    assert run.monitor.ladder.state() == state
+    assert run.monitor.policy.state() == state
 
 
 def test_nothing_to_go_back_to(tmp_path):

@@ -8,18 +8,19 @@
 
 ``--on_spike rollback`` climbs this ladder. ``--on_spike lower_rate`` goes back and lowers the rate each time, and leaves no
 samples out. Only findings that ask for it (`Finding.asks`) lead to a measure; all others are only logged. The decision
-depends on the arguments alone, so ranks that get the same arguments decide the same.
+depends on the arguments and on the measures so far, so ranks that get the same arguments decide the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from zerobook.monitor.detector import Finding
 
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
+Measure = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
 EXIT_CODE = 76
 """Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
@@ -32,10 +33,10 @@ NEAR = 16
 class RecoveryAction:
     """A measure against a spike. ``to_step``: the checkpoint's step; ``steps``: first and last whose samples are left out."""
 
-    kind: Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
+    kind: Measure
     rule: str
     reason: str
-    options: tuple[str, ...]
+    options: tuple[Measure, ...]
     onset: int
     noticed: int
     to_step: int | None = None
@@ -49,22 +50,26 @@ class RecoveryAction:
 
 @dataclass
 class Trouble:
-    """A place in the run with a spike, and the measures tried there. ``onset``, ``last`` and ``to_step`` are steps."""
+    """A stretch of the run with a spike, and the measures taken against it.
+
+    ``onset`` and ``last`` are its first and last step, ``to_step`` is the step that the last measure went back to.
+    """
 
     onset: int
     last: int
-    tried: list[str] = field(default_factory=list)
-    to_step: int | None = None
+    tried: list[Measure]
+    to_step: int
 
 
 class RecoveryPolicy:
-    """Decides on measures and remembers what was tried where.
+    """Decides on measures and remembers which were taken where.
 
     Args:
         on_spike: log only logs the finding; skip leaves the samples out and goes on; rollback climbs the ladder; lower_rate
             goes back and lowers the rate each time; stop stops.
         max_rollbacks: rollbacks in the whole run; after them the run stops.
         rate_factor: share of the scheduled learning rate after a cut.
+        state: as `state` returned it; None for a new run.
     """
 
     def __init__(
@@ -78,94 +83,131 @@ class RecoveryPolicy:
         self.on_spike = on_spike
         self.max_rollbacks = max_rollbacks
         self.rate_factor = rate_factor
-        self.rollbacks = 0
+        state = state or {}
+        self.rollbacks: int = state.get("rollbacks", 0)
         self.trouble: Trouble | None = None
-        self.restore(state or {})
+        if state.get("trouble"):
+            self.trouble = Trouble(**state["trouble"])
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, JSON-ready."""
-        return {"rollbacks": self.rollbacks, "trouble": asdict(self.trouble) if self.trouble else None}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; an empty state is a new run's."""
-        self.rollbacks = state.get("rollbacks", 0)
-        self.trouble = Trouble(**state["trouble"]) if state.get("trouble") else None
+        trouble = None if self.trouble is None else asdict(self.trouble)
+        return {"rollbacks": self.rollbacks, "trouble": trouble}
 
     def decide(
-        self, finding: Finding, good: Sequence[int], others: Sequence[int] = (), hardware: str | None = None
+        self, finding: Finding, proven: Sequence[int], unproven: Sequence[int] = (), hardware: str | None = None
     ) -> RecoveryAction:
-        """Return the measure against a finding that asks for one.
+        """Return the measure against a finding that asks for one. `record` it if it is taken.
 
         Args:
-            good: steps of checkpoints that were proven good.
-            others: steps of complete checkpoints that were not.
+            proven: steps of the checkpoints that were proven good.
+            unproven: steps of the other complete checkpoints.
             hardware: a known hardware fault, in words.
         """
-        onset, noticed = finding.onset, finding.step
-        same = self.trouble is not None and self.trouble.onset - LEAD <= onset <= self.trouble.last + NEAR
-        trouble = self.trouble if same else None
-        tried = trouble.tried if trouble else []
+        onset = finding.onset
+        trouble = self._trouble_at(onset)
+        earlier_measures = [] if trouble is None else trouble.tried
         reason = f"{finding.kind} since step {onset}: {finding.reason}"
         if hardware:
             reason += f"; {hardware}"
+        undecided = RecoveryAction(
+            kind="none",
+            rule="",
+            reason=reason,
+            options=self._options(earlier_measures),
+            onset=onset,
+            noticed=finding.step,
+        )
 
-        def measure(kind: Any, rule: str, **facts: Any) -> RecoveryAction:
-            return RecoveryAction(
-                kind=kind, rule=rule, reason=reason, onset=onset, noticed=noticed, options=tuple(self._options(tried)), **facts
-            )
-
+        # What needs no checkpoint.
         if self.on_spike == "log":
-            return measure("none", "on_spike is log")
+            return replace(undecided, rule="on_spike is log")
         if self.on_spike == "stop":
-            return measure("stop", "on_spike is stop")
-        window = (max(1, onset - LEAD + 1), noticed)
+            return replace(undecided, kind="stop", rule="on_spike is stop")
         if self.on_spike == "skip":
-            return measure("leave_out", "on_spike is skip", steps=window)
+            steps = (max(1, onset - LEAD + 1), finding.step)
+            return replace(undecided, kind="leave_out", rule="on_spike is skip", steps=steps)
         if self.rollbacks >= self.max_rollbacks:
-            return measure("stop", f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}")
-        first = min(onset, trouble.onset) if trouble else onset
-        before = [step for step in good if step <= first - LEAD]
-        proven = "the last proven good checkpoint"
-        if not before:
-            before = [step for step in others if step <= first - LEAD]
-            proven = "the last checkpoint before it, which is not proven good yet"
-        if not before:
+            rule = f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}"
+            return replace(undecided, kind="stop", rule=rule)
+
+        # The checkpoint. All that was treated so far is suspect too.
+        first = onset if trouble is None else min(onset, trouble.onset)
+        checkpoints = [step for step in proven if step <= first - LEAD]
+        quality = "the last proven good checkpoint"
+        if not checkpoints:
+            checkpoints = [step for step in unproven if step <= first - LEAD]
+            quality = "the last checkpoint before it, which is not proven good yet"
+        if not checkpoints:
             rule = f"there is no checkpoint from before step {first - LEAD + 1}"
             # Finite weights may recover by themselves; a faulty rank and NaN do not.
-            hopeless = hardware is not None or not finding.finite
-            return measure("stop" if hopeless else "none", rule if hopeless else f"{rule}; training goes on")
-        target = max(before)
-        kind = "replay" if hardware and tried.count("replay") < 2 else self._rung(tried)
-        if kind == "stop":
-            return measure("stop", f"all was tried at step {first}: {', '.join(tried)}")
-        facts: dict[str, Any] = {"to_step": target}
-        if kind != "replay" and self.on_spike == "rollback":
-            since = min(window[0], trouble.onset - LEAD + 1) if trouble else window[0]
-            facts["steps"] = (max(1, since), max(noticed, trouble.last if trouble else 0))
-        if kind == "lower_rate":
-            further = [step for step in before if trouble and trouble.to_step is not None and step < trouble.to_step]
-            facts |= {"to_step": max(further) if further else target, "rate_factor": self.rate_factor}
-        self.rollbacks += 1
-        last = max(noticed, trouble.last) if trouble else noticed
-        self.trouble = Trouble(onset=first, last=last, tried=[*tried, kind], to_step=facts["to_step"])
-        return measure(kind, f"{kind}: {proven}, step {facts['to_step']}", **facts)
+            if hardware is not None or not finding.finite:
+                return replace(undecided, kind="stop", rule=rule)
+            return replace(undecided, rule=f"{rule}; training goes on")
 
-    def _rung(self, tried: list[str]) -> str:
+        # The measure.
+        kind = self._next_measure(earlier_measures)
+        # A known fault of the hardware is not blamed on the data at once.
+        if hardware and earlier_measures.count("replay") < 2:
+            kind = "replay"
+        if kind == "stop":
+            return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_measures)}")
+        to_step = max(checkpoints)
+        if kind == "lower_rate" and trouble is not None:
+            # One checkpoint further back each time.
+            to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
+        steps_left_out = None
+        if kind != "replay" and self.on_spike == "rollback":
+            last = finding.step if trouble is None else max(finding.step, trouble.last)
+            steps_left_out = (max(1, first - LEAD + 1), last)
+        return replace(
+            undecided,
+            kind=kind,
+            rule=f"{kind}: {quality}, step {to_step}",
+            to_step=to_step,
+            steps=steps_left_out,
+            rate_factor=self.rate_factor if kind == "lower_rate" else None,
+        )
+
+    def record(self, action: RecoveryAction) -> None:
+        """Remember a measure that is taken: the next one at this place is a stronger one."""
+        if action.to_step is None:
+            return
+        self.rollbacks += 1
+        trouble = self._trouble_at(action.onset)
+        if trouble is None:
+            trouble = Trouble(onset=action.onset, last=action.noticed, tried=[], to_step=action.to_step)
+        self.trouble = Trouble(
+            onset=min(action.onset, trouble.onset),
+            last=max(action.noticed, trouble.last),
+            tried=[*trouble.tried, action.kind],
+            to_step=action.to_step,
+        )
+
+    def _trouble_at(self, onset: int) -> Trouble | None:
+        """Return the trouble that a spike at ``onset`` belongs to; None for a new one."""
+        trouble = self.trouble
+        if trouble is None or not trouble.onset - LEAD <= onset <= trouble.last + NEAR:
+            return None
+        return trouble
+
+    def _next_measure(self, earlier: Sequence[Measure]) -> Measure:
         if self.on_spike == "lower_rate":
             return "lower_rate"
-        if "replay" not in tried:
+        if "replay" not in earlier:
             return "replay"
-        if "skip" not in tried:
+        if "skip" not in earlier:
             return "skip"
-        if tried.count("lower_rate") < 2:
+        if earlier.count("lower_rate") < 2:
             return "lower_rate"
         return "stop"
 
-    def _options(self, tried: list[str]) -> list[str]:
+    def _options(self, earlier: Sequence[Measure]) -> tuple[Measure, ...]:
+        """Return the measures that are left."""
         if self.on_spike == "lower_rate":
-            return ["lower_rate", "stop"]
-        rungs = ["replay", "skip", "lower_rate", "stop"]
-        return [rung for rung in rungs if rung not in tried or rung == "lower_rate"]
+            return ("lower_rate", "stop")
+        ladder: tuple[Measure, ...] = ("replay", "skip", "lower_rate", "stop")
+        return tuple(measure for measure in ladder if measure not in earlier or measure == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
@@ -188,25 +230,19 @@ def ranges(numbers: Sequence[int]) -> list[list[int]]:
     >>> ranges([7, 3, 4, 5, 9, 4])
     [[3, 6], [7, 8], [9, 10]]
     """
-    found: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number:
-            found[-1][1] += 1
-        else:
-            found.append([number, number + 1])
-    return found
+    return joined([[number, number + 1] for number in numbers], [])
 
 
-def joined(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[list[int]]:
+def joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
     """Return the union of two lists of [start, end) ranges, sorted.
 
     >>> joined([[0, 3], [8, 9]], [[2, 5]])
     [[0, 5], [8, 9]]
     """
-    found: list[list[int]] = []
-    for start, end in sorted([*map(tuple, first), *map(tuple, second)]):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+    union: list[list[int]] = []
+    for start, end in sorted([*first, *second]):
+        if union and start <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
         else:
-            found.append([start, end])
-    return found
+            union.append([start, end])
+    return union

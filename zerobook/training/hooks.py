@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
     from zerobook.data.prepare import PreparedData
     from zerobook.monitor.policy import RecoveryAction
-    from zerobook.monitor.spike_monitor import SpikeMonitor
     from zerobook.runlog.records import EvaluationRecord, StepRecord
     from zerobook.runlog.writer import RunLog
     from zerobook.strategy import Strategy
     from zerobook.training.evaluator import Evaluator
     from zerobook.training.pace import Pace
     from zerobook.training.recipe import Collator, Scorer
+    from zerobook.training.spikes import SpikeHandler
     from zerobook.training.state import RunState
 
 
@@ -47,7 +47,7 @@ class TrainerView(Protocol):
     evaluator: Evaluator
     evaluation: dict[str, Any] | None
     """result of the current step's evaluation"""
-    monitor: SpikeMonitor
+    spikes: SpikeHandler
     """finds spikes and decides on recovery actions"""
     pace: Pace
     log: RunLog

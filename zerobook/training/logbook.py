@@ -103,7 +103,7 @@ class Logbook(Hook):
         progress = trainer.progress
         evaluation = round(trainer.evaluator.seconds, 3)
         training = round(time.monotonic() - self._start - trainer.evaluator.seconds, 3)
-        far = trainer.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
+        far = trainer.spikes.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
         self.log.event(
             "run_end",
             progress=progress.to_json(),

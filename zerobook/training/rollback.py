@@ -11,10 +11,10 @@ from typing import Any
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction, joined, ranges
-from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
+from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState
 from zerobook.utils.units import counted
 
@@ -25,7 +25,7 @@ class Recovery:
     Args:
         state: its step, sample order and learning rate are changed.
         manager: loads the checkpoint.
-        monitor: forgets the steps that are given up.
+        spikes: forgets the steps that are given up.
         say: prints a line on rank 0.
     """
 
@@ -34,14 +34,14 @@ class Recovery:
         state: RunState,
         strategy: Strategy,
         manager: CheckpointManager,
-        monitor: SpikeMonitor,
+        spikes: SpikeHandler,
         log: RunLog,
         say: Callable[[str], None],
     ):
         self.state = state
         self.strategy = strategy
         self.manager = manager
-        self.monitor = monitor
+        self.spikes = spikes
         self.log = log
         self.say = say
 
@@ -77,7 +77,7 @@ class Recovery:
     def _log_intent(self, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
         """Log what is to be done, and say it. Return the number of the rollback's event; None for no rollback."""
         log = self.log
-        cause = self.monitor.seq
+        cause = self.spikes.cause
         intent = None
         if action.goes_back:
             intent = log.event(
@@ -135,7 +135,7 @@ class Recovery:
             progress.use_held_out_data(state.data.held_out_fingerprint)
 
         # The losses of the next steps are compared with those of the branch that is given up.
-        losses = self.monitor.back(action, loaded.detector, intent)
+        losses = self.spikes.go_back(action, loaded.detector, intent)
         if action.rate_factor:
             # After the first update at the lower rate, losses differ.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
@@ -184,7 +184,7 @@ class Recovery:
         new_paths = store.set_aside(manager.folder, last_good_step, manager.skipped)
         log.event(
             "stop",
-            parent=self.monitor.seq,
+            parent=self.spikes.cause,
             step=step,
             rule=action.rule,
             why=action.reason,
@@ -214,7 +214,7 @@ class Recovery:
             return []
         loader = self.state.loader
         samples: list[int] = []
-        for start, end in self.monitor.cursors(*action.steps):
+        for start, end in self.spikes.cursors(*action.steps):
             rows, _ = loader.order.take(start, self.state.layout.global_batch, end)
             for row in rows.tolist():
                 samples += loader.rows.samples_of(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -35,7 +34,6 @@ from zerobook.models.whole_rows import check_split
 from zerobook.monitor import policy
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.monitor.preemption import EXIT_CODE, Preemption
-from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.objective import Metrics, Objective
 from zerobook.runlog.lifecycle import hang, last_words
 from zerobook.runlog.records import StepRecord
@@ -52,6 +50,7 @@ from zerobook.training.profiling import Profiler
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
 from zerobook.training.setup import first_state
+from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import seed_generators, step_seed
 from zerobook.training.trackers import Trackers
 from zerobook.training.utilization import model_flops, peak_flops
@@ -129,9 +128,12 @@ class Trainer:
             watch.report = lambda verdict, text: hang(self.log, config.output_dir, strategy.rank, describe(verdict), text)
 
         # The state, without weights: new, or the checkpoint's with what was decided after it.
-        self.state, ladder = first_state(config, strategy, self.manager, self.log, model, data, self.collate, self.console.say)
+        say = self.console.say
+        self.state, policy_state = first_state(config, strategy, self.manager, self.log, model, data, self.collate, say)
         progress = self.progress
-        self.monitor = SpikeMonitor(config, strategy, self.manager, self.log, detector=progress.detector, ladder=ladder)
+        self.spikes = SpikeHandler(
+            config, strategy, self.manager, self.log, say, detector=progress.detector, policy=policy_state
+        )
 
         # The model, distributed.
         has_own_head = self._prepare_model(model)
@@ -149,7 +151,7 @@ class Trainer:
             self._compile(sources)
 
         # What works on the model.
-        self.recovery = Recovery(self.state, strategy, self.manager, self.monitor, self.log, self.console.say)
+        self.recovery = Recovery(self.state, strategy, self.manager, self.spikes, self.log, say)
         self.evaluator = Evaluator(
             config,
             strategy,
@@ -218,7 +220,7 @@ class Trainer:
         if self.manager.checkpoint:
             resume.load(self.state, self.manager, self.strategy, self.log, self.console.say)
             # The last attempt may have ended before it proved this checkpoint good.
-            self.monitor.saved(step)
+            self.spikes.saved(step)
             self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
             self._evaluated = None if self.evaluation is None else step
         elif self.config.resume_from_checkpoint:
@@ -374,7 +376,7 @@ class Trainer:
                 self.evaluate()
             if saves:
                 # A copy of the weights that has come to differ must not be saved.
-                action = self.monitor.replicas(step)
+                action = self.spikes.check_replicas(step)
                 if action is not None and action.kind != "none":
                     return action
                 # `run` saves the end.
@@ -513,11 +515,11 @@ class Trainer:
             for slow in self.watch.take_slow():
                 self._report_slow(slow)
         hook_actions = self.hooks("on_log", self, records)
-        action = self.monitor.see(records)
-        messages = self.monitor.take_messages()
+        action = self.spikes.see(records)
+        messages = self.spikes.take_messages()
         if messages:
             self.hooks("on_alert", self, messages)
-        if action is None and self.monitor.dead():
+        if action is None and self.spikes.monitor.has_lost_weights:
             raise DivergenceError(self._describe_broken_model(records[-1]))
         # An action of the spike monitor comes before those of hooks.
         if action is not None:
@@ -634,14 +636,13 @@ class Trainer:
         if not self.save_results:
             return
         step = self.progress.step
-        last = self.monitor.history[-1] if self.monitor.history else None
-        if last is not None and (last.masked or not math.isfinite(last.loss)):
+        if not self.spikes.monitor.last_is_finite:
             self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
         self._saved = step
-        self.monitor.saved(step)
+        self.spikes.saved(step)
         # What a resumed run needs besides weights and optimizer state.
-        self.progress.detector = self.monitor.detector.state()
+        self.progress.detector = self.spikes.monitor.detector.state()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()

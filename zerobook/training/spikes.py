@@ -1,0 +1,275 @@
+"""Give the steps of a run to the spike monitor, and its findings to the runlog, the terminal and the checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zerobook.checkpoint.manager import CheckpointManager
+from zerobook.config import RecipeConfig
+from zerobook.monitor.detector import Finding, Point
+from zerobook.monitor.policy import LEAD, RecoveryAction
+from zerobook.monitor.spike_monitor import HISTORY_STEPS, ReplayOutcome, SpikeMonitor
+from zerobook.runlog.records import StepRecord
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Strategy
+from zerobook.strategy.replicas import Replicas
+
+_EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
+"""Kind of a finding -> type of its event; ``spike`` for all others."""
+
+
+class SpikeHandler:
+    """Feeds the `SpikeMonitor`, reports what it finds, and protects the checkpoints that a rollback may need.
+
+    Every rank has one, and gives its monitor the same reduced values, so all ranks decide on the same measure. Rank 0 alone
+    knows which checkpoints are complete, and sends that to the other ranks when a decision needs it.
+
+    Args:
+        say: prints a line on rank 0.
+        detector: state of the detector in the checkpoint; empty for a new run.
+        policy: state of the recovery policy; empty for a new run.
+
+    Attributes:
+        cause: number of the event that led to the last decision; None where there is none.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        strategy: Strategy,
+        manager: CheckpointManager,
+        log: RunLog,
+        say: Callable[[str], None],
+        *,
+        detector: dict[str, Any],
+        policy: dict[str, Any],
+    ):
+        self.strategy = strategy
+        self.manager = manager
+        self.log = log
+        self.say = say
+        self.monitor = SpikeMonitor(
+            config.on_spike,
+            max_rollbacks=config.max_rollbacks,
+            rate_factor=config.rollback_lr_factor,
+            detector=detector,
+            policy=policy,
+        )
+        self.cause: int | None = None
+        self._messages: list[str] = []
+        # Positions in the sample order before and after each step. A rollback does not change them.
+        self._cursors: dict[int, tuple[int, int]] = {}
+        # Steps that were saved while the detector was calm, and that are not proven good yet.
+        self._unproven: list[int] = []
+        self._pinned_step: int | None = None
+        self._replay_cause: int | None = None
+
+    def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
+        """Process the steps since the last log point; return a measure, mostly None. Collective if it is not None.
+
+        Steps after one that leads to a rollback are not processed: they will be done again.
+        """
+        for record in records:
+            action = self._see_step(record)
+            if action is not None:
+                return action
+        self._prove_checkpoints(records[-1].step)
+        return None
+
+    def take_messages(self) -> list[str]:
+        """Return the sentences for experiment trackers since the last call; on rank 0 only."""
+        messages = self._messages
+        self._messages = []
+        return messages
+
+    def check_replicas(self, step: int) -> RecoveryAction | None:
+        """Return a measure if ranks that should hold the same weights do not; call it before a save. Collective.
+
+        A checkpoint takes a share from each rank, so it would hold a mixture. The loss may never show such a fault.
+        """
+        differing = self.strategy.differing_replicas()
+        if differing is None:
+            return None
+        level = self.monitor.detector.loss.level()
+        reason = "the ranks' copies of the weights differ"
+        finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=reason)
+        self._log_finding(finding)
+        return self.decide(finding, differing)
+
+    def decide(self, finding: Finding, differing: Replicas | None = None) -> RecoveryAction:
+        """Decide on a measure against ``finding``, and log it. Collective.
+
+        Args:
+            differing: the difference between the ranks' copies of the weights, if it is known.
+        """
+        strategy = self.strategy
+        manager = self.manager
+        replicas = differing or strategy.differing_replicas()
+        hardware = None
+        if replicas is not None:
+            hardware = strategy.on_main(lambda: replicas.describe(manager.reads_before(finding.onset)))
+        # A save in progress may prune the checkpoint to go back to.
+        manager.finish(self.log)
+        proven, unproven = strategy.on_main(manager.steps)
+        action = self.monitor.decide(finding, proven, unproven, hardware)
+        while action.to_step is not None and not manager.is_whole(action.to_step):
+            # The checkpoint is damaged, so the decision is made without it.
+            proven = [step for step in proven if step != action.to_step]
+            unproven = [step for step in unproven if step != action.to_step]
+            action = self.monitor.decide(finding, proven, unproven, hardware)
+        self.monitor.policy.record(action)
+        self._report_decision(action, hardware)
+        return action
+
+    def saved(self, step: int) -> None:
+        """Record that a save of this step has begun."""
+        if self.monitor.detector.calm:
+            self._unproven.append(step)
+
+    def go_back(self, action: RecoveryAction, detector: dict[str, Any], cause: int | None) -> dict[int, float]:
+        """Forget what a rollback gives up. Return step -> loss of the steps whose losses must be the same.
+
+        Args:
+            detector: state of the detector in the checkpoint.
+            cause: number of the rollback's event.
+        """
+        assert action.to_step is not None
+        to_step = action.to_step
+        self._unproven = [step for step in self._unproven if step <= to_step]
+        self._replay_cause = cause
+        return self.monitor.go_back(action, detector)
+
+    def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the positions in the sample order before and after each of these steps, as far as they are in memory."""
+        return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
+
+    # --- one step
+    def _see_step(self, record: StepRecord) -> RecoveryAction | None:
+        self._cursors[record.step] = record.cursor
+        if len(self._cursors) > HISTORY_STEPS:
+            del self._cursors[next(iter(self._cursors))]
+        observation = self.monitor.update(self._point_of(record))
+        if observation.replay is not None:
+            self._report_replay(observation.replay)
+            if observation.replay.finding is not None:
+                action = self.decide(observation.replay.finding)
+                # One decision a step: the step's findings are of the same spike.
+                if action.kind != "none":
+                    return action
+        for finding in observation.findings:
+            self._report_finding(finding)
+            if finding.asks:
+                action = self.decide(finding)
+                if action.kind != "none":
+                    return action
+        return None
+
+    def _point_of(self, record: StepRecord) -> Point:
+        """Return the detector's point. Under fp16, none is masked: its scaler skips steps with an overflow, by design."""
+        norm = float(record.grad_norm)
+        loss = float(record.loss)
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        is_masked = not is_finite and self.strategy.plan.precision != "fp16"
+        return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=is_masked)
+
+    # --- reports
+    def _report_finding(self, finding: Finding) -> None:
+        self._log_finding(finding)
+        if finding.kind == "armed":
+            self._pin_checkpoint()
+        else:
+            self._tell(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
+        if finding.kind == "spike":
+            # A checkpoint saved shortly before may hold the cause.
+            self._unproven = [step for step in self._unproven if step < finding.onset - LEAD]
+
+    def _log_finding(self, finding: Finding) -> None:
+        self.cause = self.log.event(
+            _EVENTS.get(finding.kind, "spike"),
+            kind=finding.kind,
+            alarm=finding.alarm,
+            step=finding.step,
+            onset=finding.onset,
+            points=finding.points,
+            base=finding.base,
+            peak=finding.peak,
+            reason=finding.reason,
+        )
+
+    def _report_replay(self, replay: ReplayOutcome) -> None:
+        number = self.log.event(
+            "verify",
+            after="replay",
+            parent=self._replay_cause,
+            step=replay.step,
+            reproduced=replay.finding is not None,
+            loss=replay.loss,
+            loss_before=replay.loss_before,
+        )
+        if replay.finding is not None:
+            self.cause = number
+            self._tell(f"step {replay.step}: {replay.finding.reason}")
+        else:
+            self._tell(
+                f"step {replay.step}: it did not happen again when the steps were repeated from the same state; no data is "
+                "left out"
+            )
+
+    def _report_decision(self, action: RecoveryAction, hardware: str | None) -> None:
+        self.cause = self.log.event(
+            "decision",
+            parent=self.cause,
+            measure=action.kind,
+            rule=action.rule,
+            why=action.reason,
+            options=action.options,
+            to_step=action.to_step,
+            leaves_out_steps=action.steps,
+            hardware=hardware,
+            ladder=self.monitor.policy.state(),
+        )
+        if hardware:
+            self.say(f"  {hardware}")
+        if action.kind != "none":
+            self._tell(f"  decision: {action.kind} ({action.rule})")
+        elif self.monitor.policy.on_spike == "log":
+            self._tell(f"  decision: nothing is done ({action.rule})")
+        else:
+            # A spike that nobody asked to leave alone, and that stays in the weights, must be seen.
+            self._tell(f"  WARNING: decision: nothing is done ({action.rule})")
+
+    def _tell(self, sentence: str) -> None:
+        """Print a sentence, and keep it for the trackers. They are on rank 0."""
+        self.say(sentence)
+        if self.strategy.is_main:
+            self._messages.append(sentence.strip())
+
+    # --- checkpoints
+    def _prove_checkpoints(self, step: int) -> None:
+        """Mark checkpoints as proven good, after training has gone on from them for a while without a finding."""
+        if not self.monitor.detector.calm:
+            return
+        self._unpin_checkpoint()
+        newest = step - self.monitor.settings.patience - LEAD
+        proven = [saved for saved in self._unproven if saved <= newest]
+        self._unproven = [saved for saved in self._unproven if saved > newest]
+        if proven and self.strategy.is_main:
+            self.manager.prove(proven, self.log)
+
+    def _pin_checkpoint(self) -> None:
+        """Protect the newest proven checkpoint, since a spike may be coming."""
+        if not self.strategy.is_main or self._pinned_step is not None:
+            return
+        proven, _ = self.manager.steps()
+        if proven:
+            self._pinned_step = max(proven)
+            self.manager.protect(self._pinned_step)
+            self.log.event("checkpoint", state="pinned", step=self._pinned_step, parent=self.cause)
+
+    def _unpin_checkpoint(self) -> None:
+        if self._pinned_step is not None:
+            self.manager.protect()
+            self.log.event("checkpoint", state="unpinned", step=self._pinned_step)
+            self._pinned_step = None
