@@ -131,42 +131,61 @@ class RecoveryPolicy:
             rule = f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}"
             return replace(undecided, kind="stop", rule=rule)
 
-        # The checkpoint. All that was treated so far is suspect too.
+        # The checkpoints. What was treated at this place before is suspect too.
         first = onset if trouble is None else min(onset, trouble.onset)
         checkpoints = [step for step in proven if step <= first - LEAD]
         quality = "the last proven good checkpoint"
         if not checkpoints:
             checkpoints = [step for step in unproven if step <= first - LEAD]
             quality = "the last checkpoint before it, which is not proven good yet"
-        if not checkpoints:
-            rule = f"there is no checkpoint from before step {first - LEAD + 1}"
-            # Finite weights may recover by themselves; a faulty rank and NaN do not.
-            if hardware is not None or not finding.finite:
-                return replace(undecided, kind="stop", rule=rule)
-            return replace(undecided, rule=f"{rule}; training goes on")
+        if checkpoints:
+            return self._decide_rollback(undecided, trouble, checkpoints, quality, is_hardware=hardware is not None)
+        rule = f"there is no checkpoint from before step {first - LEAD + 1}"
+        # Finite weights may recover by themselves; a faulty rank and NaN do not.
+        if hardware is not None or not finding.finite:
+            return replace(undecided, kind="stop", rule=rule)
+        return replace(undecided, rule=f"{rule}; training goes on")
 
-        # The measure.
+    def _decide_rollback(
+        self, undecided: RecoveryAction, trouble: Trouble | None, checkpoints: list[int], quality: str, *, is_hardware: bool
+    ) -> RecoveryAction:
+        """Return the next measure of the ladder: a rollback, or a stop where all were taken.
+
+        Args:
+            checkpoints: steps of checkpoints from before the spike.
+            quality: what the newest of them is, in words.
+            is_hardware: a fault of the hardware is known.
+        """
+        first = undecided.onset
+        last = undecided.noticed
+        earlier_measures: list[Measure] = []
+        if trouble is not None:
+            first = min(first, trouble.onset)
+            last = max(last, trouble.last)
+            earlier_measures = trouble.tried
         kind = self._next_measure(earlier_measures)
         # A known fault of the hardware is not blamed on the data at once.
-        if hardware and earlier_measures.count("replay") < 2:
+        if is_hardware and earlier_measures.count("replay") < 2:
             kind = "replay"
         if kind == "stop":
             return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_measures)}")
         to_step = max(checkpoints)
-        if kind == "lower_rate" and trouble is not None:
-            # One checkpoint further back each time.
-            to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
         steps_left_out = None
+        rate_factor = None
         if kind != "replay" and self.on_spike == "rollback":
-            last = finding.step if trouble is None else max(finding.step, trouble.last)
             steps_left_out = (max(1, first - LEAD + 1), last)
+        if kind == "lower_rate":
+            rate_factor = self.rate_factor
+            # One checkpoint further back each time.
+            if trouble is not None:
+                to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
         return replace(
             undecided,
             kind=kind,
             rule=f"{kind}: {quality}, step {to_step}",
             to_step=to_step,
             steps=steps_left_out,
-            rate_factor=self.rate_factor if kind == "lower_rate" else None,
+            rate_factor=rate_factor,
         )
 
     def record(self, action: RecoveryAction) -> None:
