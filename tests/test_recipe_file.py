@@ -9,7 +9,7 @@ import pytest
 from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
-from zerobook.training.recipe_file import check_recipe
+from zerobook.training.recipe_file import check_recipe, recipe_class
 
 DATA = {
     "rows.txt": "open({mark!r}, 'w')\n",
@@ -65,3 +65,10 @@ def test_help_says_that_a_recipe_is_run(capsys, command):
     with contextlib.suppress(SystemExit):
         main([command, "--help"])
     assert "a recipe is Python code, and it is run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_recipe_that_is_loaded_is_not_run_again_by_another_name(tmp_path):
+    recipe = ROOT / "recipes" / "causal_lm.py"
+    link = tmp_path / "mine.py"
+    link.symlink_to(recipe)
+    assert recipe_class(str(link)) is recipe_class(str(recipe))
