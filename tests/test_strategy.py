@@ -343,8 +343,8 @@ def _copies_on_a_rank(rank, folder, queue):
 def test_copies_that_differ_are_told_in_every_precision(tmp_path):
     import torch.multiprocessing as mp
 
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_copies_on_a_rank, (tmp_path, queue), nprocs=2)
+    queue = mp.get_context("fork").SimpleQueue()
+    mp.start_processes(_copies_on_a_rank, (tmp_path, queue), nprocs=2, start_method="fork")
     found = [queue.get() for _ in range(6)]
     assert len({(dtype, rank) for dtype, rank, _ in found}) == 6
     for _, _, replicas in found:
@@ -397,3 +397,37 @@ def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     strategy._spread(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device
     assert scaler._scale.device.type == ("cpu" if where == "cpu" else "meta")
+
+
+def zero_on(stage):
+    """A ZeRO strategy of four processes, before `prepare`."""
+    plan = LaunchPlan(
+        kind="deepspeed", world_size=4, device="cpu", backend=None, precision="no", precision_source="default", zero_stage=stage
+    )
+    return ZeroStrategy(SimpleNamespace(num_processes=4, process_index=1), plan)
+
+
+@pytest.mark.parametrize(("stage", "is_third"), [(0, False), (1, False), (2, False), (3, True)])
+def test_only_stage_3_shards_the_weights_and_takes_its_own_ways_to_gradients(stage, is_third):
+    strategy = zero_on(stage)
+    cleared = []
+    func = SimpleNamespace(cache_clear=lambda: cleared.append(stage))
+    coordinator = type("Coordinator", (), {"is_invalid_trace": lambda self: True})
+    coordinator._PartitionedParameterCoordinator__params_to_release = lambda self: func
+    strategy.deepspeed_optimizer = SimpleNamespace(
+        loss_scale=4.0,
+        parameter_offload=SimpleNamespace(get_param_coordinator=coordinator),
+        scaled_global_norm=lambda: torch.tensor(8.0),
+        _get_norm_groups=lambda: [torch.tensor(12.0)],
+        get_local_fp32_grad_for_param=lambda parameter: torch.full((3,), 8.0),
+    )
+    weight = torch.nn.Parameter(torch.zeros(5))
+    weight.ds_tensor, weight.ds_process_group, weight.ds_shape = torch.zeros(3), None, torch.Size([5])
+    weight._hp_mapping = None
+
+    assert strategy.shards_parameters is strategy.generation_in_step is is_third
+    assert strategy.gradient_norm().item() == (3.0 if is_third else 2.0)
+    gradient = strategy._gradient(0, weight)
+    assert gradient.tolist() == [2.0, 2.0] if is_third else gradient is None
+    strategy.release_gathered_parameters()
+    assert cleared == ([3] if is_third else [])

@@ -112,7 +112,7 @@ class ZeroStrategy(ZeroState, Strategy):
             self.model.backward(loss * ranks, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
-        from deepspeed.runtime.zero.utils import combine_grad_norm_groups
+        from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3:
