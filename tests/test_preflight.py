@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,7 @@ from recipes.causal_lm import CausalLMConfig
 from tests.harness import ROOT
 from zerobook.errors import ConfigError
 from zerobook.launch import host_check, links
-from zerobook.launch.preflight import code, differences, facts
+from zerobook.launch.preflight import check, check_data, code, differences, facts
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,43 @@ def test_what_would_train_something_else_is_refused(host, change, said):
 def test_what_makes_a_run_slow_or_hard_to_read_is_a_warning(host, change, said):
     problems, warnings = differences(others(host, **change))
     assert not problems and len(warnings) == 1 and warnings[0].startswith(said), warnings
+
+
+@pytest.mark.parametrize(("clock", "said"), [(-40, "a is 40 s ahead of c"), (40, "c is 40 s ahead of a"), (20, None)])
+def test_the_clock_that_is_ahead_is_named(host, clock, said):
+    _, warnings = differences(others(host, clock=host["clock"] + clock))
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]
+
+
+class Hosts(SimpleNamespace):
+    """Rank 0 of a run on several hosts, of which the others send ``sent``."""
+
+    def barrier(self):
+        pass
+
+    def to_main(self, value):
+        return [value, *self.sent]
+
+    def on_main(self, work):
+        return work()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_prepared_data_is_compared_where_there_are_several_hosts(nodes):
+    strategy = Hosts(nodes=nodes, sent=[{"host": "b", "data": {"train": "2"}}])
+    with pytest.raises(ConfigError, match="train: the fingerprint") if nodes > 1 else nullcontext():
+        check_data(strategy, {"train": "1"})
+    check_data(Hosts(nodes=nodes, sent=[{"host": "b", "data": {"train": "1"}}]), {"train": "1"})
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_hosts_are_compared_where_there_are_several(nodes, host):
+    other = copy.deepcopy(host) | {"host": "b", "strategy": "DDP"}
+    config = CausalLMConfig(model_name_or_path="gpt2", dataset_name="wikitext")
+    strategy = Hosts(nodes=nodes, sent=[other], plan=SimpleNamespace(name="ZeRO-3"))
+    with pytest.raises(ConfigError, match="strategy: ZeRO-3 on") if nodes > 1 else nullcontext():
+        check(strategy, config)
 
 
 def test_two_hosts_of_one_name_are_told(host):

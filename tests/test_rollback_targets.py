@@ -169,6 +169,16 @@ def test_a_restart_stays_on_the_branch_that_was_chosen(tiny, tmp_path):
     assert not store.is_pinned(checkpoints / "step-000008.abandoned-2")
 
 
+def test_a_warned_run_saves_the_step_behind_which_it_leaves(tiny, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "run", hooks=f"{__name__}:Warned", **flags(tiny))
+
+    assert left.value.code == 75
+    told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
+    assert [e["saved"] for e in told] == [True]
+    assert [store.step_of(c) for c in store.list_complete(tmp_path / "run" / "checkpoints")] == [2, 3]
+
+
 def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_path, monkeypatch, capfd):
     publish = store.publish
 
