@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
@@ -52,11 +53,26 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_collection_finish() -> None:
+    """Leave what imports and collection have made out of garbage collections, of which in-process runs make many."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Path:
     from tests.tiny import folder
 
     return folder()
+
+
+@pytest.fixture
+def traced_once(monkeypatch) -> None:
+    """Let plans of one job, on whatever machine, trace its model once in a session."""
+    from tests import planning
+    from zerobook.plan.rows import Traced
+
+    monkeypatch.setattr(Traced, "of", planning.traced_once)
 
 
 class Launches:

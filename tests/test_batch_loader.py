@@ -59,6 +59,7 @@ def test_seek_far_reads_one_element():
     assert 0 <= order(np.array([10**9]))[0] < 2_000_000_000
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 60), st.integers(0, 5), st.sets(st.integers(0, 59)), st.booleans(), st.booleans(), st.data())
 def test_take_resumes_anywhere_and_never_gives_a_dropped_row(size, seed, drop, weighted, grouped, data):
     dropped = np.isin(np.arange(size), list(drop))
@@ -81,7 +82,7 @@ def test_take_resumes_anywhere_and_never_gives_a_dropped_row(size, seed, drop, w
             assert sorted(ids.tolist()) == list(range(size))
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(50, 500), st.floats(0.01, 100)), min_size=2, max_size=5), st.integers(0, 10**6))
 def test_a_mixture_keeps_its_weights_everywhere_and_passes_through_each_dataset(parts, start):
     sizes, weights = zip(*parts, strict=True)
@@ -101,7 +102,7 @@ def test_a_mixture_keeps_its_weights_everywhere_and_passes_through_each_dataset(
             assert sorted(own[done * size : (done + 1) * size].tolist()) == list(range(size))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3), seed=st.integers(0, 3), weighted=st.booleans(),
     grouped=st.booleans(), ahead=st.integers(1, 50),
@@ -132,7 +133,7 @@ def test_rows_of_like_length_come_together_and_not_in_order_of_length():
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     st.integers(1, 40),
     st.sampled_from([(1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)]),

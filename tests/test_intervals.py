@@ -7,7 +7,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes.causal_lm import CausalLMConfig
@@ -53,6 +53,7 @@ def steps_over(rows):
     return math.ceil(trained * DEFAULTS.num_train_epochs / DEFAULTS.per_device_train_batch_size)
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, step=SECONDS, save=SECONDS)
 @example(rows=3, step=1.0, save=1.0)
 @example(rows=10, step=600.0, save=1.0)
@@ -74,6 +75,7 @@ def test_automatic_saves_keep_to_half_an_hour_then_to_5_percent_then_to_ten_a_ru
         assert len(steps) + 1 >= 10, "the end is saved too"
 
 
+@settings(max_examples=40)
 @given(rows=ROWS, step=st.floats(0.01, 60), slower=st.floats(1, 20), save=st.floats(0.01, 600))
 def test_steps_that_become_slower_do_not_stretch_the_half_hour(rows, step, slower, save):
     total = steps_over(rows)
@@ -219,9 +221,10 @@ def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_
         (1.5, [14], "saves at its end only"),
     ],
 )
-def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(tiny, tmp_path, monkeypatch, capfd, room, kept, words):
-    one = checkpoint_bytes(tiny, tmp_path)
-    leave_room(monkeypatch, room, one)
+def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(
+    tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes, room, kept, words
+):
+    leave_room(monkeypatch, room, checkpoint_bytes)
 
     run = train(tmp_path / "run", **flags(tiny, validation_split_percentage=0))
 
@@ -230,39 +233,37 @@ def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(tiny, t
     assert checkpoints_of(run) == kept and (run.output / "model").is_dir()
 
 
-def test_a_disk_without_room_for_one_checkpoint_is_refused_with_what_cannot_work(tiny, tmp_path, monkeypatch):
-    one = checkpoint_bytes(tiny, tmp_path)
-    leave_room(monkeypatch, 0.9, one)
+def test_a_disk_without_room_for_one_checkpoint_is_refused_with_what_cannot_work(tiny, tmp_path, monkeypatch, checkpoint_bytes):
+    leave_room(monkeypatch, 0.9, checkpoint_bytes)
 
     with pytest.raises(ConfigError, match=r"could not resume.*rolled back.*on_low_disk warn"):
         train(tmp_path / "run", **flags(tiny))
 
 
-def test_a_resumed_run_on_a_tight_disk_keeps_the_checkpoint_that_it_has(tiny, tmp_path, monkeypatch, capfd):
+def test_a_resumed_run_on_a_tight_disk_keeps_the_checkpoint_that_it_has(tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes):
     train(tmp_path / "run", **flags(tiny))
-    one = checkpoint_bytes(tiny, tmp_path)
     store.prune(store.folder_of(tmp_path / "run"), 1)
 
-    leave_room(monkeypatch, 0.9, one)
+    leave_room(monkeypatch, 0.9, checkpoint_bytes)
     with pytest.raises(ConfigError, match="one checkpoint of"):
         train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
-    leave_room(monkeypatch, 1.5, one)
+    leave_room(monkeypatch, 1.5, checkpoint_bytes)
     run = train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
 
     assert checkpoints_of(run) == [30] and "1 is kept" in capfd.readouterr().out
 
 
-def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path, monkeypatch):
-    one = checkpoint_bytes(tiny, tmp_path)
-    leave_room(monkeypatch, 2.5, one)
+def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path, monkeypatch, checkpoint_bytes):
+    leave_room(monkeypatch, 2.5, checkpoint_bytes)
 
     with pytest.raises(ConfigError, match="--save_total_limit"):
         train(tmp_path / "run", **flags(tiny, save_total_limit=2))
 
 
-def checkpoint_bytes(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def checkpoint_bytes(tiny, tmp_path_factory):
     """The bytes of the tensors in a checkpoint of these runs."""
-    run = train(tmp_path / "measured", **flags(tiny, max_train_steps=1, save_steps=0))
+    run = train(tmp_path_factory.mktemp("measured") / "run", **flags(tiny, max_train_steps=1, save_steps=0))
     return sum(4 * tensor.numel() for tensor in run.state().values())
 
 

@@ -525,6 +525,7 @@ for file in sys.argv[2:]:
 """
 
 
+@pytest.mark.full  # growth
 def test_memory_does_not_grow_with_the_source(tmp_path, tiny):
     """Ten times the bytes, the same peak but for the lengths of the documents (20 bytes each)."""
     files = []

@@ -71,7 +71,9 @@ def hub():
 
 
 def pushed(folder, name, **variables) -> str:
-    environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    environment = (
+        os.environ | SETTINGS | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0", **variables}
+    )
     environment |= {"HF_HOME": str(folder.parent / "home")}
     if "HF_TOKEN" not in variables:
         environment.pop("HF_TOKEN", None)

@@ -139,7 +139,7 @@ def mutated(content: dict, luck: random.Random) -> dict:
     return content
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[] if seed < 40 else pytest.mark.full) for seed in range(200)])
 def test_a_changed_file_ends_in_problems_or_in_none(seed, tmp_path, tiny, monkeypatch):
     """Never in a traceback. A key that DeepSpeed or accelerate would drop is a problem."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
