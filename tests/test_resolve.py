@@ -614,13 +614,6 @@ def test_adapters_have_a_rate_of_their_own_by_default(tmp_path):
     _, config = plan_for({}, kind=LoraConfig, learning_rate=1e-5, warmup_ratio=0.0, **plain)
     assert (config.learning_rate, config.warmup_ratio) == (1e-5, 0)
     assert plan_for({}, **{"model_name_or_path": "m"})[1].learning_rate == 5e-5, "all weights are trained"
-    # a run of an earlier version had another default, and goes on with it
-    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    for keys, rate in (({}, 5e-5), ({"warmup_ratio": 0.03}, 2e-4)):
-        with staged(tmp_path / "run", 3 + len(keys)) as folder:
-            (folder / "config.json").write_text(json.dumps({"config": {"adapter": "lora", **keys}, "asked": sizes}))
-            (folder / store.PROGRESS).write_text(json.dumps({"global_batch": 8}))
-        assert plan_for({}, kind=LoraConfig, resume_from_checkpoint="auto", **plain)[1].learning_rate == rate
 
 
 def model_folder(folder, base=None):

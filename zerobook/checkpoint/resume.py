@@ -70,16 +70,6 @@ def lock_run_folder(config: RecipeConfig) -> None:
         raise ConfigError(earlier)
 
 
-def written_before(config: RecipeConfig, key: str) -> bool:
-    """Return whether the run goes on from a checkpoint of a version that had no ``key`` in its config."""
-    try:
-        checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
-    except CheckpointError:
-        # A problem of its own, which `zerobook.launch.resolve` reports.
-        return False
-    return checkpoint is not None and key not in store.read_json(checkpoint / "config.json").get("config", {})
-
-
 def other_optimizer(config: RecipeConfig) -> str | None:
     """Return the error message for a checkpoint of an optimizer whose state differs; None where it can be resumed.
 

@@ -7,7 +7,6 @@ Accelerate's own code reads the file; `zerobook.launch.resolve` does the rest, a
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from zerobook.launch.accelerate_cli import loopback_note
 from zerobook.launch.host_check import PATIENCE_S
 from zerobook.launch.launcher_flags import split_at_recipe
 from zerobook.launch.resolve import Hardware, resolve, together
-from zerobook.launch.worker_environment import inspect, worker_environment
+from zerobook.launch.worker_environment import inspect
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import RUNS, recipe_class
 from zerobook.utils import hub
@@ -95,11 +94,7 @@ def _examine_launch(
         # What becomes of each key is known only of a launch that starts.
         if not problems:
             launch_flags, _, _ = split_at_recipe(argv)
-            environ, _ = worker_environment(launch_flags)
-            flags = [*launch_flags, "script.py"]
-            out.print(
-                account.table(account.entries(plan, config, sources, flags=flags, launch_environ=os.environ, environ=environ))
-            )
+            out.print(account.table(account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])))
     has_recipe = type(config) is not RecipeConfig
     if has_recipe:
         earlier = earlier_run(config) or earlier_result(config)

@@ -75,16 +75,6 @@ def parent_flags() -> list[str] | None:
         return None
 
 
-def parent_environment() -> dict[str, str]:
-    """Return the environment of the process that started this one, as it was at its start; empty where it cannot be read."""
-    import psutil
-
-    try:
-        return dict(psutil.Process().parent().environ())
-    except (psutil.Error, AttributeError):
-        return {}
-
-
 def command_to_resume() -> str:
     """Return the command that continues this process's run from its newest checkpoint."""
     import psutil

@@ -132,21 +132,3 @@ def model_class(facts: Mapping[str, Any]) -> Any:
     model = auto._model_mapping.get(config_class, None)
     # Composite models are mapped to a tuple of classes in some versions.
     return model if isinstance(model, type) else None
-
-
-def model_modules(config: RecipeConfig) -> dict[str, tuple[str, str]] | None:
-    """Return the modules of the run's model: name -> (Python module, class). None if its class is not known here."""
-    facts = model_facts(config)
-    model = model_class(facts) if facts else None
-    if facts is None or model is None:
-        return None
-    import torch
-
-    # A model without memory for its weights has the same modules.
-    with torch.device("meta"):
-        skeleton = model(model.config_class.from_dict(facts))
-    classes = {}
-    for name, module in skeleton.named_modules():
-        if name:
-            classes[name] = (type(module).__module__, type(module).__name__)
-    return classes

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint.result import find_result, holds_whole_modules
-from zerobook.checkpoint.resume import keep_global_batch, other_optimizer, written_before
+from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split, variables
+from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split
 from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
@@ -180,36 +180,34 @@ def resolve(
             optimizer=config.optimizer,
         ),
     )
+    plan = launch.plan
+    draft = launch.draft
     # Later stages read what earlier ones decided, and problems are told in this order.
-    stages: tuple[Callable[[LaunchDraft], LaunchDraft], ...] = (
-        # The model: a run may stand for its result.
-        _keep_earlier_rate,
-        _name_model,
-        _take_tokenizer,
-        # The strategy, and the devices of its processes.
-        _read_strategy_file,
-        _choose_device,
-        _check_variables,
-        _check_gpus,
-        # The batch, and the optimizer that steps once for it.
-        _set_accumulation,
-        _set_global_batch,
-        _check_micro_batch,
-        _check_optimizer,
-        _keep_global_batch,
-        # Precision, and then DeepSpeed's config, which has the batch and the precision in it.
-        _choose_precision,
-        _choose_frozen_dtype,
-        _fill_deepspeed_config,
-        # What this model and this hardware can do under all of that.
-        _check_model,
-        _choose_fast_settings,
-        _check_model_choices,
-        _check_values,
-    )
-    for stage in stages:
-        launch = stage(launch)
-    return launch.plan, launch.draft.config, launch.draft.sources
+    # The model: a run may stand for its result.
+    _name_model(launch)
+    _take_tokenizer(launch)
+    # The strategy, and the devices of its processes.
+    _read_strategy_file(launch)
+    _choose_device(launch)
+    _check_variables(launch)
+    _check_gpus(launch)
+    # The batch, and the optimizer that steps once for it.
+    _set_accumulation(launch)
+    _set_global_batch(launch)
+    deepspeed_json.check_micro_batch(plan, draft)
+    _check_optimizer(launch)
+    _keep_global_batch(launch)
+    # Precision, and then DeepSpeed's config, which has the batch and the precision in it.
+    _choose_precision(launch)
+    _choose_frozen_dtype(launch)
+    _fill_deepspeed_config(launch)
+    # What this model and this hardware can do under all of that.
+    _check_model(launch)
+    fast.choose(plan, draft)
+    _check_model_choices(launch)
+    # A strategy file may have set values that the config does not take.
+    plan.problems += draft.problems()
+    return plan, draft.config, draft.sources
 
 
 def together(*stages: Sequence[str]) -> list[str]:
@@ -224,28 +222,18 @@ def together(*stages: Sequence[str]) -> list[str]:
     return joined
 
 
-def _keep_earlier_rate(launch: LaunchDraft) -> LaunchDraft:
-    """Keep the learning rate of a resumed run of an earlier version, which was that of a run without adapters."""
-    draft = launch.draft
-    if draft.config.trains_adapters and written_before(draft.config, "warmup_ratio"):
-        for key in ("learning_rate", "warmup_ratio"):
-            if not draft.sources.given(key):
-                draft.set("the checkpoint", **{key: RecipeConfig.model_fields[key].default})
-    return launch
-
-
-def _name_model(launch: LaunchDraft) -> LaunchDraft:
+def _name_model(launch: LaunchDraft) -> None:
     """Replace the name of a run by that of its model, or of its adapter and the model beside it."""
     plan = launch.plan
     draft = launch.draft
     name = draft.config.model_name_or_path
     if name is None:
-        return launch
+        return
     try:
         result = find_result(name)
     except ConfigError as error:
         plan.problems.append(f"model_name_or_path: {error}")
-        return launch
+        return
     merge = f"To merge it into its model first: zerobook export {name} --output merged"
     adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.given(key)]
     if result.adapter is None:
@@ -268,10 +256,9 @@ def _name_model(launch: LaunchDraft) -> LaunchDraft:
         plan.notes.append(
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
         )
-    return launch
 
 
-def _take_tokenizer(launch: LaunchDraft) -> LaunchDraft:
+def _take_tokenizer(launch: LaunchDraft) -> None:
     """Take the tokenizer beside an adapter that is trained further, where that adapter holds whole modules.
 
     It may have tokens that the model's own lacks: they came with new rows of the embeddings, which the adapter holds.
@@ -279,15 +266,14 @@ def _take_tokenizer(launch: LaunchDraft) -> LaunchDraft:
     draft = launch.draft
     path = getattr(draft.config, "adapter_path", None)
     if path is None or draft.config.tokenizer_name is not None:
-        return launch
+        return
     folder = Path(path).expanduser()
     if (folder / "tokenizer_config.json").exists() and holds_whole_modules(folder):
         draft.set(f"the adapter in {path}", tokenizer_name=path)
         launch.plan.notes.append(f"tokenizer_name: {path}, whose adapter was trained with that tokenizer")
-    return launch
 
 
-def _read_strategy_file(launch: LaunchDraft) -> LaunchDraft:
+def _read_strategy_file(launch: LaunchDraft) -> None:
     """Read what the launcher made of the strategy file: the kind, its settings, and the groups of processes."""
     plan = launch.plan
     environ = launch.environ
@@ -302,10 +288,9 @@ def _read_strategy_file(launch: LaunchDraft) -> LaunchDraft:
         plan.kind = "ddp"
     token_split.read(plan, environ)
     model_parallel.read(plan, environ)
-    return launch
 
 
-def _choose_device(launch: LaunchDraft) -> LaunchDraft:
+def _choose_device(launch: LaunchDraft) -> None:
     """Choose CPU or GPUs, and the backend of the process group."""
     plan = launch.plan
     is_told_to_use_cpu = is_true(launch.environ.get("ACCELERATE_USE_CPU"))
@@ -316,32 +301,35 @@ def _choose_device(launch: LaunchDraft) -> LaunchDraft:
     if launch.is_launched:
         plan.backend = "gloo" if launch.on_cpu else "nccl"
     deepspeed_json.check_device(plan, launch.environ)
-    return launch
 
 
-def _check_variables(launch: LaunchDraft) -> LaunchDraft:
-    """Add problems for variables of accelerate that are unknown, or ask for what the recipes do themselves."""
+def _check_variables(launch: LaunchDraft) -> None:
+    """Add problems for variables of accelerate that ask for what the recipes do themselves."""
     plan = launch.plan
-    plan.problems += variables.check(launch.environ)
+    torch_device = launch.environ.get("ACCELERATE_TORCH_DEVICE")
+    if torch_device:
+        plan.problems.append(
+            f"ACCELERATE_TORCH_DEVICE is {torch_device}: a process takes the GPU of its LOCAL_RANK, or the CPU. Unset it; GPUs "
+            "are chosen with CUDA_VISIBLE_DEVICES."
+        )
     dynamo_backend = launch.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if dynamo_backend.lower() != "no":
         plan.problems.append(
             f"dynamo_backend is {dynamo_backend}; the recipes compile the model's layers with "
             "--torch_compile. Remove dynamo_config from the Accelerate YAML, or pass --dynamo_backend no."
         )
-    return launch
 
 
-def _check_gpus(launch: LaunchDraft) -> LaunchDraft:
+def _check_gpus(launch: LaunchDraft) -> None:
     """Check that each process of this machine has a GPU of its own, which it finds by LOCAL_RANK."""
     if not launch.is_launched:
-        return launch
+        return
     plan = launch.plan
     environ = launch.environ
     if launch.on_cpu:
         processes = counted(plan.world_size, "CPU process")
         plan.notes.append(f"no GPU is used: {plan.name} runs on {processes} over gloo")
-        return launch
+        return
     gpu_count = launch.hardware.gpus
     gpus_seen = counted(gpu_count, "GPU")
     local_rank = int(environ["LOCAL_RANK"])
@@ -368,10 +356,9 @@ def _check_gpus(launch: LaunchDraft) -> LaunchDraft:
             f"LOCAL_RANK {local_rank}: this process sees {gpus_seen}, and takes the one of its LOCAL_RANK, counted "
             "from 0. Let each process see all GPUs of the machine, or start fewer."
         )
-    return launch
 
 
-def _set_accumulation(launch: LaunchDraft) -> LaunchDraft:
+def _set_accumulation(launch: LaunchDraft) -> None:
     """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
     plan = launch.plan
     draft = launch.draft
@@ -393,17 +380,16 @@ def _set_accumulation(launch: LaunchDraft) -> LaunchDraft:
         source, steps = next(iter(steps_by_source.items()))
         if steps != draft.config.gradient_accumulation_steps:
             draft.set(source, gradient_accumulation_steps=steps)
-    return launch
 
 
-def _set_global_batch(launch: LaunchDraft) -> LaunchDraft:
+def _set_global_batch(launch: LaunchDraft) -> None:
     """Set the accumulation that gives ``global_batch_size``."""
     plan = launch.plan
     draft = launch.draft
     config = draft.config
     global_batch = config.global_batch_size
     if global_batch is None:
-        return launch
+        return
     readers = plan.data_parallel_size
     micro_batches = config.per_device_train_batch_size * readers
     product = config.gradient_accumulation_steps * micro_batches
@@ -424,15 +410,9 @@ def _set_global_batch(launch: LaunchDraft) -> LaunchDraft:
         )
     else:
         draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
-    return launch
 
 
-def _check_micro_batch(launch: LaunchDraft) -> LaunchDraft:
-    deepspeed_json.check_micro_batch(launch.plan, launch.draft)
-    return launch
-
-
-def _check_optimizer(launch: LaunchDraft) -> LaunchDraft:
+def _check_optimizer(launch: LaunchDraft) -> None:
     """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
     plan = launch.plan
     config = launch.draft.config
@@ -458,10 +438,9 @@ def _check_optimizer(launch: LaunchDraft) -> LaunchDraft:
         pass
     plan.problems += problems
     plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
-    return launch
 
 
-def _keep_global_batch(launch: LaunchDraft) -> LaunchDraft:
+def _keep_global_batch(launch: LaunchDraft) -> None:
     """Cut the batch of a resumed run anew if the number of processes changed."""
     plan = launch.plan
     # What a person asked for, and no cut of it: the next resume compares with this.
@@ -470,13 +449,12 @@ def _keep_global_batch(launch: LaunchDraft) -> LaunchDraft:
         note = keep_global_batch(launch.draft, plan.data_parallel_size)
     except CheckpointError as error:
         plan.problems.append(f"resume_from_checkpoint: {error}")
-        return launch
+        return
     if note:
         plan.notes.append(note)
-    return launch
 
 
-def _choose_precision(launch: LaunchDraft) -> LaunchDraft:
+def _choose_precision(launch: LaunchDraft) -> None:
     """Set the precision: the first of recipe's flag, launcher's flag, recipe's YAML, Accelerate YAML, fixed JSON, fp32."""
     plan = launch.plan
     ds = plan.deepspeed_config
@@ -508,7 +486,6 @@ def _choose_precision(launch: LaunchDraft) -> LaunchDraft:
         for dtype in ("fp16", "bf16"):
             section = ds.setdefault(dtype, {})
             section["enabled"] = plan.precision == dtype
-    return launch
 
 
 def _fixed_precision(plan: LaunchPlan) -> str | None:
@@ -542,7 +519,7 @@ def _precision_choices(launch: LaunchDraft) -> list[tuple[str, str]]:
     return choices
 
 
-def _choose_frozen_dtype(launch: LaunchDraft) -> LaunchDraft:
+def _choose_frozen_dtype(launch: LaunchDraft) -> None:
     """Load a frozen base in the dtype that the run computes in."""
     plan = launch.plan
     config = launch.draft.config
@@ -553,24 +530,22 @@ def _choose_frozen_dtype(launch: LaunchDraft) -> LaunchDraft:
             f"{config.dtype} to load it in that"
         )
         launch.draft.set(plan.precision_source, dtype=dtype)
-    return launch
 
 
-def _fill_deepspeed_config(launch: LaunchDraft) -> LaunchDraft:
+def _fill_deepspeed_config(launch: LaunchDraft) -> None:
     """Fill in DeepSpeed's config, and check the ops that it needs and its keys."""
     plan = launch.plan
     hardware = launch.hardware
     if plan.deepspeed_config is None:
-        return launch
+        return
     deepspeed_json.fill(plan, launch.draft)
     # A GPU machine that is told to use its CPU builds the ops of a CPU.
     missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
     deepspeed_keys.account(plan)
-    return launch
 
 
-def _check_model(launch: LaunchDraft) -> LaunchDraft:
+def _check_model(launch: LaunchDraft) -> None:
     """Check the model against the strategy, as far as its config.json says, where that is on this machine."""
     plan = launch.plan
     facts = model_facts(launch.draft.config)
@@ -581,15 +556,9 @@ def _check_model(launch: LaunchDraft) -> LaunchDraft:
         plan.problems += unfit_for_zero3(plan, facts)
         if plan.kind in ("fsdp", "deepspeed"):
             plan.problems += unfit_layers(launch.environ, facts)
-    return launch
 
 
-def _choose_fast_settings(launch: LaunchDraft) -> LaunchDraft:
-    fast.choose(launch.plan, launch.draft)
-    return launch
-
-
-def _check_model_choices(launch: LaunchDraft) -> LaunchDraft:
+def _check_model_choices(launch: LaunchDraft) -> None:
     """Add problems for model settings that this strategy or device does not support."""
     plan = launch.plan
     config = launch.draft.config
@@ -629,13 +598,6 @@ def _check_model_choices(launch: LaunchDraft) -> LaunchDraft:
             plan.problems.append(refusal)
     if plan.precision == "bf16" and not launch.on_cpu and not hardware.bf16:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
-    return launch
-
-
-def _check_values(launch: LaunchDraft) -> LaunchDraft:
-    """Add a problem for each value from a strategy file that the config does not take."""
-    launch.plan.problems += launch.draft.problems()
-    return launch
 
 
 def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:

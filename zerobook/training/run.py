@@ -19,7 +19,7 @@ from zerobook.config import ConfigSources, RecipeConfig, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
 from zerobook.launch import account, preflight
-from zerobook.launch.accelerate_cli import parent_environment, parent_flags
+from zerobook.launch.accelerate_cli import parent_flags
 from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -254,9 +254,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         accumulation=config.gradient_accumulation_steps,
         sharing=plan.world_size // plan.data_parallel_size,
     )
-    flags = parent_flags()
-    launch_environ = parent_environment() if flags else os.environ
-    entries = account.entries(plan, config, sources, flags=flags, launch_environ=launch_environ, environ=os.environ)
+    entries = account.entries(plan, config, sources, flags=parent_flags())
     if entries:
         out.print(account.table(entries))
     out.print(plan.line)
