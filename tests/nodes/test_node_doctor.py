@@ -51,26 +51,29 @@ MISTAKES = {
         flags={1: {"machine_rank": "2"}}, says={1: "--machine_rank: 2, but 2 machines have ranks 0 to 1"}
     ),
     "other number of machines": Mistake(
-        flags={1: {"num_machines": "3", "num_processes": "3"}}, says={0: "--num_machines: 3 on hostb, and 2 on hosta"}
+        flags={1: {"num_machines": "3", "num_processes": "3"}},
+        says={1: "No host came with --machine_rank 2 within .* with the same --num_machines"},
     ),
-    "one rank twice": Mistake(flags={1: {"machine_rank": "0"}}, says={1: "is no address of this host"}),
+    "one rank twice": Mistake(
+        flags={1: {"machine_rank": "0"}}, says={1: "hostb cannot listen there: Cannot assign requested address"}
+    ),
     "no second host": Mistake(flags={1: {"machine_rank": "2"}}, says={0: "No host came with --machine_rank 1 within"}),
     "another port": Mistake(
         flags={1: {"main_process_port": "29501"}},
-        says={1: r"hostb cannot reach 10.213.7.1:29501 .*tried for \d+ s: connection refused"},
+        says={1: r"hostb cannot reach 10.213.7.1:29501 .*tried for \d+ s: Connection refused"},
     ),
     "cut link": Mistake(lambda hosts, _: hosts[1].cut(), says={1: r"hostb cannot reach 10.213.7.1:29500 .*tried for \d+ s: "}),
     "name that there is not": Mistake(
         flags={1: {"main_process_ip": "nohost"}}, says={1: "nohost: this host cannot resolve it"}
     ),
-    "name of the host itself": Mistake(flags={1: {"main_process_ip": "localhost"}}, says={1: "that is this host itself"}),
     "host name on loopback": Mistake(
-        loopback, says={0: "hostb: its host name resolves to 127.0.1.1, which hosta cannot reach"}
+        loopback,
+        says={0: "hosta and the other hosts do not reach each other", 1: "hostb, resolves to 127.0.1.1"},
     ),
     "port in use": Mistake(
         busy_port,
         says={
-            0: r"--main_process_port 29500: in use on this host by \S+, process \d+",
+            0: "hosta cannot listen there: Address already in use",
             1: "Is the port in use by another program",
         },
     ),

@@ -199,13 +199,12 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
     except ConfigError as error:
         return error.problems
     if findings.hosts:
-        columns = ("rank", "host", "address", "GPUs", "driver", "memory, GiB", "clock")
+        columns = ("rank", "host", "GPUs", "driver", "memory, GiB", "clock")
         table = Table(*columns, title="machines", title_justify="left")
         for number, host in enumerate(findings.hosts):
             table.add_row(
                 str(number),
                 host["host"],
-                host["address"],
                 host["gpus"],
                 str(host["driver"] or "-"),
                 f"{host['memory'] / 2**30:.0f}",
