@@ -71,7 +71,7 @@ def test_an_accelerate_config_that_cannot_work_is_named(written, tmp_path, conte
 def test_json_and_a_flag_without_its_value(written):
     with pytest.raises(ConfigError, match=r"accelerate\.json: not a valid Accelerate config: Expecting"):
         worker_environment(["--config_file", written("{", "accelerate.json")])
-    with pytest.raises(ConfigError, match="--config_file: it has no value"):
+    with pytest.raises(ConfigError, match="does not take --num_processes 2 --config_file"):
         worker_environment(["--num_processes", "2", "--config_file"])
     with pytest.raises(ConfigError, match="invalid int value: 'two'"):
         worker_environment(["--num_processes", "two"])
@@ -104,7 +104,7 @@ MANY = ["--num_machines", "2", "--num_processes", "4"]
     (["ddp", "--num_processes", "2", "--fsdp_offload_params", "true"], "--fsdp_offload_params true has no effect"),
     (["fsdp", "--num_processes", "2", "--gradient_clipping", "0.5"], "--gradient_clipping 0.5 has no effect"),
     (["", "--num_processes", "2"], "no strategy file is named"),
-    (["ddp", "--cpu", "--num_processes", "2"], "--cpu starts one process"),
+    (["ddp", "--cpu", "--num_processes", "2"], "--cpu is given"),
     (["ddp", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
     (["zero2", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
     (["", "--mixed_precision", "fp8", "--num_processes", "1"], "fp8 is not supported"),
@@ -113,7 +113,6 @@ MANY = ["--num_machines", "2", "--num_processes", "4"]
     (["ddp", *MANY, "--machine_rank", "0"], "--main_process_ip: not given"),
     (["ddp", *MANY, "--machine_rank", "0", "--main_process_ip", "YOUR_MAIN_IP"], "this host cannot resolve it"),
     (["ddp", *MANY, "--machine_rank", "0", "--main_process_ip", "xxx.xxx.xxx.xxx"], "this host cannot resolve it"),
-    (["zero2", *MANY, "--machine_rank", "0", "--main_process_ip", "0.0.0.0"], "no address of a machine"),
     (["ddp", *MANY, "--machine_rank", "2", "--main_process_ip", "10.0.0.1"], "2 machines have ranks 0 to 1"),
     (["ddp", "--num_machines", "2", "--num_processes", "5", "--machine_rank", "0", "--main_process_ip", "10.0.0.1"],
      "5 is no multiple of num_machines 2"),
@@ -162,22 +161,17 @@ def test_problems_of_all_stages_are_told_at_once(written, tmp_path, tiny):
     assert len(found + plan.problems) == 5 and config.global_batch_size == 9
 
 
-def test_each_wrong_flag_of_the_launcher_is_a_problem_and_the_rest_is_checked(tmp_path, tiny):
-    flags = ["--mixed_precison", "bf16", "--num_machines", "one", "--num_processes", "2", "--train_file", "x.jsonl"]
-    strategy = str(tmp_path / "zero2.yml")
+@pytest.mark.parametrize(("flags", "hint"), [
+    (["--mixed_precison=bf16", "--num_processes", "2"], "--mixed_precison: accelerate launch has no such flag. Did you mean"),
+    (["--num_processes", "2", "--train_file", "x.jsonl"], "write it after the recipe"),
+    (["--num_machines", "one"], "invalid int value: 'one'"),
+    (["a_recipe", "--num_processes", "2"], "a_recipe: neither a flag"),
+])  # fmt: skip
+def test_a_wrong_flag_of_the_launcher_is_a_problem_and_the_recipe_is_checked(flags, hint, tiny):
     recipe = [str(ROOT / "recipes" / "causal_lm.py"), "--dataset_name", "d", "--model_name_or_path", str(tiny / "llama")]
-    plan, found, _, _ = inspect_launch([*flags, "--config_file", strategy, *recipe, "--global_batch_size", "9"], Hardware())
+    plan, found, _, _ = inspect_launch([*flags, *recipe, "--lerning_rate", "1"], Hardware())
     assert plan is None
-    problems = {problem.partition(": ")[0]: problem for problem in found}
-    assert len(problems) == len(found)
-    hints = {
-        "--mixed_precison": "Did you mean --mixed_precision?",
-        "--train_file": "write it after the recipe",
-        "--num_machines": "invalid int value: 'one'",
-        strategy: "accelerate_configs/zero2.yaml?",
-        "global_batch_size": "2 processes = 16",
-    }
-    assert {key: hint in problems[key] for key, hint in hints.items()} == dict.fromkeys(problems, True)
+    assert len(found) == 2 and "--learning_rate?" in found[0] and hint in found[1]
 
 
 def test_zerobook_launch_tells_all_problems_of_a_line_that_cannot_start(capsys, tmp_path):

@@ -17,9 +17,8 @@ from zerobook.config import ConfigSources, RecipeConfig, read
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight
-from zerobook.launch.accelerate_cli import loopback_note
+from zerobook.launch.accelerate_cli import loopback_note, split_at_recipe
 from zerobook.launch.host_check import PATIENCE_S
-from zerobook.launch.launcher_flags import split_at_recipe
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import inspect
 from zerobook.strategy.launch_plan import LaunchPlan

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
-from zerobook.launch import accelerate_cli, elastic, flag_checks
-from zerobook.launch.launcher_flags import read_flags, split_at_recipe
+from zerobook.launch import elastic, flag_checks
+from zerobook.launch.accelerate_cli import parsed, read_flags, split_at_recipe
 from zerobook.launch.process import quietly
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
@@ -51,12 +51,14 @@ def _launch(arguments: list[str]) -> None:
     """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
     flags, script, _ = split_at_recipe(arguments)
     if script is None or _OTHER_PROGRAMS & set(flags):
-        problems = flag_checks.check(accelerate_cli.parsed(arguments), starts=True).problems
+        problems = flag_checks.check(parsed(arguments), starts=True).problems
     else:
         problems = _problems_of_launch(arguments, flags, script)
     if problems:
         raise ConfigError(problems)
-    accelerate_cli.launch(arguments)
+    from accelerate.commands.launch import launch_command
+
+    launch_command(parsed(arguments))
 
 
 def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> list[str]:
@@ -64,7 +66,7 @@ def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> 
 
     The processes would tell those of the recipe's flags and data, so these are told here too, all at once.
     """
-    _, typed, problems = read_flags(flags)
+    typed, problems = read_flags(flags)
     problems += flag_checks.check(typed, starts=True).problems
     is_missing = not Path(script).is_file()
     if not problems and not is_missing:

@@ -1,4 +1,4 @@
-"""Settings of ``accelerate launch`` that it does not pass to its workers.
+"""The command line of ``accelerate launch``: its flags, and settings that it does not pass to its workers.
 
 It passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, and drops the NVMe paths of an inline
 DeepSpeed section, ``use_cpu`` under DeepSpeed and FSDP, and the expert-parallel size. They are found through its command line,
@@ -8,6 +8,8 @@ which is that of a worker's parent process.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import ipaddress
 import shlex
 import socket
@@ -16,12 +18,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobook.config import RecipeConfig
+from zerobook.utils.nearest import nearest
+
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
 EXPERTS = "PARALLELISM_CONFIG_EP_SIZE"
 """Variable for the expert-parallel size of the Accelerate YAML. accelerate has sizes of other kinds only, and ignores it."""
+SCRIPT = "script.py"
+"""Stands for the recipe, which accelerate's parser requires."""
 STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
 """Variable for the Accelerate YAML that names the DeepSpeed JSON: paths in it may start beside its folder."""
 
@@ -56,13 +63,6 @@ def _without_machines(arguments: list[str]) -> list[str]:
         index = remaining.index("--min_machines")
         del remaining[index : index + 2]
     return remaining
-
-
-def launch(arguments: list[str]) -> None:
-    """Start processes as ``accelerate launch`` does, and return when they have ended."""
-    from accelerate.commands.launch import launch_command
-
-    launch_command(parsed(arguments))
 
 
 def parent_flags() -> list[str] | None:
@@ -142,11 +142,51 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     )
 
 
+def split_at_recipe(arguments: list[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return the launcher's flags, the recipe, or None, and its flags."""
+    for index, token in enumerate(arguments):
+        if token.endswith(".py"):
+            return arguments[:index], token, arguments[index + 1 :]
+    return list(arguments), None, []
+
+
 def parsed(flags: list[str]) -> argparse.Namespace:
     """Return the launcher's arguments (script included) as its own parser reads them."""
     from accelerate.commands.launch import launch_command_parser
 
     return launch_command_parser().parse_args(flags)
+
+
+def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read the launcher's flags, without a recipe.
+
+    Returns:
+        (the flags as accelerate's parser reads them, or those of a launch without flags after a problem; problems).
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            args, unknown = parser.parse_known_args([*flags, SCRIPT])
+    except SystemExit:
+        reason = messages.getvalue().strip().rpartition("error: ")[2]
+        return parsed([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {reason}."]
+    names = {action.dest for action in parser._actions}
+    problems = []
+    for flag in unknown:
+        name = flag.partition("=")[0]
+        key = name.lstrip("-").replace("-", "_")
+        is_of_recipe = key in RecipeConfig.model_fields
+        hint = " It is the recipe's: write it after the recipe." if is_of_recipe else nearest(key, names, "--")
+        problems.append(f"{name}: accelerate launch has no such flag.{hint}")
+    if not unknown and args.training_script != SCRIPT:
+        problems.append(
+            f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
+            "recipes/causal_lm.py."
+        )
+    return (parsed([SCRIPT]) if problems else args), problems
 
 
 def typed_flags(flags: list[str]) -> dict[str, Any]:

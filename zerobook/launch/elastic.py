@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zerobook.errors import ConfigError
 from zerobook.launch import accelerate_file
+from zerobook.launch.worker_environment import distributed_environment
 
 BACKEND = "c10d"
 """torchrun's rendezvous for a number of machines that changes."""
@@ -35,7 +36,6 @@ def launch(least: int, arguments: list[str]) -> None:
     """
     import torch.distributed.run as torchrun
     from accelerate.commands import launch as accelerate_launch
-    from accelerate.utils import launch as prepare
     from accelerate.utils import patch_environment
 
     parser = accelerate_launch.launch_command_parser()
@@ -56,13 +56,8 @@ def launch(least: int, arguments: list[str]) -> None:
         raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
     # The address becomes the rendezvous, not rank 0's.
     args.same_network = False
-    if args.use_deepspeed:
-        fields = list(defaults.deepspeed_config) if defaults else []
-        args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
-        args.deepspeed_multinode_launcher = "standard"
-        _, environ = prepare.prepare_deepspeed_cmd_env(args)
-    else:
-        environ = prepare.prepare_multi_gpu_env(args)
+    args.deepspeed_multinode_launcher = "standard"
+    environ = distributed_environment(args, defaults, from_file)
     script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
     torchrun_args = accelerate_launch._filter_args(args, torchrun.get_args_parser(), script)
     torchrun_args.nnodes = f"{least}:{most}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ipaddress
 import logging
 import socket
 from collections.abc import Iterator
@@ -120,17 +119,15 @@ def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
 def _one_process(args: argparse.Namespace, distributed_type: str | None, processes: int, machines: int) -> str:
     """Return the problem of a launch that would train in one process a machine, where more were asked for."""
     size = f"num_processes is {processes}" if processes > 1 else f"num_machines is {machines}"
-    ddp = "Launch with accelerate_configs/ddp.yaml, or another file that spreads a run"
+    reason = "no strategy file is named, so that"
     if args.cpu:
-        return f"--cpu starts one process, and {size}. Remove --cpu, and write use_cpu: true into a file that spreads a run."
-    if distributed_type == "MULTI_CPU":
-        return (
-            f"distributed_type is MULTI_CPU, for which accelerate starts one process without mpirun, and {size}. Write "
-            "MULTI_GPU, which trains on CPUs too, with use_cpu: true."
-        )
-    if distributed_type is not None:
-        return f"distributed_type is {distributed_type}, which starts one process, and {size}. {ddp}."
-    return f"no strategy file is named, so that one process is started, and {size}. {ddp}."
+        reason = "--cpu is given, with which"
+    elif distributed_type is not None:
+        reason = f"distributed_type is {distributed_type}, with which"
+    return (
+        f"{reason} accelerate starts one process, and {size}. Launch with accelerate_configs/ddp.yaml, or another file that "
+        "spreads a run; with use_cpu: true in it, it trains on CPUs."
+    )
 
 
 def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[str]:
@@ -150,9 +147,13 @@ def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[st
             "reach it."
         )
     elif resolves:
-        reason = _unusable(address)
-        if reason is not None:
-            yield f"--main_process_ip {address}: {reason}. Give the first machine's address, as the others reach it."
+        try:
+            socket.getaddrinfo(address, None)
+        except (OSError, UnicodeError):
+            yield (
+                f"--main_process_ip {address}: this host cannot resolve it. Give the first machine's address, as the others "
+                "reach it."
+            )
     if args.machine_rank is None:
         yield f"--machine_rank: not given, and num_machines is {machines}. Give each machine its own, from 0 to {machines - 1}."
     elif not 0 <= int(args.machine_rank) < machines:
@@ -163,17 +164,3 @@ def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[st
             f"deepspeed_multinode_launcher is {launcher}, which reads the machines from deepspeed_hostfile, and that is not "
             "given. Write deepspeed_multinode_launcher: standard, and start the command on each machine."
         )
-
-
-def _unusable(address: str) -> str | None:
-    """Return why no machine can be reached at ``address``; None where it may be one's."""
-    try:
-        return "it is no address of a machine" if ipaddress.ip_address(address).is_unspecified else None
-    except ValueError:
-        # It is a name.
-        pass
-    try:
-        socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError):
-        return "this host cannot resolve it"
-    return None

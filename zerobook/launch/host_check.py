@@ -159,10 +159,11 @@ def _reach(here: Place, patience: float) -> None:
         entries = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--main_process_ip {here.address}: this host cannot resolve it ({error.strerror}).") from error
-    family, _, _, _, address = entries[0]
+    family = entries[0][0]
+    address = str(entries[0][4][0])
     if here.number == 0:
         try:
-            socket.create_server(address[:2], family=family).close()
+            socket.create_server((address, here.port), family=family).close()
         except OSError as error:
             raise ConfigError(
                 f"{here.where}: {name} cannot listen there: {error.strerror}. Give the address of the host with --machine_rank "
@@ -172,12 +173,12 @@ def _reach(here: Place, patience: float) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
-            socket.create_connection(address[:2], CONNECT_S).close()
+            socket.create_connection((address, here.port), CONNECT_S).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{name} cannot reach {here.where} ({address[0]}), tried for {patience:.0f} s: {error.strerror or error}. "
+                    f"{name} cannot reach {here.where} ({address}), tried for {patience:.0f} s: {error.strerror or error}. "
                     "Run the same command on the first host, and let firewalls pass its port."
                 ) from error
         time.sleep(0.5)

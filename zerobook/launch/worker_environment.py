@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks
-from zerobook.launch.accelerate_cli import left_unsaid
-from zerobook.launch.launcher_flags import SCRIPT, read_flags
+from zerobook.launch.accelerate_cli import SCRIPT, left_unsaid, read_flags
 
 
 class Workers(NamedTuple):
@@ -43,13 +42,14 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 
 def inspect(launch_flags: list[str]) -> Workers:
     """Work out what accelerate would give to rank 0, and every problem of the launch."""
-    flags, typed, problems = read_flags(launch_flags)
+    typed, problems = read_flags(launch_flags)
     check = flag_checks.check(typed, starts=True, resolves=True)
+    is_resolvable = check.is_resolvable and not problems
     problems += check.problems
-    if check.is_resolvable:
+    if is_resolvable:
         try:
             environ = _prepared(typed)
-            precision, unsaid = left_unsaid([*flags, SCRIPT])
+            precision, unsaid = left_unsaid([*launch_flags, SCRIPT])
             return Workers(unsaid | environ, precision, problems, True)
         except ConfigError as error:
             # After a problem of the flags, accelerate's may only repeat it.
@@ -92,17 +92,29 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
         # Any free port does: nothing is started.
         args.main_process_port = 0
         strategy = flag_checks.strategy_of(args)
-        if strategy == "deepspeed":
-            fields = list(defaults.deepspeed_config) if defaults else []
-            args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
-            _, environ = prepare.prepare_deepspeed_cmd_env(args)
-        elif strategy in ("fsdp", "ddp"):
-            environ = prepare.prepare_multi_gpu_env(args)
-        else:
+        if strategy == "single":
             _, environ = prepare.prepare_simple_launcher_cmd_env(args)
+        else:
+            environ = distributed_environment(args, defaults, from_file)
     except Exception as error:
         # Its launcher would show a traceback, of errors of many kinds.
         raise ConfigError(flag_checks.refusal(error)) from error
     if strategy != "single":
         environ |= _ranks(args.num_processes, int(args.num_machines or 1))
+    return environ
+
+
+def distributed_environment(args: argparse.Namespace, defaults: Any, from_file: bool) -> dict[str, str]:
+    """Return the variables that accelerate sets for a launch of several processes.
+
+    Args:
+        args, defaults, from_file: from accelerate's ``_validate_launch_command``.
+    """
+    from accelerate.utils import launch as prepare
+
+    if not args.use_deepspeed:
+        return prepare.prepare_multi_gpu_env(args)
+    fields = list(defaults.deepspeed_config) if defaults else []
+    args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
+    _, environ = prepare.prepare_deepspeed_cmd_env(args)
     return environ
