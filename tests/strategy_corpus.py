@@ -76,7 +76,8 @@ CORPUS: dict[str, Case] = {
         "gradient_clipping": "auto", "steps_per_print": 2000, "wall_clock_breakdown": False}),
     "offload of everything": Case(DEEPSPEED, {"zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}}),
-    "offload as it was written once": Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": True}}),
+    "offload as it was written once": Case(
+        DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload was replaced"),
     "a schedule of auto": Case(DEEPSPEED, ZERO2 | {"scheduler": {
         "type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}}),
     "a schedule of numbers": Case(DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupCosineLR", "params": {
@@ -117,24 +118,22 @@ CORPUS: dict[str, Case] = {
     "a typo in aio": Case(DEEPSPEED, ZERO2 | {"aio": {"block_sze": 1048576}}, "aio.block_sze"),
     "a typo in data_types": Case(DEEPSPEED, ZERO2 | {"data_types": {"grad_accum_dtyp": "fp32"}}, "data_types.grad_accum_dtyp"),
     "a typo in a schedule": Case(
-        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}}, "Did you mean warmup_num_steps?"),
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 10}}}, "'warmup_steps'"),
     "a typo in an optimizer": Case(
         DEEPSPEED, ZERO2 | {"optimizer": {"type": "AdamW", "params": {"weight_decy": 0.1}}}, "Did you mean weight_decay?"),
     "a schedule without its length": Case(
-        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}}, "total_num_steps is missing"),
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}}, "'total_num_steps'"),
     "a schedule's form that is not filled in": Case(
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "auto"}}}, "warmup_type is auto"),
     "a schedule's form that there is not": Case(
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "expected log or linear"),
     "a schedule without warm-up": Case(
-        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "warmup_num_steps is 0"),
+        DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "positive integer, got 0"),
     # --- values of other types
     "resharding of version 1": Case(
         fsdp(fsdp_reshard_after_forward="FULL_SHARD"), said="fsdp_reshard_after_forward is full_shard"),
     "an unknown wrapping": Case(fsdp(fsdp_auto_wrap_policy="LAYERS"), said="fsdp_auto_wrap_policy is LAYERS"),
     "an unknown state": Case(fsdp(fsdp_state_dict_type="SHARDED"), said="fsdp_state_dict_type is SHARDED"),
-    "offload as it was written once, as text": Case(
-        DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": "cpu"}}, "cpu_offload is \"cpu\", expected true or false"),
     "bf16 true": Case(DEEPSPEED, ZERO2 | {"bf16": True}, "bf16 is true, expected an object"),
     "offload_optimizer cpu": Case(
         DEEPSPEED, {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer is \"cpu\", expected an object"),
@@ -203,9 +202,7 @@ CORPUS: dict[str, Case] = {
     "masters in fp16": Case(
         DEEPSPEED, ZERO2 | {"fp16": {"fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads is not supported"),
     "masters in bf16, switched off": Case(DEEPSPEED, ZERO2 | {"bf16": {"bf16_master_weights_and_grads": False}}),
-    "bf16 as it was written once": Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}),
-    "bf16 as it is and was written": Case(
-        DEEPSPEED, ZERO2 | {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16 and bf16, which replaced it"),
+    "bf16 as it was written once": Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}, "bfloat16 was replaced"),
     "several processes of MPI": Case({"distributed_type": "MULTI_CPU"}, said="distributed_type is MULTI_CPU"),
     "fsdp 1, hybrid": Case(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
@@ -215,7 +212,7 @@ CORPUS: dict[str, Case] = {
         said="MixtralSparseMoeBlock: LlamaForCausalLM has no such layer"),
     # --- two values
     "another clipping in the YAML": Case(
-        DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2 | {"gradient_clipping": 1.0}, "gradient_clipping is 1.0"),
+        DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2 | {"gradient_clipping": 1.0}, "gradient_clipping 1.0"),
     "activation checkpointing that a flag refuses": Case(
         fsdp(fsdp_activation_checkpointing=True), said="activation_checkpointing is none (from flag",
         flags=("--activation_checkpointing", "none")),

@@ -212,14 +212,13 @@ def test_hpz_makes_groups_of_a_nodes_processes(tmp_path, size, world, node, reso
 
 
 def test_hpz_that_saves_nothing_is_said(tmp_path):
-    for world, node, why in ((8, 8, "there is one node"), (4, 1, "each node has one process")):
+    for world, node, why in ((8, 8, "8 of 8 processes"), (4, 1, "1 of 4 processes")):
         plan = hpz(tmp_path, "auto", world, node)
         (note,) = plan.notes
         assert not plan.problems and plan.secondary == 1 and plan.name == "ZeRO-3"
         assert plan.deepspeed_config["zero_optimization"]["zero_hpz_partition_size"] == 1
-        assert f"hpZ is off: {why}" in note and "ds.json" in note
-    plan = hpz(tmp_path, 8, 8, 8)
-    assert plan.secondary == 8 and "one group of all 8 processes" in plan.notes[0], "as asked for"
+        assert "hpZ is off: " in note and why in note and "ds.json" in note
+    assert hpz(tmp_path, 8, 8, 8).secondary == 8, "as asked for"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +226,7 @@ def test_hpz_that_saves_nothing_is_said(tmp_path):
     [
         (3, {}, ["is 3,", "do not divide 16 processes", "Pass --num_processes 18"]),
         (32, {}, ["groups of 32 do not divide 16 processes", "Pass --num_processes 64"]),
-        ("auto", {"world": 12}, ['is "auto", the 8 processes of this node', "12 processes", "Pass --num_processes 16."]),
+        ("auto", {"world": 12}, ['is "auto"', "groups of 8", "12 processes", "Pass --num_processes 16,"]),
         (-2, {}, ["is -2, expected"]),
         (True, {}, ["is true, expected"]),
         ("eight", {}, ['is "eight", expected the number of processes of a node, or "auto"']),
@@ -381,7 +380,7 @@ def test_no_optimizer_of_a_json_needs_an_op_that_cannot_be_compiled(tmp_path):
     for key in ("torch_adam", "bias_correction"):
         environ = deepspeed(tmp_path, optimizer={"type": "AdamW", "params": {key: False}})
         (problem,) = plan_for(environ, gpus)[0].problems
-        assert "FusedAdam" in problem and "it needs nvcc" in problem and f"remove {key} from the params" in problem
+        assert "optimizer.params" in problem and "fused_adam" in problem and "it needs nvcc" in problem
         assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
     plan, _ = plan_for(deepspeed(tmp_path, optimizer="AdamW"), gpus)
     assert len(plan.problems) == 1 and 'optimizer is "AdamW"' in plan.problems[0], "a section that is none is one problem"
@@ -392,7 +391,7 @@ def test_nvme_without_its_op_is_one_problem(tmp_path):
     zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
     environ = deepspeed(tmp_path, zero_optimization=zero)
     (problem,) = plan_for(environ, replace(A100, missing_ops=NO_NVCC))[0].problems
-    assert "device is nvme" in problem and "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
+    assert "async_io" in problem and "it needs nvcc" in problem and "offload to cpu" in problem
     assert not plan_for(environ, A100)[0].problems and not plan_for(environ, CPU)[0].problems
     (problem,) = plan_for(environ, replace(CPU, missing_ops={"async_io": "it needs libaio"}))[0].problems
     assert "async_io" in problem and "it needs libaio" in problem
@@ -435,7 +434,7 @@ def test_a_schedule_that_is_unknown_or_has_several_rates_is_refused(tmp_path):
     assert "scheduler.type 'OneCycle' is not known here" in plan.problems[0]
     rates = {"warmup_min_lr": 0, "warmup_max_lr": [1e-3, 1e-4]}
     plan, _ = plan_for(deepspeed(tmp_path, scheduler={"type": "WarmupLR", "params": rates}))
-    assert "scheduler.params.warmup_max_lr is [0.001, 0.0001]" in plan.problems[0] and "one number" in plan.problems[0]
+    assert "scheduler.params: DeepSpeed refuses" in plan.problems[0] and "[0.001, 0.0001]" in plan.problems[0]
     plan, _ = plan_for(deepspeed(tmp_path, scheduler={"type": "WarmupLR", "params": rates | {"warmup_max_lr": "auto"}}))
     assert not plan.problems
 
@@ -577,7 +576,7 @@ def test_what_deepspeeds_checkpoint_function_alone_does_is_refused_by_its_key(tm
         assert f"ds.json: activation_checkpointing.{key} is " in problem and "Remove it" in problem
     section = {"partition_activation": True, "cpu_checkpointing": "yes"}
     unknown, wrong = plan_for(deepspeed(tmp_path, activation_checkpointing=section), A100)[0].problems
-    assert "Did you mean partition_activations?" in unknown and "expected true or false" in wrong
+    assert "partition_activation is true" in unknown and "true or false" in wrong
     (problem,) = plan_for(deepspeed(tmp_path, activation_checkpointing=True), A100)[0].problems
     assert "activation_checkpointing is true, expected an object" in problem
 

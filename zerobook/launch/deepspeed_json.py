@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigDraft
-from zerobook.launch import deepspeed_keys, recompute
+from zerobook.launch import deepspeed_keys, ops, recompute
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 from zerobook.utils.nearest import nearest
 
 if TYPE_CHECKING:
-    import inspect
-
     from zerobook.strategy.launch_plan import LaunchPlan
 
 HPZ = "zero_hpz_partition_size"
@@ -25,29 +23,25 @@ ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 """Parameters that an optimizer section may have on every device."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
-FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-"""Parameters of a schedule for which accelerate fills in ``auto``."""
-REFUSED_IN_ZERO = {
-    "zenflow": "it updates some weights later than others, so that losses differ from those of other strategies",
-    "legacy_stage1": "this version of DeepSpeed has no second form of stage 1",
-    "elastic_checkpoint": "checkpoints are written by Zerobook, and continue on any number of processes without it",
+EXAMPLES = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
+"""Parameters of a schedule for which accelerate fills in ``auto`` -> a value to check the others with."""
+REFUSED_SETTINGS = {
+    ("bf16", "bf16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
+    ("fp16", "fp16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
+    ("zero_optimization", "zenflow"): "it updates some weights later than others, so that losses differ from other strategies'",
+    ("zero_optimization", "legacy_stage1"): "this version of DeepSpeed has no second form of stage 1",
+    ("zero_optimization", "elastic_checkpoint"): "checkpoints are written by Zerobook, for any number of processes",
+    ("zero_optimization", "offload_optimizer", "super_offload"): "its optimizer's state cannot be saved for other strategies",
 }
-"""Settings of ``zero_optimization`` that would change the training -> why they are refused."""
-HALF_MASTERS = {
-    "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
-    "fp16": ("fp16_master_weights_and_grads",),
+"""Path of a setting that would change the training, or what is saved -> why it is refused."""
+REPLACED = {
+    ("bfloat16",): 'a section "bf16"',
+    ("zero_optimization", "cpu_offload"): 'a section "offload_optimizer" with "device": "cpu"',
+    ("zero_optimization", "cpu_offload_param"): 'a section "offload_param" with "device": "cpu"',
+    ("zero_optimization", "cpu_offload_use_pin_memory"): '"pin_memory" in the sections of offload',
 }
-"""Section of a half precision -> its settings that keep less than fp32 of the trained weights."""
+"""Path of a key of earlier versions of DeepSpeed -> what replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
-NOT_HERE = {
-    "partition_activations": "it divides a layer's input among the ranks of tensor parallelism, which all hold the same one; "
-    "ranks of ZeRO hold different ones, so there is nothing to divide",
-    "contiguous_memory_optimization": "it needs partition_activations, which has nothing to divide without tensor parallelism",
-    "number_checkpoints": "it is the size of contiguous_memory_optimization's buffer, which is not used here",
-    "synchronize_checkpoint_boundary": "it belongs to DeepSpeed's checkpoint function; transformers' models call torch's",
-    "profile": "it times DeepSpeed's checkpoint function; transformers' models call torch's",
-}
-"""Settings of ``activation_checkpointing`` that have no effect on the models trained here -> why."""
 NEVER = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
 
@@ -64,13 +58,10 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         config = _read_inline(environ)
     plan.problems += deepspeed_keys.check_shapes(config, plan.config_file)
     plan.deepspeed_config = config
-    _read_old_bf16(plan, config)
-    _refuse_half_masters(plan, config)
+    _refuse_settings(plan, config)
     if has_json:
         _compare_with_yaml(plan, config, environ)
     zero = _read_stage(plan, config)
-    _read_old_offload(plan, zero)
-    _refuse_in_zero(plan, zero)
     plan.offload_optimizer = _offload_device(zero, "offload_optimizer")
     plan.offload_param = _offload_device(zero, "offload_param")
     if plan.offload_param != "none" and plan.zero_stage in (1, 2):
@@ -109,72 +100,27 @@ def _offload_device(zero: dict[str, Any], key: str) -> str:
     return str(section.get("device", "none"))
 
 
-def _read_old_bf16(plan: LaunchPlan, config: dict[str, Any]) -> None:
-    """Write the section ``bfloat16`` as ``bf16``, which replaced it: DeepSpeed would read the empty one that is made here."""
-    if "bfloat16" not in config:
-        return
-    section = config.pop("bfloat16")
-    if "bf16" in config:
-        plan.problems.append(f"{plan.config_file}: it has bfloat16 and bf16, which replaced it. Remove bfloat16.")
-    else:
-        config["bf16"] = section
-
-
-def _refuse_half_masters(plan: LaunchPlan, config: dict[str, Any]) -> None:
-    """Add a problem for each setting without fp32 masters: steps smaller than a weight's precision would be lost."""
-    for section, keys in HALF_MASTERS.items():
-        values = config.get(section)
-        if not isinstance(values, dict):
-            continue
-        for key in keys:
-            if values.get(key):
-                plan.problems.append(
-                    f"{plan.config_file}: {section}.{key} is not supported: trained weights and their optimizer state are kept "
-                    "in fp32, here and in checkpoints. Remove it."
-                )
-                # DeepSpeed allows the second setting only with the first, so one problem says it all.
-                break
-
-
-def _read_old_offload(plan: LaunchPlan, zero: dict[str, Any]) -> None:
-    """Write the keys that sections offload_optimizer and offload_param replaced as those sections."""
-    pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
-    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-        value = zero.pop(old, None)
-        if value is None:
-            continue
-        if not isinstance(value, bool):
-            plan.problems.append(
-                f"{plan.config_file}: zero_optimization.{old} is {json.dumps(value)}, expected true or false. Write a section "
-                f'{section} with "device": "cpu" in its place.'
-            )
-        elif section in zero:
-            plan.problems.append(
-                f"{plan.config_file}: zero_optimization has {old} and {section}, which replaced it. Remove {old}."
-            )
-        elif value:
-            zero[section] = {"device": "cpu"}
-            if pin_memory is not None:
-                zero[section]["pin_memory"] = pin_memory
-            plan.notes.append(f"{plan.config_file}: zero_optimization.{old} is read as {section} with device cpu")
-
-
-def _refuse_in_zero(plan: LaunchPlan, zero: dict[str, Any]) -> None:
-    """Add a problem for each setting of ``zero_optimization`` that would change the training or hide what it does."""
-    for key, reason in REFUSED_IN_ZERO.items():
-        if zero.get(key):
-            plan.problems.append(f"{plan.config_file}: zero_optimization.{key} is not supported: {reason}. Remove it.")
-    if zero.get("compute_grad_norm", True) is False:
+def _refuse_settings(plan: LaunchPlan, config: dict[str, Any]) -> None:
+    """Add a problem for each setting that is refused or of an earlier version. The latter are taken out of ``config``."""
+    for path, reason in REFUSED_SETTINGS.items():
+        if _section(config, path).get(path[-1]):
+            plan.problems.append(f"{plan.config_file}: {'.'.join(path)} is not supported: {reason}. Remove it.")
+    for path, replacement in REPLACED.items():
+        if _section(config, path).pop(path[-1], None) is not None:
+            plan.problems.append(f"{plan.config_file}: {'.'.join(path)} was replaced. Write {replacement} in its place.")
+    if _section(config, ("zero_optimization", "compute_grad_norm")).get("compute_grad_norm") is False:
         plan.problems.append(
             f"{plan.config_file}: zero_optimization.compute_grad_norm is false; clipping and spike detection need the norm of "
             "the gradients. Remove it."
         )
-    moments = zero.get("offload_optimizer")
-    if isinstance(moments, dict) and moments.get("super_offload"):
-        plan.problems.append(
-            f"{plan.config_file}: zero_optimization.offload_optimizer.super_offload is not supported: its optimizer's state "
-            "cannot be saved for other strategies. Remove it."
-        )
+
+
+def _section(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return the object that has the last key of ``path``; an empty one where there is none."""
+    section: Any = config
+    for key in path[:-1]:
+        section = section.get(key) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
@@ -183,28 +129,28 @@ def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mappin
     accelerate refuses both together, and reads the JSON alone.
     """
     yaml_keys = environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    yaml_clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    if "gradient_clipping" in yaml_keys and yaml_clipping not in ("auto", "none"):
-        json_clipping = config.get("gradient_clipping", "auto")
-        if json_clipping == "auto":
-            config["gradient_clipping"] = float(yaml_clipping)
-        elif float(yaml_clipping) != json_clipping:
-            plan.problems.append(
-                f"{plan.config_file}: gradient_clipping is {json_clipping}, and "
-                f"deepspeed_config.gradient_clipping of the Accelerate YAML is {yaml_clipping}. Remove one of them."
-            )
     zero = config.get("zero_optimization") or {}
     json_values = {
+        "gradient_clipping": config.get("gradient_clipping", "auto"),
         "zero_stage": zero.get("stage"),
-        "offload_optimizer_device": (zero.get("offload_optimizer") or {}).get("device", "none"),
-        "offload_param_device": (zero.get("offload_param") or {}).get("device", "none"),
+        "offload_optimizer_device": _offload_device(zero, "offload_optimizer"),
+        "offload_param_device": _offload_device(zero, "offload_param"),
     }
     for key, json_value in json_values.items():
-        yaml_value = environ.get(f"ACCELERATE_DEEPSPEED_{key.upper()}", "none")
-        if key in yaml_keys and yaml_value.lower() != str(json_value).lower():
+        variable = key.upper() if key == "gradient_clipping" else f"DEEPSPEED_{key.upper()}"
+        yaml_text = environ.get(f"ACCELERATE_{variable}", "none").lower()
+        if key not in yaml_keys or yaml_text == "auto":
+            continue
+        json_texts = {str(json_value).lower()}
+        if isinstance(json_value, int | float):
+            # 1 and 1.0 are equal.
+            json_texts |= {f"{json_value:g}", str(float(json_value))}
+        if key == "gradient_clipping" and json_value == "auto":
+            config[key] = float(yaml_text)
+        elif yaml_text not in json_texts:
             plan.problems.append(
-                f"{plan.config_file}: it says {json.dumps(json_value)}, and deepspeed_config.{key} of the Accelerate YAML says "
-                f"{yaml_value}. Remove the key from the YAML: the JSON alone is read."
+                f"{plan.config_file}: it says {key} {json.dumps(json_value)}, and deepspeed_config.{key} of the YAML says "
+                f"{yaml_text}. Remove the key from the YAML: the JSON alone is read."
             )
 
 
@@ -229,28 +175,18 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) ->
             f"remove {HPZ}."
         )
     elif world % size:
-        fitting = max(2, -(-world // size)) * size
-        if is_auto:
-            plan.problems.append(
-                f"{where}, the {size} processes of this node, and groups of {size} do not divide {world} processes. Pass "
-                f"--num_processes {fitting}."
-            )
-        else:
-            plan.problems.append(
-                f"{where}, and groups of {size} do not divide {world} processes. Pass --num_processes {fitting}, or write a "
-                "number that does, or auto."
-            )
+        plan.problems.append(
+            f"{where}, and groups of {size} do not divide {world} processes. Pass --num_processes "
+            f"{max(2, -(-world // size)) * size}, or write a number that does."
+        )
     elif is_auto and size in (1, world):
-        reason = "there is one node" if size == world else "each node has one process"
         plan.notes.append(
-            f"hpZ is off: {reason}, where a second copy of the weights would save nothing. For groups of another size write "
-            f"their number of processes as {HPZ} into a copy of {plan.config_file}"
+            f"hpZ is off: a second copy of the weights saves nothing where {size} of {world} processes share a node. For "
+            f"groups of another size write their number of processes as {HPZ} into a copy of {plan.config_file}"
         )
     else:
         zero[HPZ] = size
         plan.secondary = size
-        if size == world:
-            plan.notes.append(f"hpZ: one group of all {world} processes; the second copy of the weights saves nothing there")
 
 
 def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -278,24 +214,14 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
     """Add problems for ops that the config needs and this machine cannot compile: ``missing`` says why. Call after `fill`."""
-    for key in ("offload_optimizer", "offload_param"):
-        if getattr(plan, key) == "nvme" and "async_io" in missing:
+    for op in ops.needed(plan):
+        if op in missing:
+            section = "optimizer.params" if op == "fused_adam" else "zero_optimization"
             plan.problems.append(
-                f"{plan.config_file}: zero_optimization.{key}.device is nvme, and DeepSpeed's op async_io cannot be "
-                f"compiled here: {missing['async_io']}. Install that and run make setup, or offload to cpu "
-                "(accelerate_configs/zero3_offload.yaml)."
+                f"{plan.config_file}: {section} needs DeepSpeed's op {op}, which cannot be compiled here: {missing[op]}. "
+                "Install that and run make setup, or change the section: in place of fused_adam, torch's Adam steps without "
+                "these params; in place of nvme, offload to cpu."
             )
-            # One missing op is one problem, whatever needs it.
-            break
-    section = (plan.deepspeed_config or {}).get("optimizer")
-    params = section.get("params") if isinstance(section, dict) else None
-    if params and not params.get("torch_adam") and plan.offload_optimizer == "none" and "fused_adam" in missing:
-        fused_keys = sorted({"torch_adam", *FUSED_ONLY} & params.keys())
-        plan.problems.append(
-            f"{plan.config_file}: optimizer.params ask for DeepSpeed's FusedAdam, and its op fused_adam cannot be compiled "
-            f"here: {missing['fused_adam']}. Install that toolkit and run make setup, or remove "
-            f"{', '.join(fused_keys)} from the params: torch's Adam then steps."
-        )
 
 
 def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -390,10 +316,6 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
 def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
     """Check the schedule that DeepSpeed is to make. One whose parameters are all auto, without warm-up, is made by
     ``lr_scheduler_type``."""
-    import inspect
-
-    from deepspeed.runtime import lr_schedules
-
     section = ds["scheduler"]
     kind = section.get("type")
     params = section.get("params") or {}
@@ -404,12 +326,9 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "recipe's lr_scheduler_type then sets the rate."
         )
         return
-    signature = dict(inspect.signature(getattr(lr_schedules, kind)).parameters)
-    # DeepSpeed gives these two itself.
-    del signature["optimizer"], signature["last_batch_iteration"]
-    problem = _problem_of_schedule(kind, params, signature)
-    if problem is not None:
-        plan.problems.append(f"{where}.params.{problem}")
+    reason = _refusal_of_schedule(kind, params)
+    if reason is not None:
+        plan.problems.append(f"{where}.params: {reason}.")
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
     if is_all_auto and draft.config.warmup_steps(1) == 0:
@@ -422,12 +341,11 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "which always warms up"
         )
         return
-    if "warmup_max_lr" in signature:
-        peak = params.get("warmup_max_lr", signature["warmup_max_lr"].default)
-        # None is the optimizer's own rate.
-        if peak is None:
-            peak = "auto"
-        _copy_or_compare(plan, "scheduler.params.warmup_max_lr", peak, "learning_rate", draft)
+    peak = params.get("warmup_max_lr")
+    # Without a peak, WarmupDecayLR has a rate of its own, and WarmupLR takes the optimizer's.
+    if peak is None:
+        peak = 0.001 if kind == "WarmupDecayLR" else "auto"
+    _copy_or_compare(plan, "scheduler.params.warmup_max_lr", peak, "learning_rate", draft)
     steps = draft.config.max_train_steps
     lowest = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
     if steps is not None and steps <= 2 and lowest in ("auto", 0):
@@ -438,30 +356,22 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     plan.notes.append(f"learning rate: {kind} from {plan.config_file}, not lr_scheduler_type")
 
 
-def _problem_of_schedule(kind: str, params: dict[str, Any], signature: dict[str, inspect.Parameter]) -> str | None:
-    """Return the first problem of a schedule's ``params``, which begins with the parameter's name; None without one.
+def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
+    """Return why DeepSpeed does not make this schedule; None where it does. It is made for one weight."""
+    import torch
+    from deepspeed.runtime import lr_schedules
 
-    Args:
-        signature: the parameters of DeepSpeed's class of this kind.
-    """
-    for name in params:
-        if name not in signature:
-            return f"{name}: {kind} has no such parameter.{nearest(name, set(signature))} Correct it."
-    for name, parameter in signature.items():
-        if parameter.default is parameter.empty and name not in params:
-            return f'{name} is missing; {kind} needs it. Write "auto".'
-    warmup = params.get("warmup_num_steps", "auto")
-    if warmup != "auto" and (not isinstance(warmup, int) or warmup < 1):
-        return f"warmup_num_steps is {json.dumps(warmup)}, expected a number of 1 or more, or auto."
-    for name, value in params.items():
-        if isinstance(value, (list, dict)):
-            return f"{name} is {json.dumps(value)}; all weights train with one rate. Write one number, or auto."
-    for name, value in params.items():
-        if value == "auto" and name not in FILLED:
-            return f"{name} is auto, which accelerate does not fill in for it. Write a value, or remove it."
     form = params.get("warmup_type", "log")
     if form not in ("log", "linear"):
-        return f"warmup_type is {json.dumps(form)}, expected log or linear."
+        # DeepSpeed would take log in its place.
+        return f"warmup_type is {json.dumps(form)}, expected log or linear"
+    values = {name: EXAMPLES.get(name, value) if value == "auto" else value for name, value in params.items()}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    try:
+        getattr(lr_schedules, kind)(optimizer, **values)
+    except Exception as error:
+        # Wrong names and values end in errors of many kinds.
+        return f"DeepSpeed refuses {json.dumps(params)}: {str(error).rstrip('.')}"
     return None
 
 
@@ -524,14 +434,12 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
         plan.problems.append(f"{where} is {json.dumps(section)}, expected an object of settings. Remove it or write one.")
         return
     for key, value in section.items():
-        setting = f"{where}.{key} is {json.dumps(value)}"
-        if key in NOT_HERE:
-            if value:
-                plan.problems.append(f"{setting}; {NOT_HERE[key]}. Remove it.")
-        elif key != CPU_CHECKPOINTING:
-            plan.problems.append(f"{setting}; DeepSpeed has no such setting.{nearest(key, {*NOT_HERE, CPU_CHECKPOINTING})}")
-        elif not isinstance(value, bool):
-            plan.problems.append(f"{setting}, expected true or false.")
+        # What is off changes nothing.
+        if value and (key != CPU_CHECKPOINTING or value is not True):
+            plan.problems.append(
+                f"{where}.{key} is {json.dumps(value)}; transformers' models call torch's checkpoint function, which has only "
+                f"{CPU_CHECKPOINTING}, true or false. Remove it."
+            )
     if section.get(CPU_CHECKPOINTING) is True:
         recompute.request(plan, str(plan.config_file), f"activation_checkpointing.{CPU_CHECKPOINTING}", "offload", draft)
 
