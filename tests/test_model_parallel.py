@@ -13,7 +13,7 @@ from tests.harness import ROOT
 from tests.planning import MODELS, rows_of
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from zerobook.launch.accelerate_cli import left_unsaid
-from zerobook.launch.model_parallel import unfit_for_parts
+from zerobook.launch.groups import unfit_config
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.hardware import cluster
 from zerobook.strategy.model_parallel import ModelParallelStrategy
@@ -112,9 +112,9 @@ def test_models_that_cannot_be_divided_are_problems_before_a_launch(tmp_path, fa
 def test_models_that_transformers_does_not_divide_are_refused(model, tensor, experts):
     config = AutoConfig.from_pretrained(MODELS / f"{model}.json")
     one = plan_for(WORKER)[0]
-    assert unfit_for_parts(one, config) == []
+    assert unfit_config(one, config) == []
     for environ, said in ((TENSOR, tensor), (EXPERTS, experts)):
-        problems = unfit_for_parts(plan_for(environ)[0], config)
+        problems = unfit_config(plan_for(environ)[0], config)
         assert len(problems) == (said is not None) and (said is None or said in problems[0])
 
 

@@ -136,7 +136,7 @@ def test_other_strategies_have_no_groups():
         (problem,) = plan_for(environ)[0].problems
         assert "parallelism_config_sp_size: 2" in problem and "accelerate_configs/zero3_sequence.yaml" in problem
     (problem,) = plan_for(CONTEXT | {"WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"})[0].problems
-    assert "2 replicas with context 2" in problem
+    assert "context 2 together with 2 replicas" in problem
 
 
 def test_packing_and_other_attention_are_problems(tmp_path):

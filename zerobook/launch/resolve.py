@@ -17,7 +17,7 @@ from zerobook.checkpoint.result import find_result, holds_whole_modules
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, model_parallel, ops, token_split
+from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, groups, ops
 from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
@@ -286,8 +286,7 @@ def _read_strategy_file(launch: LaunchDraft) -> None:
         fsdp_settings.read_checkpointing(plan, environ, launch.draft)
     elif launch.is_launched:
         plan.kind = "ddp"
-    token_split.read(plan, environ)
-    model_parallel.read(plan, environ)
+    groups.read(plan, environ)
 
 
 def _choose_device(launch: LaunchDraft) -> None:
@@ -549,8 +548,7 @@ def _check_model(launch: LaunchDraft) -> None:
     """Check the model against the strategy, as far as its config.json says, where that is on this machine."""
     plan = launch.plan
     facts = model_facts(launch.draft.config)
-    token_split.check(plan, launch.draft, facts)
-    model_parallel.check(plan, launch.draft, facts)
+    groups.check(plan, launch.draft, facts)
     if facts is not None:
         plan.problems += unfit_for_text(facts)
         plan.problems += unfit_for_zero3(plan, facts)

@@ -18,10 +18,9 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
+from zerobook.launch.groups import unfit_config
 from zerobook.launch.model_facts import unfit_for_text, unfit_for_zero3
-from zerobook.launch.model_parallel import unfit_for_parts
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
-from zerobook.launch.token_split import unfit_for_split
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
 from zerobook.models.reach import freeze_unreached
@@ -257,8 +256,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
         )
     plan = strategy.plan
     facts = model_config.to_dict()
-    problems = unfit_for_text(facts) + unfit_for_split(plan, facts, complete=True)
-    problems += unfit_for_parts(plan, model_config) + unfit_for_zero3(plan, facts)
+    problems = unfit_for_text(facts) + unfit_config(plan, model_config) + unfit_for_zero3(plan, facts)
     if problems:
         raise ConfigError(problems)
     return model_config

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.launch.model_parallel import unfit_for_parts
+from zerobook.launch.groups import unfit_config
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.models.quantise import check_base
@@ -207,7 +207,7 @@ def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) ->
         return Row(file=file.stem, name=file.stem, problems=error.problems)
     if plan.problems:
         return Row(file=file.stem, name=plan.name, problems=plan.problems)
-    if unfit := unfit_for_parts(plan, job.model_config):
+    if unfit := unfit_config(plan, job.model_config):
         return Row(file=file.stem, name=plan.name, problems=unfit)
     if why := unplanned(plan):
         return Row(file=file.stem, name=plan.name, untraced=True, problems=[why])

@@ -1,0 +1,209 @@
+"""Groups of processes that share the tokens of a row, every weight matrix, or the experts of a layer: read from the Accelerate
+YAML, and checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zerobook.config import ConfigDraft
+from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils.environment import is_true
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class Way(NamedTuple):
+    """A kind of group. ``field``: of `LaunchPlan`; ``kind``: of strategy; ``file``: the shipped one."""
+
+    field: str
+    kind: str
+    name: str
+    file: str
+
+
+_WAYS = {
+    "sp": Way("sequence", "deepspeed", "DeepSpeed-Ulysses runs under DeepSpeed ZeRO", "zero3_sequence"),
+    "cp": Way("context", "fsdp", "context parallelism runs under FSDP2", "fsdp_context"),
+    "tp": Way("tensor", "fsdp", "tensor parallelism runs under FSDP2", "fsdp_tensor"),
+    "ep": Way("experts", "fsdp", "expert parallelism runs under FSDP2", "fsdp_experts"),
+}
+"""Key of accelerate's sizes -> its kind of group."""
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_EXPERTS_OF_A_LAYER = ("num_local_experts", "num_experts", "n_routed_experts")
+_IN_JSON = "sequence_parallel_size"
+
+
+def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Read the sizes of the groups into ``plan``. Call it after the rest of the strategy file was read."""
+    size_in_json = (plan.deepspeed_config or {}).get(_IN_JSON)
+    if is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        for key, way in _WAYS.items():
+            _read_size(plan, key, way, environ.get(f"PARALLELISM_CONFIG_{key.upper()}_SIZE", "1"))
+    if size_in_json not in (None, plan.sequence):
+        plan.problems.append(
+            f"{plan.config_file}: {_IN_JSON} is {json.dumps(size_in_json)}, and parallelism_config_sp_size of the Accelerate "
+            f"YAML is {plan.sequence}. Remove it from the JSON; the YAML's size is used."
+        )
+    if plan.deepspeed_config is not None and plan.sequence > 1:
+        # ZeRO-3 reads it while the model is loaded, before there are groups.
+        plan.deepspeed_config[_IN_JSON] = plan.sequence
+    if plan.loaded_in_parts:
+        plan.shard = plan.world_size // plan.tensor
+    _check_combination(plan)
+
+
+def _read_size(plan: LaunchPlan, key: str, way: Way, size: str) -> None:
+    where = f"parallelism_config.parallelism_config_{key}_size: {size}"
+    if size == "1":
+        return
+    if not size.isdigit() or size == "0":
+        plan.problems.append(f"{where}, expected the number of processes of a group. Write 1 or more.")
+    elif plan.kind != way.kind:
+        plan.problems.append(
+            f"{where}; {way.name}, and this launch is {plan.name}. Launch with accelerate_configs/{way.file}.yaml, or "
+            "set it to 1."
+        )
+    elif plan.world_size % int(size):
+        fitting = -(-plan.world_size // int(size)) * int(size)
+        plan.problems.append(
+            f"{where}; groups of {size} do not divide {plan.world_size} processes. Pass --num_processes {fitting}, or "
+            "write a size that does."
+        )
+    else:
+        setattr(plan, way.field, int(size))
+
+
+def _check_combination(plan: LaunchPlan) -> None:
+    zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
+    if plan.sequence > 1 and plan.zero_stage == 3 and zero.get("reduce_scatter") is False:
+        plan.problems.append(
+            f"{plan.config_file}: zero_optimization.reduce_scatter is false with sequence {plan.sequence}; DeepSpeed 0.19.8 "
+            "then averages the gradients of large and small tensors differently. Remove it."
+        )
+    is_combined_with = {
+        "ZeRO++ (zero_hpz_partition_size, zero_quantized_gradients)": plan.sequence > 1
+        and (plan.secondary > 1 or bool(zero.get("zero_quantized_gradients"))),
+        f"expert parallelism ({plan.experts})": plan.experts > 1 and plan.tensor > 1,
+        f"context parallelism ({plan.context})": plan.context > 1 and plan.loaded_in_parts,
+        f"{plan.replicate} replicas": plan.replicate > 1 and (plan.loaded_in_parts or plan.context > 1),
+        "fsdp_offload_params": plan.offload_param != "none" and plan.loaded_in_parts,
+    }
+    combined = [setting for setting, is_used in is_combined_with.items() if is_used]
+    if combined:
+        plan.problems.append(
+            f"parallelism_config: {plan.name} together with {' and '.join(combined)} is not supported. Keep one of them."
+        )
+
+
+def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | None) -> None:
+    """Add problems if the recipe, or a model whose config.json is on this machine, cannot train in groups.
+
+    Args:
+        facts: the model's config.json; None if it is not on this machine.
+    """
+    config = draft.config
+    size = plan.sequence * plan.context
+    if size > 1:
+        flag = config.rows_shared_by
+        if flag:
+            plan.problems.append(
+                f"{flag}: {plan.name} splits rows among {size} processes without masks, so samples that share a row would see "
+                f"each other. Pass --{flag} false (and --group_by_length to pad less)."
+            )
+        if config.attn_implementation not in ("auto", "sdpa"):
+            plan.problems.append(
+                f"attn_implementation: {config.attn_implementation} (from {draft.sources['attn_implementation']}), and "
+                f"{plan.name} splits rows under sdpa only, which runs the flash kernels on GPUs. Use auto or sdpa."
+            )
+        elif config.attn_implementation == "auto":
+            draft.set(f"{plan.name}: auto", attn_implementation="sdpa")
+        multiple = 2 * size if plan.context > 1 else size
+        plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
+    if plan.loaded_in_parts and config.trains_adapters:
+        plan.problems.append(
+            f"{plan.name}: adapters are not supported: peft 0.21.2 adds whole matrices to layers that hold a part. Launch with "
+            "accelerate_configs/fsdp.yaml or zero3.yaml, or train all weights with recipes/causal_lm.py."
+        )
+    if plan.loaded_in_parts and plan.precision == "fp16":
+        plan.problems.append(
+            f"mixed_precision: fp16 (from {plan.precision_source}) is not supported under {plan.name}: torch unscales "
+            "gradients of one kind of sharding only. Use bf16 or no."
+        )
+    if facts:
+        plan.problems += unfit_for_groups(plan, facts)
+
+
+def unfit_for_groups(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
+    """Return why a model cannot be trained in the groups of ``plan``, as far as its config says.
+
+    Args:
+        facts: the model's config.json, or all values of transformers' config, which fills in what a config.json lacks.
+    """
+    is_split = plan.sequence * plan.context > 1
+    if not (is_split or plan.loaded_in_parts):
+        return []
+    facts = {**facts, **(facts.get("text_config") or {})}
+    if facts.get("is_encoder_decoder"):
+        return [f"model: it is an encoder-decoder, and {plan.name} trains decoders only. Use another strategy file."]
+    problems = []
+    heads = {key: facts[key] for key in _HEADS if facts.get(key)}
+    experts = {key: facts[key] for key in _EXPERTS_OF_A_LAYER if facts.get(key)}
+    for key, size, counts in (("sp", plan.sequence, heads), ("tp", plan.tensor, heads), ("ep", plan.experts, experts)):
+        indivisible = ", ".join(f"{name} {count}" for name, count in counts.items() if count % size)
+        if indivisible:
+            problems.append(
+                f"parallelism_config_{key}_size: {size} processes do not divide {indivisible}. Set a size that does."
+            )
+    if not is_split:
+        return problems
+    kinds = set(facts.get("layer_types") or []) - {"full_attention"}
+    if not facts.get("layer_types") and facts.get("sliding_window") and facts.get("use_sliding_window", True):
+        kinds.add(f"sliding window of {facts['sliding_window']} tokens")
+    if kinds:
+        problems.append(
+            f"model: it has attention other than full ({', '.join(sorted(kinds))}), and {plan.name} has no masks for split "
+            "rows. Use a strategy file that does not split rows."
+        )
+    dropout = max(float(facts.get("attention_dropout") or 0), float(facts.get("attn_pdrop") or 0))
+    if plan.context > 1 and dropout:
+        problems.append(
+            f"model: its config asks for attention dropout of {dropout:g}, which {plan.name} does not have. Set it to 0 in the "
+            "model's config.json."
+        )
+    return problems
+
+
+def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
+    """Return why a model cannot be trained in the groups of ``plan``.
+
+    Args:
+        config: transformers' config of the model, which says how its weights are divided.
+    """
+    problems = unfit_for_groups(plan, config.to_dict())
+    text = config.get_text_config(decoder=True)
+    if plan.sequence > 1 and not all(getattr(text, key, None) for key in _HEADS):
+        problems.append(
+            f"model: DeepSpeed 0.19.8 splits heads by {' and '.join(_HEADS)}, which the config of a {config.model_type} model "
+            "does not have. Use accelerate_configs/fsdp_context.yaml, which does not split heads."
+        )
+    if problems or not plan.loaded_in_parts:
+        return problems
+    from transformers import __version__
+
+    key = "tp" if plan.tensor > 1 else "ep"
+    styles: dict[str, str] = getattr(text, f"base_model_{key}_plan") or {}
+    packed = sorted(name for name, style in styles.items() if key == "tp" and style.startswith("packed"))
+    if not styles:
+        problems.append(
+            f"model: transformers {__version__} has no base_model_{key}_plan for {config.model_type} models, by which "
+            f"{plan.name} divides the weights. Launch with accelerate_configs/fsdp.yaml or zero3.yaml."
+        )
+    elif packed:
+        problems.append(
+            f"model: {plan.name} would cut {', '.join(packed)} into parts of several ranges, which checkpoints cannot hold. "
+            "Launch with accelerate_configs/fsdp_experts.yaml if it is a mixture of experts, else fsdp.yaml or zero3.yaml."
+        )
+    return problems
