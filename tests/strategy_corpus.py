@@ -102,8 +102,8 @@ CORPUS: dict[str, Case] = {
     "a typo at the root": Case(DEEPSPEED, ZERO2 | {"gradient_cliping": 0.1}, "Did you mean gradient_clipping?"),
     "another typo at the root": Case(DEEPSPEED, ZERO2 | {"zero_optimisation": {"stage": 3}}, "Did you mean zero_optimization?"),
     "a key of a section at the root": Case(
-        DEEPSPEED, ZERO2 | {"offload_optimizer": {"device": "cpu"}}, "a key of zero_optimization"),
-    "a key of fp16 in bf16": Case(DEEPSPEED, ZERO2 | {"bf16": {"enabled": "auto", "loss_scale": 0}}, "a key of fp16"),
+        DEEPSPEED, ZERO2 | {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer: DeepSpeed"),
+    "a key of fp16 in bf16": Case(DEEPSPEED, ZERO2 | {"bf16": {"enabled": "auto", "loss_scale": 0}}, "bf16.loss_scale"),
     "a typo in a section": Case(
         DEEPSPEED, {"zero_optimization": {"stage": 2, "overlap_com": True}}, "Did you mean overlap_comm?"),
     "a typo in offload": Case(

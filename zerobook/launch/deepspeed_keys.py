@@ -211,28 +211,8 @@ def account(plan: LaunchPlan) -> None:
             if key not in names:
                 plan.problems.append(
                     f"{plan.config_file}: {prefix}{key}: DeepSpeed {_version()} has no such key."
-                    f"{_correction(key, section, names)} It would be ignored. Correct it or remove it."
+                    f"{nearest(key, names)} It would be ignored. Correct it or remove it."
                 )
-
-
-def _correction(key: str, section: str, names: set[str]) -> str:
-    """Return a sentence with the section that the key belongs to, or with the key of this section that is spelt like it."""
-    owners = [owner for owner, keys in _keys_of_sections().items() if key in keys and owner != section]
-    if owners:
-        return f" It is a key of {' and of '.join(owners)}."
-    return nearest(key, names)
-
-
-def _keys_of_sections() -> dict[str, set[str]]:
-    """Return the keys of the sections that DeepSpeed has classes for: section -> keys, aliases included."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    keys = {}
-    for model in DeepSpeedConfigModel.__subclasses__():
-        if model.__name__ in _SECTIONS:
-            aliases = {str(field.alias) for field in model.model_fields.values() if field.alias}
-            keys[_SECTIONS[model.__name__]] = set(model.model_fields) | aliases
-    return keys
 
 
 def is_off(value: object) -> bool:
@@ -316,14 +296,18 @@ def _without_auto(value: Any) -> Any:
 
 def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
     """Yield a problem for each of pydantic's errors, with the key's place in the file."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
     section = _SECTIONS.get(error.title, error.title)
+    models = [model for model in DeepSpeedConfigModel.__subclasses__() if model.__name__ == error.title]
+    names = {name for model in models for name in model.model_fields}
     for detail in error.errors():
         path = ".".join([section, *map(str, detail["loc"])])
         if any(path in problem for problem in plan.problems):
             continue
         if detail["type"] == "extra_forbidden":
-            correction = _correction(str(detail["loc"][-1]), section, _keys_of_sections().get(section, set()))
-            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{correction} Correct it or remove it."
+            hint = nearest(str(detail["loc"][-1]), names)
+            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{hint} Correct it or remove it."
         else:
             message = re.sub(r"^(Value error|Assertion failed), ", "", detail["msg"]).rstrip(".")
             value = json.dumps(detail["input"], default=str)

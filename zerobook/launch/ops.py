@@ -85,17 +85,14 @@ def is_held(lock: Path) -> bool:
     return False
 
 
-def age(lock: Path) -> float:
-    """Return the seconds since the lock was made; 0 if it is gone."""
-    try:
-        return time.time() - lock.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
 def is_stale(lock: Path) -> bool:
     """Return whether no process here holds the lock, and it is older than `STALE_AFTER_S`."""
-    return age(lock) > STALE_AFTER_S and not is_held(lock)
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except OSError:
+        # It is gone.
+        return False
+    return age > STALE_AFTER_S and not is_held(lock)
 
 
 def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
@@ -109,8 +106,8 @@ def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
     for lock in locks():
         if lock.exists() and not is_held(lock) and not is_stale(lock):
             say(
-                f"{lock} is {age(lock):.0f} s old and no process of this machine holds it; waiting until it is gone or "
-                f"{STALE_AFTER_S} s old. If nothing compiles on another machine either: rm {lock}"
+                f"{lock}: no process of this machine holds it; waiting until it is gone or {STALE_AFTER_S} s old. If nothing "
+                f"compiles on another machine either: rm {lock}"
             )
         while lock.exists() and not is_held(lock):
             if is_stale(lock):

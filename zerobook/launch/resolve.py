@@ -6,7 +6,6 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -333,19 +332,7 @@ def _check_gpus(launch: LaunchDraft) -> None:
     gpus_seen = counted(gpu_count, "GPU")
     local_rank = int(environ["LOCAL_RANK"])
     local_processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    # Under srun without torchrun, Slurm's own variables say how many processes this node has.
-    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
-        # The form is 8, or 8(x2) for two nodes of 8.
-        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
-        tasks_of_node = int(tasks[1]) if tasks else 1
-        local_processes = max(local_processes, local_rank + 1, tasks_of_node)
-        if local_processes > gpu_count:
-            plan.problems.append(
-                f"srun: {local_processes} processes on this machine, of which this one sees {gpus_seen}. A process "
-                "takes the GPU of its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
-                "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
-            )
-    elif local_processes > gpu_count:
+    if local_processes > gpu_count:
         plan.problems.append(
             f"num_processes: {local_processes} processes on this machine, which has {gpus_seen}; each process needs "
             f"one of its own. Pass --num_processes {gpu_count * (plan.world_size // local_processes)}."
@@ -353,7 +340,8 @@ def _check_gpus(launch: LaunchDraft) -> None:
     elif local_rank >= gpu_count:
         plan.problems.append(
             f"LOCAL_RANK {local_rank}: this process sees {gpus_seen}, and takes the one of its LOCAL_RANK, counted "
-            "from 0. Let each process see all GPUs of the machine, or start fewer."
+            "from 0. Let each process see all GPUs of the machine, or start fewer. Under srun, pass --gpu-bind=none, since "
+            "--gpus-per-task binds, or start one task a node, which runs accelerate launch."
         )
 
 

@@ -5,8 +5,8 @@ torch reports "no GPU" equally where there is none, where the driver is too old 
 
 from __future__ import annotations
 
-import ctypes
 import os
+from ctypes.util import find_library
 from pathlib import Path
 
 from zerobook.utils.units import counted
@@ -24,27 +24,16 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
         torch_version: ``torch.__version__``.
         built_for: ``torch.version.cuda``; None for a build without CUDA.
     """
-    if hidden():
-        return None
     gpus = devices()
-    driver_cuda = cuda_of_driver()
-    if not gpus or driver_cuda is None:
+    # Without the driver's library, as in a container of a host with GPUs, no process can use one.
+    if hidden() or not gpus or find_library("cuda") is None:
         return None
-    if built_for is None:
-        built = "without CUDA"
-        way_out = f"Install a torch built for CUDA {driver_cuda} or older"
-    # A driver runs programs that were built for its CUDA or an older one.
-    elif _numbers(driver_cuda) < _numbers(built_for):
-        built = f"for CUDA {built_for}"
-        way_out = f"Update the driver, or install a torch built for CUDA {driver_cuda} or older"
-    else:
-        built = f"for CUDA {built_for}"
-        way_out = "nvidia-smi shows whether the driver works; python -c 'import torch; torch.cuda.init()' prints its error"
+    built = "without CUDA" if built_for is None else f"for CUDA {built_for}"
     return (
-        f"torch {torch_version} sees no GPU, but this process may use {counted(len(gpus), 'NVIDIA GPU')} "
-        f"({', '.join(gpus)}): "
-        f"torch is built {built}, and the driver, version {driver_version()}, supports CUDA {driver_cuda}. {way_out}. "
-        'To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
+        f"torch {torch_version} sees no GPU, but this process may use {counted(len(gpus), 'NVIDIA GPU')} ({', '.join(gpus)}): "
+        f"torch is built {built}, and the driver is version {driver_version()}. nvidia-smi shows which CUDA it supports; "
+        "update it, or install a torch built for that CUDA or an older one. python -c 'import torch; torch.cuda.init()' prints "
+        'torch\'s error. To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
     )
 
 
@@ -78,19 +67,3 @@ def driver_version() -> str:
     except OSError:
         words = []
     return next((word for word in words if word[0].isdigit()), "unknown")
-
-
-def cuda_of_driver() -> str | None:
-    """Return the newest CUDA that the driver's library supports, as 12.2; None without that library: CUDA cannot run."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
