@@ -361,11 +361,15 @@ def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
     import torch
     from deepspeed.runtime import lr_schedules
 
+    # The parameters that accelerate fills in have an example in place of auto.
+    values = {name: EXAMPLES.get(name, value) if value == "auto" else value for name, value in params.items()}
+    for name, value in values.items():
+        if value == "auto":
+            return f"{name} is auto, which accelerate does not fill in for it"
     form = params.get("warmup_type", "log")
     if form not in ("log", "linear"):
         # DeepSpeed would take log in its place.
         return f"warmup_type is {json.dumps(form)}, expected log or linear"
-    values = {name: EXAMPLES.get(name, value) if value == "auto" else value for name, value in params.items()}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     try:
         getattr(lr_schedules, kind)(optimizer, **values)
