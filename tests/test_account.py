@@ -131,10 +131,7 @@ EFFECTS = {
         "zero_optimization.gather_16bit_weights_on_model_save", "no effect: checkpoints"),
     "hybrid sharding of FSDP 1": (
         Case(fsdp(fsdp_sharding_strategy="HYBRID_SHARD")), "fsdp_config.fsdp_sharding_strategy",
-        "no effect: FSDP2 has parallelism_config_dp_replicate_size"),
-    "a number of FSDP 1": (
-        Case(fsdp(fsdp_sharding_strategy=4)), "fsdp_config.fsdp_sharding_strategy",
-        "no effect: FSDP2 has parallelism_config_dp_replicate_size"),
+        "no effect: FSDP2 has fsdp_reshard_after_forward"),
     "activation checkpointing": (
         Case(fsdp(fsdp_activation_checkpointing=False), flags=("--activation_checkpointing", "full")),
         "fsdp_config.fsdp_activation_checkpointing", "overridden: full"),

@@ -124,7 +124,7 @@ def test_slow_links_are_compared_with_links_of_their_kind():
     assert between == [("b", "a", 1e9), ("a", "b", 1e8)] and inside == [("a", "a", 9e9), ("b", "b", 8e9)]
     (said,) = links.slow_links(between)
     assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8 Gbit/s") and not links.slow_links(inside)
-    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 64 to 72 Gbit/s"
+    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 64 Gbit/s to 72 Gbit/s"
 
 
 @pytest.mark.parametrize("flags, said", [

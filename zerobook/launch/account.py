@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerobook.launch import accelerate_file, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
-from zerobook.launch.fsdp_settings import VERSION_1, sharding_in_fsdp2
+from zerobook.launch.fsdp_settings import VERSION_1
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,8 +141,7 @@ def _effect_in_yaml(
     if len(path) > 1 and STRATEGY_OF_SECTION.get(section, plan.kind) != plan.kind:
         return f"no effect: the strategy is {plan.name}"
     if key in UNUSED:
-        replacement = sharding_in_fsdp2(value) if key == "fsdp_sharding_strategy" else None
-        return f"no effect: {replacement or UNUSED[key]}"
+        return f"no effect: {UNUSED[key]}"
     if key in typed and not _is_equal(typed[key], value):
         return f"overridden: --{key} {typed[key]}"
     if key == "mixed_precision" and not _is_equal(value, plan.precision):

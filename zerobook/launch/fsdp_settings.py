@@ -14,33 +14,18 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 FILE = "the Accelerate YAML's fsdp_config"
+SHARDING = (
+    "FSDP2 has fsdp_reshard_after_forward in its place, and for HYBRID_SHARD parallelism_config_dp_replicate_size, see "
+    "accelerate_configs/fsdp_hybrid.yaml"
+)
 VERSION_1 = {
-    "fsdp_sharding_strategy": "FSDP2 has fsdp_reshard_after_forward in its place",
+    "fsdp_sharding_strategy": SHARDING,
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_use_orig_params": "FSDP2 always keeps the model's own parameters",
     "fsdp_sync_module_states": "FSDP2 has fsdp_cpu_ram_efficient_loading in its place",
 }
 """Keys of FSDP 1 -> why they have no effect under FSDP2."""
-_RESHARD = "fsdp_reshard_after_forward"
-SHARDING = {
-    "FULL_SHARD": f"FSDP2 has {_RESHARD}: true in its place",
-    "SHARD_GRAD_OP": f"FSDP2 has {_RESHARD}: false in its place",
-    "NO_SHARD": "FSDP2 always shards; accelerate_configs/ddp.yaml does not",
-    "HYBRID_SHARD": "FSDP2 has parallelism_config_dp_replicate_size in its place, see accelerate_configs/fsdp_hybrid.yaml",
-    "HYBRID_SHARD_ZERO2": f"FSDP2 has parallelism_config_dp_replicate_size and {_RESHARD}: false in its place, see "
-    "accelerate_configs/fsdp_hybrid.yaml",
-}
-"""Value of ``fsdp_sharding_strategy`` -> what does the same under FSDP2."""
-
-
-def sharding_in_fsdp2(strategy: object) -> str | None:
-    """Return what does the same as FSDP 1's sharding strategy, given by its name or its number; None where it is unknown."""
-    names = list(SHARDING)
-    text = str(strategy)
-    if text.isdigit() and 1 <= int(text) <= len(names):
-        text = names[int(text) - 1]
-    return SHARDING.get(text.upper())
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -48,7 +33,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if environ.get("FSDP_VERSION", "1") != "2":
         plan.problems.append(
             f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
-            f"run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2.{_also(environ)}"
+            "run FSDP2 (FSDP1 does not start on a CPU and is deprecated in PyTorch). Set fsdp_version: 2. Of "
+            f"fsdp_sharding_strategy: {SHARDING}."
         )
     elif environ.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "SIZE_BASED_WRAP":
         plan.problems.append(
@@ -86,15 +72,6 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             f"hybrid sharding: {plan.replicate} replicas x {plan.shard} shards, to fit {plan.world_size} processes "
             f"(the file says {plan.replicate} x {shard_in_file})"
         )
-
-
-def _also(environ: Mapping[str, str]) -> str:
-    """Return what else to write into a file of FSDP 1 whose sharding strategy is not the usual one; else an empty string."""
-    strategy = environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-    instead = sharding_in_fsdp2(strategy)
-    if instead is None or instead == SHARDING["FULL_SHARD"]:
-        return ""
-    return f" In place of fsdp_sharding_strategy {strategy}: {instead}."
 
 
 def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

@@ -109,14 +109,14 @@ def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
     """Return the slowest and the fastest link of each kind in one line.
 
     >>> summary([Link("a", "b", 1e9), Link("b", "a", 2e9)], [])
-    'links between hosts: 8 to 16 Gbit/s'
+    'links between hosts: 8 Gbit/s to 16 Gbit/s'
     """
     kinds: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}
     spans = []
     for kind, links_of_kind in kinds.items():
         if links_of_kind:
             rates = [link.rate for link in links_of_kind]
-            spans.append(f"{kind}: {_span(speed(min(rates)), speed(max(rates)))}")
+            spans.append(f"{kind}: {speed(min(rates))} to {speed(max(rates))}")
     return f"links {', '.join(spans)}"
 
 
@@ -130,11 +130,3 @@ def speed(rate: float) -> str:
     unit, name = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
     digits = ".3g" if bits / unit < 1000 else ".0f"
     return f"{bits / unit:{digits}} {name}"
-
-
-def _span(least: str, most: str) -> str:
-    """Return the range of two speeds, with the unit once where it is the same."""
-    if least == most:
-        return least
-    low, unit = least.split()
-    return f"{low} to {most}" if most.endswith(unit) else f"{least} to {most}"

@@ -388,12 +388,9 @@ def _set_global_batch(launch: LaunchDraft) -> None:
             "one of the two."
         )
     elif global_batch % micro_batches:
-        below = global_batch // micro_batches * micro_batches
-        above = below + micro_batches
-        near = f"{below} or {above}" if below else f"{above}"
         plan.problems.append(
             f"global_batch_size: {global_batch} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
-            f"processes = {micro_batches}. Give {near}, or another --per_device_train_batch_size."
+            f"processes = {micro_batches}. Give a multiple, or another --per_device_train_batch_size."
         )
     else:
         draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
