@@ -13,7 +13,6 @@ from tests.strategy_corpus import CORPUS, DEEPSPEED, Case
 from zerobook.cli.doctor import inspect_launch
 from zerobook.launch import deepspeed_keys
 from zerobook.launch.resolve import Hardware
-from zerobook.strategy.launch_plan import LaunchPlan
 
 REST = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0, "main_training_function": "main",
         "rdzv_backend": "static", "same_network": True, "use_cpu": False}  # fmt: skip
@@ -94,15 +93,40 @@ def said_by_doctor(file, processes, tiny, output, *flags) -> list[str]:
     return problems + (plan.problems if plan else [])
 
 
-def test_every_root_key_of_the_installed_deepspeed_has_been_looked_at():
+class Watched(dict):
+    """A dictionary that notes which keys were looked for."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.requested = set()
+
+    def get(self, key, default=None):
+        self.requested.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.requested.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.requested.add(key)
+        return super().__contains__(key)
+
+    def keys(self):
+        return self
+
+
+def test_every_key_of_the_installed_deepspeed_has_been_looked_at():
     """If this fails, a new version of DeepSpeed reads another key: see what it does, and enter it where it belongs."""
-    plan = LaunchPlan(kind="deepspeed", world_size=1, device="cpu", backend=None, precision="no", precision_source="default")
-    numbers = dict.fromkeys(deepspeed_keys.NUMBERS, 1)
-    plan.deepspeed_config = {**numbers, "zero_optimization": {"stage": 2}}
-    known = deepspeed_keys.build(plan)
-    assert not plan.problems
-    listed = [deepspeed_keys.ACTING, set(deepspeed_keys.REFUSED), set(deepspeed_keys.WITHOUT_EFFECT), deepspeed_keys.OF_OTHERS]
-    assert known[""] == set().union(*listed)
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    sections = {key: Watched({}) for key in deepspeed_keys.KNOWN if key}
+    root = Watched(dict.fromkeys(deepspeed_keys.NUMBERS, 1) | {"zero_optimization": {"stage": 2}} | sections)
+    DeepSpeedConfig(root)
+
+    listed = [deepspeed_keys.KNOWN[""], set(deepspeed_keys.REFUSED), set(deepspeed_keys.WITHOUT_EFFECT)]
+    assert root.requested | deepspeed_keys.OF_OTHERS == set().union(*listed)
+    assert {key: section.requested for key, section in sections.items()} == {key: deepspeed_keys.KNOWN[key] for key in sections}
 
 
 ODD = [None, True, False, -1, 0, 2, 1e9, 0.5, "", "auto", "two", "true", [], [1], {}, {"device": "cpu"}, {"enabled": True}]

@@ -1,8 +1,7 @@
 """The account of a DeepSpeed JSON's keys: every key acts, is named as one without effect, or is a problem.
 
-DeepSpeed drops root keys that it does not know. So its own config class is built here, from a dictionary that notes which keys
-it asks for: the others are unknown to the installed version. Inside of sections DeepSpeed checks keys and values itself; its
-errors become problems that name the file and the key.
+DeepSpeed drops root keys that it does not know, so those that it knows are listed here. Its own config class is built, too:
+inside of most sections it checks keys and values, and its errors become problems that name the file and the key.
 """
 
 from __future__ import annotations
@@ -113,8 +112,12 @@ ACTING = {
 """Root keys that DeepSpeed's engine reads and acts on, or that Zerobook fills in or reads."""
 OF_OTHERS = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 """Root keys that DeepSpeed reads in other places than its config class."""
-UNCHECKED = ("aio", "data_types")
-"""Sections of which DeepSpeed drops the keys that it does not know."""
+KNOWN = {
+    "": ACTING | OF_OTHERS,
+    "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"},
+    "data_types": {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"},
+}
+"""Root ("") and sections of which DeepSpeed drops the keys that it does not know -> those that it knows."""
 _SECTIONS = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
@@ -204,7 +207,8 @@ def account(plan: LaunchPlan) -> None:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
         else:
             plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
-    for section, names in build(plan).items():
+    build(plan)
+    for section, names in KNOWN.items():
         settings = (ds.get(section) or {}) if section else ds
         prefix = f"{section}." if section else ""
         for key in settings:
@@ -227,51 +231,20 @@ def _version() -> str:
     return version("deepspeed")
 
 
-class _Watched(dict[str, Any]):
-    """A dictionary that notes in ``requested`` which keys were looked for."""
-
-    requested: set[str]
-
-    def __init__(self, items: dict[str, Any]):
-        super().__init__(items)
-        self.requested = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.requested.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.requested.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.requested.add(str(key))
-        return super().__contains__(key)
-
-    def keys(self) -> Any:
-        return self
-
-
-def build(plan: LaunchPlan) -> dict[str, set[str]]:
-    """Build DeepSpeed's own config, as the engine will. Return the keys that it asks for; nothing where it refuses the values.
-
-    Returns:
-        Section -> its keys, for the root ("") and the sections of `UNCHECKED`. Other sections are checked by DeepSpeed.
-    """
+def build(plan: LaunchPlan) -> None:
+    """Build DeepSpeed's own config, as the engine will, and add problems for what it refuses: values, and keys of sections."""
     import logging
 
     from pydantic import ValidationError
 
     filled = _without_auto(deepcopy(plan.deepspeed_config))
-    sections = {key: _Watched(filled[key]) for key in UNCHECKED if isinstance(filled.get(key), dict)}
-    watched = _Watched({**filled, **sections})
     # There is no process group yet, so DeepSpeed computes the batch of one process.
-    watched["train_batch_size"] = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"]
+    filled["train_batch_size"] = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig(watched)
+        DeepSpeedConfig(filled)
     except ValidationError as error:
         plan.problems += list(_explained(plan, error))
     except Exception as error:
@@ -279,12 +252,6 @@ def build(plan: LaunchPlan) -> dict[str, set[str]]:
         if not plan.problems:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {lines[0].rstrip('.')}.")
-    else:
-        names = {"": watched.requested | OF_OTHERS}
-        for key, section in sections.items():
-            names[key] = section.requested
-        return names
-    return {}
 
 
 def _without_auto(value: Any) -> Any:
