@@ -701,6 +701,4 @@ def test_a_value_of_any_type_is_taken_or_named(tmp_path, odd):
         with suppress(ConfigError):
             plan, resolved_config, resolved_sources = resolve(environ, CPU, recipe_config, sources)
             if not plan.problems:
-                account.entries(
-                    plan, resolved_config, resolved_sources, flags=["x.py"], launch_environ=environ, environ=environ
-                )
+                account.entries(plan, resolved_config, resolved_sources, flags=["x.py"])
