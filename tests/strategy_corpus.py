@@ -131,9 +131,9 @@ CORPUS: dict[str, Case] = {
         DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "positive integer, got 0"),
     # --- values of other types
     "resharding of version 1": Case(
-        fsdp(fsdp_reshard_after_forward="FULL_SHARD"), said="fsdp_reshard_after_forward is full_shard"),
-    "an unknown wrapping": Case(fsdp(fsdp_auto_wrap_policy="LAYERS"), said="fsdp_auto_wrap_policy is LAYERS"),
-    "an unknown state": Case(fsdp(fsdp_state_dict_type="SHARDED"), said="fsdp_state_dict_type is SHARDED"),
+        fsdp(fsdp_reshard_after_forward="FULL_SHARD"), said="full_shard"),
+    "an unknown wrapping": Case(fsdp(fsdp_auto_wrap_policy="LAYERS"), said="LAYERS"),
+    "an unknown state": Case(fsdp(fsdp_state_dict_type="SHARDED"), said="SHARDED"),
     "bf16 true": Case(DEEPSPEED, ZERO2 | {"bf16": True}, "bf16 is true, expected an object"),
     "offload_optimizer cpu": Case(
         DEEPSPEED, {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer is \"cpu\", expected an object"),

@@ -70,7 +70,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         (["--model_name_or_path", "m", "--train_file", "x" * 300], "train_file: got"),
         ([*BASE, "--output_dir", "x" * 300], "output_dir: got"),
         ([*BASE, "5"], "5: a value without a flag"),
-        ([*BASE, "--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
+        ([*BASE, "--config", "nowhere.yaml"], "nowhere.yaml: the config cannot be read (No such file"),
     ],
 )
 def test_each_mistake_has_its_sentence(argv, expected):
@@ -80,11 +80,11 @@ def test_each_mistake_has_its_sentence(argv, expected):
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("a: caf\udce9", "cannot be read: it is not UTF-8 text"),
-        ("a: [1", "not valid YAML"),
+        ("a: caf\udce9", "cannot be read (it is not UTF-8 text)"),
+        ("a: [1", "not a valid config"),
         ("- 1", "found a list"),
         ("max_steps: 3\nmax_train_steps: 4", "twice"),
-        ("seed: 1\nlearning_rate: 1e-3\nseed: 2", "bad.yaml, line 3: not valid YAML: the key seed is given twice"),
+        ("seed: 1\nlearning_rate: 1e-3\nseed: 2", "bad.yaml, line 3: not a valid config: the key seed is given twice"),
         ("num_train_epochs: .inf", "num_train_epochs: got '.inf'"),
         ("learning_rate: .nan", "learning_rate: got '.nan'"),
     ],

@@ -54,7 +54,7 @@ def written(tmp_path):
             "accelerate.yaml, line 2: not a valid Accelerate config: the key num_processes is given",
         ),
         ("fsdp_config:\n  version: 2\n  version: 2", "accelerate.yaml, line 3"),
-        ("- 1", "expected an Accelerate config, a mapping of keys to values, found a list"),
+        ("- 1", "expected the Accelerate config, a mapping of keys to values, found a list"),
         ("", "found a NoneType"),
         ("num_processes: 2", "A `distributed_type` must be specified"),
         (None, "accelerate.yaml: the Accelerate config cannot be read (No such file or directory)"),
@@ -135,8 +135,8 @@ def test_what_accelerate_would_drop_or_wait_for_is_one_problem(monkeypatch, flag
 
 
 @pytest.mark.parametrize("name, content, said", [
-    ("ds.json", '{"zero_optimization": {"stage": 2}}', "this is a DeepSpeed config"),
-    ("run.yaml", "model_name_or_path: gpt2\nlearning_rate: 1e-4\n", "this is a recipe's config"),
+    ("ds.json", '{"zero_optimization": {"stage": 2}}', "zero_optimization belong to a DeepSpeed config"),
+    ("run.yaml", "model_name_or_path: gpt2\nlearning_rate: 1e-4\n", "learning_rate, model_name_or_path belong to a"),
 ])  # fmt: skip
 def test_another_programs_file_as_the_strategy_file_is_recognised(written, name, content, said):
     plan, found, _, _ = inspect_launch(["--config_file", written(content, name)], Hardware())

@@ -477,7 +477,12 @@ def test_a_checkpoint_that_cannot_be_read_is_one_of_the_problems(earlier):
 
 @pytest.mark.parametrize(
     "content, expected",
-    [("{", "not valid JSON"), ("[1]", "expected a JSON object"), ("{}", None), ('{"a": 1}', "zero_optimization is missing")],
+    [
+        ("{", "not a valid DeepSpeed config"),
+        ("[1]", "found a list"),
+        ("{}", None),
+        ('{"a": 1}', "zero_optimization is missing"),
+    ],
 )
 def test_a_bad_json_is_named(tmp_path, content, expected):
     file = tmp_path / "ds.json"

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -33,7 +32,7 @@ from zerobook.utils.nearest import nearest, nearest_file, nearest_value
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import plain
 from zerobook.utils.written_values import as_list, as_whole_number, is_none
-from zerobook.utils.yaml_text import load_yaml_as_text
+from zerobook.utils.yaml_text import load_yaml_as_text, read_mapping
 
 # Names that published command lines use for the same thing.
 ALIASES = {
@@ -749,7 +748,8 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if arguments.config:
         try:
-            file_values = _read_yaml(arguments.config)
+            # An empty file sets nothing.
+            file_values = read_mapping(arguments.config, "config", lambda text: load_yaml_as_text(text) or {}, may_be_pipe=True)
         except ConfigError as error:
             _, invalid = _valid(config_class, flag_values, ConfigSources(flag_sources))
             raise ConfigError([*error.problems, *problems, *invalid]) from None
@@ -938,30 +938,6 @@ def _single_values(flags: dict[str, Any]) -> dict[str, Any]:
         is_single = isinstance(value, list) and len(value) == 1
         values[key] = value[0] if is_single else value
     return values
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file, which may be a pipe: it is read once.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
-    """
-    file = Path(path).expanduser()
-    try:
-        loaded = load_yaml_as_text(read_text(file, may_be_pipe=True))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        near = "" if file.exists() else nearest_file(file)
-        raise ConfigError(f"--config {path}: cannot be read: {reason}.{near}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}.") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(loaded).__name__}.")
-    return loaded
 
 
 PATHS = (

@@ -22,7 +22,7 @@ MISTAKES = {
     "no config": (
         RECIPE,
         "--config gone.yaml",
-        r"^ConfigError: --config gone.yaml: cannot be read: No such file",
+        r"^ConfigError: gone.yaml: the config cannot be read \(No such file",
     ),
     "no data": (RECIPE, "--model_name_or_path {tiny}/llama", r"no training data is named. Give --dataset_name"),
     "no such file": (RECIPE, GOOD.replace("good", "gone"), r"train_file: no such file or folder: gone.jsonl"),

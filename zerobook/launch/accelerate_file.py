@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import parsed
-from zerobook.utils.nearest import nearest, nearest_file
-from zerobook.utils.reading import read_text
+from zerobook.utils.nearest import nearest
 from zerobook.utils.shipped import shipped
-from zerobook.utils.yaml_text import load_yaml
+from zerobook.utils.yaml_text import load_yaml, read_mapping
 
 _SHIPPED = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
 _LAUNCHED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
@@ -80,55 +77,25 @@ def path_of(flags: list[str] | None) -> str | None:
 
 def load(file: str) -> dict[str, Any]:
     """Return the mapping in a file. Raise `ConfigError` where accelerate would show a traceback."""
-    try:
-        text = read_text(file)
-        loaded = json.loads(text) if file.endswith(".json") else load_yaml(text)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: the Accelerate config cannot be read ({error.strerror}).{_nearest_config(file)} {_SHIPPED}"
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: the Accelerate config is not UTF-8 text. Save it in that encoding.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{file}{where}: not a valid Accelerate config: {getattr(error, 'problem', error)}.") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(
-            f"{file}: expected an Accelerate config, a mapping of keys to values, found a {type(loaded).__name__}. {_SHIPPED}"
-        )
+    loaded = read_mapping(file, "Accelerate config", json.loads if file.endswith(".json") else load_yaml, advice=_SHIPPED)
     other_kind = _other_kind(loaded)
     if other_kind:
         raise ConfigError(f"{file}: {other_kind}")
     return loaded
 
 
-def _nearest_config(missing: str) -> str:
-    """Return ``Did you mean ...?`` with a file beside the one that is not there, or else a shipped one; or an empty string."""
-    near = nearest_file(Path(missing))
-    if near:
-        return near
-    folder = shipped("accelerate_configs")
-    names = {path.name for path in folder.glob("*.yaml")}
-    return nearest(Path(missing).name, names, f"{folder}/")
-
-
 def _other_kind(loaded: dict[str, Any]) -> str | None:
     """Return what a file is and where it belongs, if it is one of another program or of another flag; None if it is not."""
     if "distributed_type" in loaded or "compute_environment" in loaded:
         return None
-    if loaded.keys() & _OF_DEEPSPEED:
-        return (
-            "this is a DeepSpeed config, not an Accelerate config. Name it as deepspeed_config_file in one with "
-            "distributed_type: DEEPSPEED, as accelerate_configs/zero2.yaml does, or pass it with --use_deepspeed "
-            "--deepspeed_config_file."
-        )
-    if loaded.keys() & _OF_RECIPES:
-        return (
-            "this is a recipe's config, not an Accelerate config. Name it behind the recipe, with --config, and give "
-            f"--config_file a strategy file. {_SHIPPED}"
-        )
-    return None
+    keys = loaded.keys() & (_OF_DEEPSPEED | _OF_RECIPES)
+    if not keys:
+        return None
+    return (
+        f"{', '.join(sorted(keys))} belong to a DeepSpeed config or to a recipe's config, not to an Accelerate config. Name a "
+        "DeepSpeed config as deepspeed_config_file in an Accelerate config, as accelerate_configs/zero2.yaml does, and a "
+        f"recipe's config behind the recipe, with --config. {_SHIPPED}"
+    )
 
 
 def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:

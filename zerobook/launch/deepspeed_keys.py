@@ -14,8 +14,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerobook.errors import ConfigError
 from zerobook.utils.nearest import nearest
-from zerobook.utils.reading import read_text
+from zerobook.utils.yaml_text import read_mapping
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -152,21 +153,14 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
                 problems.append(f"{path}: {key} stands twice in one object. Keep one of them.")
         return dict(pairs)
 
+    advice = (
+        f"Paths in an Accelerate YAML are relative to the folder you launch from, here {Path.cwd()}, or to the folder of the "
+        "YAML and the two above it."
+    )
     try:
-        loaded = json.loads(read_text(path), object_pairs_hook=distinct)
-    except OSError as error:
-        problems.append(
-            f"{path}: the DeepSpeed config cannot be read ({error.strerror}). Paths in an Accelerate YAML "
-            f"are relative to the folder you launch from, here {Path.cwd()}, or to the folder of the YAML and the two above it."
-        )
-    except UnicodeDecodeError:
-        problems.append(f"{path}: the DeepSpeed config is not UTF-8 text. Save it in that encoding.")
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{path}: not valid JSON: {error}.")
-    else:
-        if isinstance(loaded, dict):
-            return loaded
-        problems.append(f"{path}: expected a JSON object, found a {type(loaded).__name__}.")
+        return read_mapping(path, "DeepSpeed config", lambda text: json.loads(text, object_pairs_hook=distinct), advice=advice)
+    except ConfigError as error:
+        problems += error.problems
     return {}
 
 

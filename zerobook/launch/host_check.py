@@ -21,7 +21,8 @@ from pydantic import with_config
 from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
-from zerobook.launch import links
+from zerobook.launch import flag_checks, links
+from zerobook.launch.accelerate_cli import SCRIPT, parsed
 from zerobook.launch.preflight import differences
 from zerobook.utils import messages
 
@@ -72,10 +73,7 @@ def place(launch_flags: list[str]) -> Place:
     Raises:
         ConfigError: they name one host, or no address.
     """
-    from accelerate.commands import launch as accelerate_launch
-
-    parser = accelerate_launch.launch_command_parser()
-    args, *_ = accelerate_launch._validate_launch_command(parser.parse_args([*launch_flags, "script.py"]))
+    args = flag_checks.validated(parsed([*launch_flags, SCRIPT]))
     hosts = int(args.num_machines or 1)
     if hosts < 2 or not args.main_process_ip:
         raise ConfigError(

@@ -1,11 +1,17 @@
-"""The one reader of YAML that a person wrote: recipe configs and strategy files."""
+"""The one reader of YAML and JSON that a person wrote: recipe configs and strategy files."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+
+from zerobook.errors import ConfigError
+from zerobook.utils.nearest import nearest_file
+from zerobook.utils.reading import read_text
 
 MOST_DEPTH = 64
 MOST_NODES = 100_000
@@ -98,3 +104,34 @@ def load_bounded(text: str) -> Any:
         yaml.YAMLError: the text is no YAML, or exceeds the limits of `BoundedLoader`.
     """
     return yaml.load(text, Loader=BoundedLoader)
+
+
+def read_mapping(
+    file: str, kind: str, parse: Callable[[str], Any], *, advice: str = "", may_be_pipe: bool = False
+) -> dict[str, Any]:
+    """Return the mapping in a file.
+
+    Args:
+        kind: what the file is to be, for messages.
+        parse: returns the content of its text.
+        advice: the end of the message where the file cannot be read or holds something else.
+        may_be_pipe: as of `read_text`.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    path = Path(file).expanduser()
+    try:
+        loaded = parse(read_text(path, may_be_pipe=may_be_pipe))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        near = "" if path.exists() else nearest_file(path)
+        raise ConfigError(f"{file}: the {kind} cannot be read ({reason}).{near} {advice}".rstrip()) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{where}: not a valid {kind}: {getattr(error, 'problem', error)}.") from None
+    if not isinstance(loaded, dict):
+        message = f"{file}: expected the {kind}, a mapping of keys to values, found a {type(loaded).__name__}. {advice}"
+        raise ConfigError(message.rstrip())
+    return loaded
