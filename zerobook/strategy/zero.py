@@ -15,7 +15,6 @@ from torch import nn
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
-from zerobook.strategy.zero_loading import drop_unused_renamings, loaded_modules_left_alone
 from zerobook.strategy.zero_state import ZeroState
 from zerobook.utils.model_config import automatic_zero_sizes
 
@@ -77,9 +76,9 @@ class ZeroStrategy(ZeroState, Strategy):
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         if self.plan.zero_stage != 3:
             return super().load(load, options)
-        with loaded_modules_left_alone():
+        with _loaded_modules_left_alone():
             model = super().load(load, options)
-        drop_unused_renamings(model)
+        _drop_unused_renamings(model)
         return model
 
     def _prepare_split(self, objects: list[Any]) -> tuple[Any, ...]:
@@ -262,3 +261,37 @@ def _switch_mode_with_model(engine: nn.Module) -> None:
     """
     engine.train = MethodType(nn.Module.train, engine)  # type: ignore[method-assign]
     engine.eval = MethodType(nn.Module.eval, engine)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _loaded_modules_left_alone() -> Iterator[None]:
+    """Let transformers initialise only those modules that have a weight which the file lacks.
+
+    transformers 5.23 also calls the initialisation of modules with loaded weights, which then changes nothing. That of Pegasus
+    computes positions from the shape of the weight, and a partitioned weight has none.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel._initialize_weights
+
+    def initialise(model: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not tensors or not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+            original(model, module, is_custom_code)
+
+    PreTrainedModel._initialize_weights = initialise  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
+
+
+def _drop_unused_renamings(model: PreTrainedModel) -> None:
+    """Leave out the renamings of weights that matched no name in the model's file.
+
+    transformers 5.23 reverses its renamings when it saves a model. Those that matched nothing, which it keeps under ZeRO-3
+    only, would give the saved weights other names than the loaded file has, which other programs do not know.
+    """
+    renamings = getattr(model, "_weight_conversions", None)
+    if renamings is not None:
+        model._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]  # type: ignore[assignment]
