@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,12 +36,15 @@ def problem(key: str, spec: str) -> str | None:
     file = Path(source).expanduser()
     if not file.is_file():
         return f"{key}: {spec}: there is no file {source}."
+    content = file.read_bytes()
     try:
-        names = _bound_names(ast.parse(file.read_bytes()))
+        ast.parse(content)
     except (SyntaxError, ValueError) as error:
         return f"{key}: {spec}: {source} is not valid Python: {error}."
-    # An import of everything can bind any name.
-    if name in names or "*" in names:
+    # A name that stands nowhere in the file is a mistake, unless an import of everything binds it. Any other one is looked for
+    # when the file is run.
+    names = set(re.findall(r"[A-Za-z_]\w*", content.decode(errors="replace")))
+    if name in names or b"import *" in content:
         return None
     return f"{key}: {spec}: {source} has no {name}.{nearest(name, names)}"
 
@@ -112,16 +116,3 @@ def _is_importable(module: str) -> bool:
         return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _bound_names(tree: ast.Module) -> set[str]:
-    """Return the names that the file binds, at any place in it."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
