@@ -76,8 +76,7 @@ CORPUS: dict[str, Case] = {
         "gradient_clipping": "auto", "steps_per_print": 2000, "wall_clock_breakdown": False}),
     "offload of everything": Case(DEEPSPEED, {"zero_optimization": {
         "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}}),
-    "offload as it was written once": Case(
-        DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload was replaced"),
+    "offload as it was written once": Case(DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": True}}),
     "a schedule of auto": Case(DEEPSPEED, ZERO2 | {"scheduler": {
         "type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}}),
     "a schedule of numbers": Case(DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupCosineLR", "params": {
@@ -202,7 +201,11 @@ CORPUS: dict[str, Case] = {
     "masters in fp16": Case(
         DEEPSPEED, ZERO2 | {"fp16": {"fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads is not supported"),
     "masters in bf16, switched off": Case(DEEPSPEED, ZERO2 | {"bf16": {"bf16_master_weights_and_grads": False}}),
-    "bf16 as it was written once": Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}, "bfloat16 was replaced"),
+    "offload as it was written once, as text": Case(
+        DEEPSPEED, {"zero_optimization": {"stage": 2, "cpu_offload": "cpu"}}, "offload_optimizer replaced it"),
+    "bf16 as it was written once": Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}),
+    "bf16 as it is and was written": Case(
+        DEEPSPEED, ZERO2 | {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bf16 replaced it"),
     "several processes of MPI": Case({"distributed_type": "MULTI_CPU"}, said="distributed_type is MULTI_CPU"),
     "fsdp 1, hybrid": Case(
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}},

@@ -91,6 +91,10 @@ SCHEDULE = Case(
 )  # fmt: skip
 
 
+def adam(kind: str, **params) -> Case:
+    return Case(DEEPSPEED, ZERO2 | {"optimizer": {"type": kind, "params": params}})
+
+
 EFFECTS = {
     "the number of processes": (Case(FSDP), "num_processes", "used"),
     "FSDP 1": (Case(FSDP_1), "fsdp_config.fsdp_use_orig_params", "no effect: FSDP2 always"),
@@ -100,6 +104,9 @@ EFFECTS = {
     "stage 2": (
         Case(DEEPSPEED, {"zero_optimization": STAGE_2}), "zero_optimization.stage3_max_live_parameters",
         "no effect: the stage is 2"),
+    "stage 3": (
+        Case(DEEPSPEED, {"zero_optimization": STAGE_3 | {"round_robin_gradients": True}}),
+        "zero_optimization.round_robin_gradients", "no effect: the stage is 3"),
     "known with the model": (
         Case(DEEPSPEED, {"zero_optimization": STAGE_3}), "zero_optimization.reduce_bucket_size",
         "filled in: when the model"),
@@ -129,6 +136,16 @@ EFFECTS = {
     "weights of DeepSpeed's own files": (
         Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}}),
         "zero_optimization.gather_16bit_weights_on_model_save", "no effect: checkpoints"),
+    "AdamW without its decay": (
+        adam("AdamW", adam_w_mode=False), "optimizer.params.adam_w_mode", "no effect: the type is AdamW"),
+    "Adam with another decay": (adam("Adam", adam_w_mode=False, weight_decay=0.1), "optimizer.params.adam_w_mode", "used"),
+    "tokens that are not split": (
+        Case(DEEPSPEED, ZERO3 | {"seq_parallel_communication_data_type": "fp32"}), "seq_parallel_communication_data_type",
+        "no effect: parallelism_config_sp_size is 1"),
+    "offload as it was written once": (
+        CORPUS["offload as it was written once"], "zero_optimization.cpu_offload", "used: read as offload_optimizer"),
+    "bf16 as it was written once": (
+        Case(DEEPSPEED, ZERO2 | {"bfloat16": {"enabled": True}}), "bfloat16.enabled", "used: read as bf16"),
     "hybrid sharding of FSDP 1": (
         Case(fsdp(fsdp_sharding_strategy="HYBRID_SHARD")), "fsdp_config.fsdp_sharding_strategy",
         "no effect: FSDP2 has fsdp_reshard_after_forward"),
@@ -143,6 +160,22 @@ def test_effects(name, tmp_path):
     case, key, expected = EFFECTS[name]
     _, entries = resolved(written(tmp_path, case), case.processes, tmp_path, *case.flags)
     assert next(entry.effect for entry in entries if entry.key == key).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({"classes": ["GPT2Block"]}, "used"),
+        ({"classes": ["MixtralSparseMoeBlock"]}, "no effect: the model has no such module"),
+        ({"names": "transformer.h.0"}, "used"),
+        ({"names": ["model.layers.0"]}, "no effect: the model has no such module"),
+        ({"name_suffixes": ["mlp", "experts"]}, "used, without experts"),
+    ],
+)
+def test_leaves_are_looked_for_in_the_model(lists, expected, tmp_path, tiny):
+    file = written(tmp_path, Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "leaf_module": lists}}))
+    _, entries = resolved(file, 2, tmp_path, "--model_name_or_path", str(tiny / "gpt2"))
+    assert next(entry.effect for entry in entries if "leaf_module" in entry.key).startswith(expected)
 
 
 def test_a_flag_of_the_launcher_overrides_the_file(tmp_path):

@@ -105,6 +105,7 @@ MANY = ["--num_machines", "2", "--num_processes", "4"]
     (["fsdp", "--num_processes", "2", "--gradient_clipping", "0.5"], "--gradient_clipping 0.5 has no effect"),
     (["", "--num_processes", "2"], "no strategy file is named"),
     (["ddp", "--cpu", "--num_processes", "2"], "--cpu is given"),
+    (["zero2", *MANY, "--machine_rank", "0", "--main_process_ip", "0.0.0.0"], "as the others reach it"),
     (["ddp", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
     (["zero2", "--num_processes", "2", "--mixed_precision", "fp8"], "fp8 is not supported"),
     (["", "--mixed_precision", "fp8", "--num_processes", "1"], "fp8 is not supported"),

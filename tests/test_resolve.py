@@ -144,12 +144,26 @@ def test_flash_attention_is_refused_in_fp32(kind, given, refused):
     assert ["fp32" in problem for problem in plan.problems] == ([True] if refused else [])
 
 
-def test_processes_that_have_no_gpu_of_their_own_are_refused():
+SRUN = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
+
+
+def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps():
     one = Hardware(gpus=1, gpu_name="A100")
-    (problem,) = plan_for({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, one)[0].problems
-    assert "2 processes on this machine, which has 1 GPU" in problem and "--num_processes 1" in problem
+    for local in ("0", "7"):  # all ranks say the same: one that went on would wait for the others
+        (problem,) = plan_for(SRUN | {"SLURM_LOCALID": local, "LOCAL_RANK": local}, one)[0].problems
+        assert "8 processes on this machine, of which this one sees 1 GPU" in problem
+        assert "--gpu-bind=none" in problem and "--num_processes" not in problem
+    assert not plan_for(SRUN, A100)[0].problems
+    assert not plan_for(SRUN | {"SLURM_TASKS_PER_NODE": "1(x16)"}, one)[0].problems
+    mixed = SRUN | {"SLURM_NTASKS": "6", "WORLD_SIZE": "6", "SLURM_TASKS_PER_NODE": "4,2"}
+    assert not plan_for(mixed, Hardware(gpus=2, gpu_name="A100"))[0].problems, "it may be the second node"
+    for tasks in ("1", "2"):
+        launcher = {"SLURM_LOCALID": "0", "SLURM_NTASKS": tasks, "SLURM_TASKS_PER_NODE": tasks, "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+        (problem,) = plan_for(launcher, one)[0].problems
+        assert "--num_processes 1" in problem and "srun" not in problem, "accelerate launch, in a job"
     (problem,) = plan_for({"LOCAL_RANK": "3", "WORLD_SIZE": "4"}, one)[0].problems
-    assert "LOCAL_RANK 3" in problem and "1 GPU" in problem and "--gpu-bind=none" in problem
+    assert "LOCAL_RANK 3" in problem and "1 GPU" in problem
 
 
 def test_use_cpu_never_drops_sharding(tmp_path):
@@ -586,8 +600,8 @@ def test_the_accumulation_follows_from_the_global_batch(world, micro, accumulati
 
 
 @pytest.mark.parametrize("given, said", [
-    ({"global_batch_size": 63}, "global_batch_size: 63 is no multiple of 8 samples x 2 processes = 16. Give a multiple"),
-    ({"global_batch_size": 4}, "global_batch_size: 4 is no multiple of 8 samples x 2 processes = 16. Give a multiple"),
+    ({"global_batch_size": 63}, "global_batch_size: 63 is no multiple of 8 samples x 2 processes = 16. Give 48 or 64,"),
+    ({"global_batch_size": 4}, "global_batch_size: 4 is no multiple of 8 samples x 2 processes = 16. Give 16,"),
     ({"global_batch_size": 64, "gradient_accumulation_steps": 2}, "and 8 x 2 x 2 is 32. Drop one of the two."),
 ])  # fmt: skip
 def test_a_global_batch_that_cannot_be_is_refused(given, said):

@@ -735,14 +735,13 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
         data: training data has to be named.
 
     Raises:
-        ConfigError: a flag has no value; or the YAML cannot be read. What it would have set is not known, so only the flags
-            themselves are checked.
+        ConfigError: the YAML cannot be read. What it would have set is not known, so only the flags themselves are checked.
     """
-    arguments, other_words = _parser(config_class).parse_known_args(argv)
+    arguments, other_words, problems = _read_flags(_parser(config_class), sys.argv[1:] if argv is None else argv)
     flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
     flag_values = _single_values(flags)
     flag_sources = {key: f"flag --{key}" for key in flags}
-    problems = _problems_of_words(other_words, config_class)
+    problems += _problems_of_words(other_words, config_class)
 
     values: dict[str, Any] = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
@@ -926,9 +925,40 @@ def _kind(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation)).upper()
 
 
+class _FlagError(Exception):
+    """A flag that argparse refuses."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.removeprefix('argument ')}.")
+        raise _FlagError(message)
+
+
+def _read_flags(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the flags, the words that are none, and a problem for each flag without its value."""
+    problems: list[str] = []
+    words = list(argv)
+    # argparse stops at the first of them, so that one is taken away and the rest is read again.
+    while True:
+        try:
+            arguments, other_words = parser.parse_known_args(words)
+        except _FlagError as error:
+            refused = re.match(r"argument ([^:]+): (.*)", str(error), re.S)
+            spellings = refused[1].split("/") if refused else words
+            words, removed = _without_first(words, spellings)
+            problems.append(f"{removed}: {refused[2] if refused else error}.")
+        else:
+            return arguments, other_words, problems
+
+
+def _without_first(words: list[str], flags: list[str]) -> tuple[list[str], str]:
+    """Return the words without the first of ``flags`` that has no value, and that one."""
+    for index, word in enumerate(words):
+        following = words[index + 1 : index + 2]
+        has_value = bool(following) and not following[0].startswith("--")
+        if word in flags and not has_value:
+            return words[:index] + words[index + 1 :], word
+    return [], " ".join(words)
 
 
 def _single_values(flags: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerobook.launch import accelerate_file, deepspeed_keys
+from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1
+from zerobook.launch.model_facts import model_modules
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,6 +41,31 @@ UNUSED_IN_ZERO = {
     "gather_16bit_weights_on_model_save": WRITTEN_HERE,
 }
 """Settings of ``zero_optimization`` that are never used -> why."""
+OF_STAGE_3 = {
+    "sub_group_size",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "memory_efficient_linear",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "leaf_module",
+}
+"""Settings of ``zero_optimization`` that stage 3 alone reads, beside those that begin with ``stage3_``."""
+OF_STAGES_1_AND_2 = {
+    "allgather_bucket_size",
+    "use_multi_rank_bucket_allreduce",
+    "ignore_unused_parameters",
+    "round_robin_gradients",
+    "parameter_alignment",
+}
+"""Settings of ``zero_optimization`` that stages 1 and 2 alone read."""
+OF_NVME = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"}
+"""Settings of an offload section that matter with NVMe only."""
+OF_SEQUENCE_PARALLELISM = ("sequence_parallel_size", "seq_parallel_communication_data_type")
+"""Root keys of a DeepSpeed JSON that matter where processes share the tokens of a row."""
 RECIPE_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -169,6 +195,10 @@ def _effect_in_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config:
     reason = _idle_reason(path, value, plan)
     if reason is not None:
         return f"no effect: {reason}"
+    if path[:2] == ("zero_optimization", "leaf_module"):
+        return _effect_of_leaf_modules(path[-1], value, config)
+    if path[-1] in deepspeed_json.REPLACED or root in deepspeed_json.REPLACED:
+        return f"used: read as {deepspeed_json.REPLACED.get(path[-1], 'bf16')}, which replaced it"
     if root == "scheduler" and root not in (plan.deepspeed_config or {}):
         return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
     engine_value: Any = plan.deepspeed_config
@@ -202,13 +232,52 @@ def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | N
         return "it is empty"
     if root in ("fp16", "bf16") and key != "enabled" and plan.precision != root:
         return f"the precision is {plan.precision}"
+    if root in OF_SEQUENCE_PARALLELISM and plan.sequence == 1:
+        return "parallelism_config_sp_size is 1"
+    if root == "aio" and "nvme" not in (plan.offload_optimizer, plan.offload_param):
+        return "nothing is offloaded to NVMe"
+    if root == "optimizer" and path[-1] == "adam_w_mode" and value is False:
+        optimizer = (plan.deepspeed_config or {}).get("optimizer") or {}
+        if str(optimizer.get("type")).lower() == "adamw":
+            return "the type is AdamW, which decays weights apart from the gradient"
     if root != "zero_optimization":
         return None
     if key in UNUSED_IN_ZERO:
         return UNUSED_IN_ZERO[key]
-    is_of_stage_3 = key.startswith("stage3_") or key in deepspeed_keys.stage_3_names()
-    if is_of_stage_3 and plan.zero_stage != 3:
+    is_of_stage_3 = key.startswith("stage3_") or key in OF_STAGE_3 | deepspeed_keys.stage_3_names()
+    if plan.zero_stage == 3:
+        is_of_other_stage = key in OF_STAGES_1_AND_2
+    else:
+        is_of_other_stage = is_of_stage_3
+    if is_of_other_stage:
         return f"the stage is {plan.zero_stage}"
-    if key in ("offload_optimizer", "offload_param") and path[-1] != "device" and getattr(plan, key) == "none":
-        return "the device is none"
+    if key in ("offload_optimizer", "offload_param") and path[-1] != "device":
+        device = getattr(plan, key)
+        if device == "none" or (path[-1] in OF_NVME and device != "nvme"):
+            return f"the device is {device}"
     return None
+
+
+def _effect_of_leaf_modules(key: str, value: Any, config: RecipeConfig) -> str:
+    """Return what becomes of a list of ``zero_optimization.leaf_module``.
+
+    Args:
+        key: the list: ``classes``, ``names`` or ``name_suffixes``.
+        value: names of modules, of their classes, or ends of names.
+    """
+    names = [value] if isinstance(value, str) else list(value or [])
+    modules = model_modules(config)
+    if modules is None:
+        return USED
+    absent = [name for name in names if not _has_module(modules, key, name)]
+    if len(absent) == len(names):
+        return "no effect: the model has no such module"
+    return f"used, without {', '.join(absent)}: the model has no such module" if absent else USED
+
+
+def _has_module(modules: dict[str, type], key: str, name: str) -> bool:
+    if key == "classes":
+        return any(name in (module.__name__, f"{module.__module__}.{module.__name__}") for module in modules.values())
+    if key == "names":
+        return name in modules
+    return any(module_name.endswith(name) for module_name in modules)

@@ -35,12 +35,12 @@ REFUSED_SETTINGS = {
 }
 """Path of a setting that would change the training, or what is saved -> why it is refused."""
 REPLACED = {
-    ("bfloat16",): 'a section "bf16"',
-    ("zero_optimization", "cpu_offload"): 'a section "offload_optimizer" with "device": "cpu"',
-    ("zero_optimization", "cpu_offload_param"): 'a section "offload_param" with "device": "cpu"',
-    ("zero_optimization", "cpu_offload_use_pin_memory"): '"pin_memory" in the sections of offload',
+    "bfloat16": "bf16",
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_use_pin_memory": "pin_memory",
 }
-"""Path of a key of earlier versions of DeepSpeed -> what replaced it."""
+"""Key of earlier versions of DeepSpeed -> the key or section that replaced it. They are read."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
 NEVER = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
@@ -58,6 +58,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         config = _read_inline(environ)
     plan.problems += deepspeed_keys.check_shapes(config, plan.config_file)
     plan.deepspeed_config = config
+    _read_replaced_keys(plan, config)
     _refuse_settings(plan, config)
     if has_json:
         _compare_with_yaml(plan, config, environ)
@@ -100,14 +101,32 @@ def _offload_device(zero: dict[str, Any], key: str) -> str:
     return str(section.get("device", "none"))
 
 
+def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
+    """Write keys of earlier versions of DeepSpeed as those that replaced them. Both at once are a problem."""
+    zero = _section(config, ("zero_optimization", ""))
+    pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
+    for key in ("bfloat16", "cpu_offload", "cpu_offload_param"):
+        section = config if key == "bfloat16" else zero
+        value = section.pop(key, None)
+        if value is None or value is False:
+            continue
+        replacement = REPLACED[key]
+        if replacement in section or not isinstance(value, bool if section is zero else dict):
+            plan.problems.append(
+                f"{plan.config_file}: {key} is {json.dumps(value)}, and {replacement} replaced it. Write {replacement} alone."
+            )
+        elif key == "bfloat16":
+            config["bf16"] = value
+        else:
+            zero[replacement] = {"device": "cpu"} | ({} if pin_memory is None else {"pin_memory": pin_memory})
+            plan.notes.append(f"{plan.config_file}: {key} is read as {replacement} with device cpu")
+
+
 def _refuse_settings(plan: LaunchPlan, config: dict[str, Any]) -> None:
-    """Add a problem for each setting that is refused or of an earlier version. The latter are taken out of ``config``."""
+    """Add a problem for each setting that is refused."""
     for path, reason in REFUSED_SETTINGS.items():
         if _section(config, path).get(path[-1]):
             plan.problems.append(f"{plan.config_file}: {'.'.join(path)} is not supported: {reason}. Remove it.")
-    for path, replacement in REPLACED.items():
-        if _section(config, path).pop(path[-1], None) is not None:
-            plan.problems.append(f"{plan.config_file}: {'.'.join(path)} was replaced. Write {replacement} in its place.")
     if _section(config, ("zero_optimization", "compute_grad_norm")).get("compute_grad_norm") is False:
         plan.problems.append(
             f"{plan.config_file}: zero_optimization.compute_grad_norm is false; clipping and spike detection need the norm of "

@@ -141,10 +141,11 @@ def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[st
     if machines < 2 or strategy_of(args) == "single":
         return
     address = str(args.main_process_ip or "").strip()
-    if not address or address.lower() in ("none", "null"):
+    if not address or address.lower() in ("none", "null", "0.0.0.0", "::"):
+        # An unspecified address would lead every machine to itself.
         yield (
-            f"--main_process_ip: not given, and num_machines is {machines}. It is the first machine's address, as the others "
-            "reach it."
+            f"--main_process_ip: {address or 'not given'}, and num_machines is {machines}. Give the first machine's "
+            "address, as the others reach it."
         )
     elif resolves:
         try:

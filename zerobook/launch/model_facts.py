@@ -132,3 +132,17 @@ def model_class(facts: Mapping[str, Any]) -> Any:
     model = auto._model_mapping.get(config_class, None)
     # Composite models are mapped to a tuple of classes in some versions.
     return model if isinstance(model, type) else None
+
+
+def model_modules(config: RecipeConfig) -> dict[str, type] | None:
+    """Return the modules of the run's model: name -> class. None if the model's class is not known here."""
+    facts = model_facts(config)
+    model = model_class(facts) if facts else None
+    if facts is None or model is None:
+        return None
+    import torch
+
+    # A model without memory for its weights has the same modules.
+    with torch.device("meta"):
+        skeleton = model(model.config_class.from_dict(facts))
+    return {name: type(module) for name, module in skeleton.named_modules() if name}

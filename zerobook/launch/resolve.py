@@ -6,6 +6,7 @@ disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is ga
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -332,7 +333,20 @@ def _check_gpus(launch: LaunchDraft) -> None:
     gpus_seen = counted(gpu_count, "GPU")
     local_rank = int(environ["LOCAL_RANK"])
     local_processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    if local_processes > gpu_count:
+    # Under srun without torchrun, Slurm's own variables say how many processes this node has. All ranks have to say the same:
+    # one that went on would wait for the others.
+    if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
+        # The form is 8, or 8(x2) for two nodes of 8.
+        tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+        tasks_of_node = int(tasks[1]) if tasks else 1
+        local_processes = max(local_processes, local_rank + 1, tasks_of_node)
+        if local_processes > gpu_count:
+            plan.problems.append(
+                f"srun: {local_processes} processes on this machine, of which this one sees {gpus_seen}. A process "
+                "takes the GPU of its LOCAL_RANK, so each has to see all GPUs of the node. Pass --gpu-bind=none to srun "
+                "(--gpus-per-task binds), or start one task a node, which runs accelerate launch."
+            )
+    elif local_processes > gpu_count:
         plan.problems.append(
             f"num_processes: {local_processes} processes on this machine, which has {gpus_seen}; each process needs "
             f"one of its own. Pass --num_processes {gpu_count * (plan.world_size // local_processes)}."
@@ -340,8 +354,7 @@ def _check_gpus(launch: LaunchDraft) -> None:
     elif local_rank >= gpu_count:
         plan.problems.append(
             f"LOCAL_RANK {local_rank}: this process sees {gpus_seen}, and takes the one of its LOCAL_RANK, counted "
-            "from 0. Let each process see all GPUs of the machine, or start fewer. Under srun, pass --gpu-bind=none, since "
-            "--gpus-per-task binds, or start one task a node, which runs accelerate launch."
+            "from 0. Let each process see all GPUs of the machine, or start fewer."
         )
 
 
@@ -388,9 +401,11 @@ def _set_global_batch(launch: LaunchDraft) -> None:
             "one of the two."
         )
     elif global_batch % micro_batches:
+        below = global_batch // micro_batches * micro_batches
+        multiples = f"{below} or {below + micro_batches}" if below else f"{micro_batches}"
         plan.problems.append(
             f"global_batch_size: {global_batch} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
-            f"processes = {micro_batches}. Give a multiple, or another --per_device_train_batch_size."
+            f"processes = {micro_batches}. Give {multiples}, or another --per_device_train_batch_size."
         )
     else:
         draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
