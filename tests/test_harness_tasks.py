@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_a_task_file_and_the_harness_agree(llama, tasks):
 @pytest.mark.parametrize(
     "task, words",
     [
-        ("arc_eazy", "no such task. Did you mean .*arc_easy"),
+        pytest.param("arc_eazy", "no such task. Did you mean .*arc_easy", marks=pytest.mark.full),  # all of its files are read
         ("spoken.yaml", "generates text"),
         ("none.yaml", "is not a task file"),
     ],
@@ -105,6 +106,30 @@ def test_a_task_file_and_the_harness_agree(llama, tasks):
 def test_what_cannot_be_measured_is_an_error(llama, tasks, task, words):
     with pytest.raises(ConfigError, match=words):
         HarnessScorer([str(tasks / task) if task.endswith("yaml") else task], llama[1], 4)
+
+
+def test_a_name_that_the_harness_does_not_know_gets_the_nearest(llama, monkeypatch):
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: SimpleNamespace(all_tasks=["arc_easy", "piqa"]))
+    with pytest.raises(ConfigError, match=r"no such task. Did you mean arc_easy\?"):
+        HarnessScorer(["arc_eazy"], llama[1], 4)
+
+
+def test_an_evaluation_does_not_read_the_harness_own_tasks(llama, tasks, monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    indexes = []
+
+    class Index(TaskManager):
+        def __init__(self, **options):
+            indexes.append(options["include_defaults"])
+            super().__init__(**options)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", Index)
+    monkeypatch.setattr("lm_eval.evaluator.TaskManager", Index)
+    scorer = HarnessScorer([str(tasks / "choices.yaml")], llama[1], 4, limit=1)
+    for step in (1, 2):
+        scorer(None, llama[0], step)
+    assert indexes == [False]
 
 
 def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):

@@ -70,7 +70,7 @@ class HarnessScorer:
         self.max_length = max_length
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
         with _random_state_restored():
-            self.names, self.tasks = _load(tasks)
+            self.manager, self.names, self.tasks = _load(tasks)
 
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False
@@ -98,6 +98,8 @@ class HarnessScorer:
                 result = simple_evaluate(
                     model=_harness_model(self, strategy, model, progress),
                     tasks=[*self.tasks],
+                    # Without one, the harness reads its thousands of task files at each evaluation.
+                    task_manager=self.manager,
                     bootstrap_iters=0,
                     log_samples=False,
                     random_seed=None,
@@ -127,8 +129,8 @@ def _random_state_restored() -> Iterator[None]:
         random.setstate(state)
 
 
-def _load(tasks: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Return the tasks' names, and the harness's objects for them."""
+def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
+    """Return the harness's index of tasks, the tasks' names, and its objects for them."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -163,7 +165,7 @@ def _load(tasks: Sequence[str]) -> tuple[list[str], list[Any]]:
             # A tag: its tasks have no common result.
             names += loaded["tasks"]
             objects += loaded["tasks"].values()
-    return names, objects
+    return manager, names, objects
 
 
 def _suggestion(name: str, known_names: Collection[str]) -> str:
