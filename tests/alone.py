@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +16,16 @@ from tests.harness import Run
 from zerobook.runlog.writer import RunLog
 
 
-def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
-    """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run."""
+def train(output: Path, recipe: Any = None, *, page: bool = False, **flags: Any) -> Run:
+    """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run.
+
+    Args:
+        page: draw the figures of the logbook's page, which take as long as the training of a tiny model.
+    """
     from recipes.causal_lm import CausalLM
     from zerobook.config import parse
     from zerobook.launch.build import resolve_this_process
+    from zerobook.runlog import report
     from zerobook.training import run, trainer
 
     gc.collect()  # the locks on a folder are released with the trainer that held them
@@ -36,7 +42,8 @@ def train(output: Path, recipe: Any = None, **flags: Any) -> Run:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         with (mock.patch.object(sys, "argv", line), mock.patch.dict("os.environ"),
-              mock.patch.object(trainer, "RunLog", opened)):  # fmt: skip
+              mock.patch.object(trainer, "RunLog", opened),
+              nullcontext() if page else mock.patch.object(report, "render", lambda history: "")):  # fmt: skip
             recipe = recipe or CausalLM
             config, sources, _ = parse(recipe.config_class)
             plan, config, sources = resolve_this_process(config, sources)

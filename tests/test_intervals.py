@@ -53,7 +53,7 @@ def steps_over(rows):
     return math.ceil(trained * DEFAULTS.num_train_epochs / DEFAULTS.per_device_train_batch_size)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(rows=ROWS, step=SECONDS, save=SECONDS)
 @example(rows=3, step=1.0, save=1.0)
 @example(rows=10, step=600.0, save=1.0)
@@ -75,7 +75,7 @@ def test_automatic_saves_keep_to_half_an_hour_then_to_5_percent_then_to_ten_a_ru
         assert len(steps) + 1 >= 10, "the end is saved too"
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(rows=ROWS, step=st.floats(0.01, 60), slower=st.floats(1, 20), save=st.floats(0.01, 600))
 def test_steps_that_become_slower_do_not_stretch_the_half_hour(rows, step, slower, save):
     total = steps_over(rows)

@@ -25,26 +25,11 @@ from zerobook.utils.host_memory import too_many_copies, weight_bytes
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def anonymous() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon"))
-
-
-def kept() -> int:
-    """Return the bytes that this process keeps after it has freed many blocks of 1 MiB with small live ones among them."""
-    before, blocks, small = anonymous(), [], []
-    for _ in range(200):
-        blocks.append(torch.ones(2**18))
-        small.append(torch.ones(8000))  # too large for the gaps of a heap
-    blocks.clear()
-    return anonymous() - before
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_freed_blocks_go_back_while_a_model_is_loaded():
     """In a process of its own, whose heap has no room left by other tests."""
     program = (
-        "from tests.test_loading_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
+        "from tests.kept_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
         "with freed_blocks_returned():\n    print(kept())\nprint(kept())"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -59,7 +44,7 @@ def test_freed_blocks_go_back_while_a_model_is_loaded():
 ])  # fmt: skip
 def test_a_threshold_that_the_user_set_is_kept(variable, value):
     program = (
-        "from tests.test_loading_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
+        "from tests.kept_memory import kept\nfrom zerobook.utils.host_memory import freed_blocks_returned\n"
         "with freed_blocks_returned():\n    pass\nprint(kept())"
     )
     environment = os.environ | {variable: value}

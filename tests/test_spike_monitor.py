@@ -7,6 +7,8 @@ import random
 import tracemalloc
 from types import SimpleNamespace
 
+import pytest
+
 from zerobook.monitor.policy import LEAD
 from zerobook.runlog.jsonl import read
 from zerobook.runlog.records import StepRecord
@@ -235,6 +237,7 @@ def test_nothing_to_go_back_to(tmp_path):
     assert lost.go(1, 80, **{f"s{step}": (math.nan, math.nan) for step in range(62, 80)}).kind == "stop"
 
 
+@pytest.mark.full  # growth
 def test_memory_does_not_grow_with_the_length_of_a_run(tmp_path):
     run, held = Run(tmp_path), []
     tracemalloc.start()

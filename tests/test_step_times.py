@@ -34,7 +34,9 @@ def settings(tiny):
 
 def test_a_log_point_says_where_the_time_went(tiny, tmp_path):
     began = time.monotonic()
-    run = train(tmp_path, LoraFinetune, **settings(tiny), max_train_steps=6, logging_steps=2, eval_steps=4, save_steps=4)
+    run = train(
+        tmp_path, LoraFinetune, page=True, **settings(tiny), max_train_steps=6, logging_steps=2, eval_steps=4, save_steps=4
+    )
     took = time.monotonic() - began
     points = [event for event in run.events if event["type"] == "metrics"]
     assert len(points) == 3
