@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +24,8 @@ from tests.rank_client import Launch, Server
 from zerobook.checkpoint import store
 from zerobook.launch.resolve import Hardware
 from zerobook.runlog.writer import read
+from zerobook.training.recipe_file import recipe_class
+from zerobook.training.run import run
 from zerobook.utils.reading import file_digest
 from zerobook.utils.subprocess_launch import kill_family
 
@@ -60,6 +62,15 @@ real = False
 """True for a test whose launches are ``accelerate launch`` itself."""
 real_launches = 0
 """Launches of the test that runs, so far, that were not forked."""
+
+
+def sampled(cases: Iterable[Any], *sample: Any) -> list[Any]:
+    """Return cases for ``parametrize``: those of ``sample`` run always, the others only in the whole matrix."""
+    return [case if case in sample else pytest.param(*_values(case), marks=pytest.mark.full) for case in cases]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
 
 
 @dataclass
@@ -119,9 +130,18 @@ def command(
         *([str(through)] if through else []),
         recipe if recipe.endswith(".py") else str(ROOT / "recipes" / f"{recipe}.py"),
     ]
+    return [*line, *words_of(flags)]
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Return flags as on a command line. True is a flag without a value, and a list is one with several."""
+    words = []
     for key, value in flags.items():
-        line += [f"--{key}"] + ([] if value is True else [str(v) for v in (value if isinstance(value, list) else [value])])
-    return line
+        values = value if isinstance(value, list) else [value]
+        words.append(f"--{key}")
+        if value is not True:
+            words += map(str, values)
+    return words
 
 
 def skip_without_op(strategy: str | list[str]) -> None:
@@ -141,6 +161,7 @@ def launch(
     through: Path | None = None,
     environment: dict[str, Any] | None = None,
     expect: int | None = 0,
+    forked: bool | None = None,
     **flags: Any,
 ) -> Run:
     """Launch a recipe and wait for it.
@@ -150,8 +171,8 @@ def launch(
         through: another script that wraps it.
         environment: variables besides; None takes one away.
         expect: the exit status to insist on; None takes any.
-
-    It is forked from tests/rank_server.py, unless it is to be killed or the test that runs is in tests/conftest.py's `REAL`.
+        forked: fork it from tests/rank_server.py where that makes no difference. None: unless the test that runs is in
+            tests/conftest.py's `REAL`.
     """
     skip_without_op(strategy)
     through = SPY if spy is not None else through
@@ -166,7 +187,8 @@ def launch(
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": v for k, v in (spy or {}).items()}
     environment = {key: str(value) for key, value in environment.items() if value is not None}
     hang = output / "hanging"
-    process = start(line, environment, may=not others and "hang_at_step" not in (spy or {}))
+    # A second launcher is a process of its own.
+    process = start(line, environment, forked=False if others else forked)
     if spy and "hang_at_step" in spy:
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -193,14 +215,16 @@ def server(*variables: tuple[str, str]) -> Server:
     return Server(os.environ | SETTINGS | dict(variables))
 
 
-def may_fork() -> bool:
+def may_fork(forked: bool | None = None) -> bool:
     """Return whether launches may be forked at all, now. GPUs are for processes that start by themselves."""
-    return not real and "ZEROBOOK_REAL_LAUNCH" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if forked is None:
+        forked = not real
+    return forked and "ZEROBOOK_REAL_LAUNCH" not in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
-def start(line: list[str], environment: dict[str, str], may: bool = True) -> subprocess.Popen | Launch:
-    """Start ``accelerate launch``; forked where it ``may`` be and that makes no difference."""
-    if may and may_fork() and server().fits(line, environment):
+def start(line: list[str], environment: dict[str, str], forked: bool | None = None) -> subprocess.Popen | Launch:
+    """Start ``accelerate launch``; see `launch` for ``forked``."""
+    if may_fork(forked) and server().fits(line, environment):
         return server().launch(line, ROOT, environment)
     global real_launches
     real_launches += 1
@@ -209,15 +233,27 @@ def start(line: list[str], environment: dict[str, str], may: bool = True) -> sub
 
 def alone(recipe: str, flags: dict[str, Any], variables: dict[str, str]) -> subprocess.CompletedProcess:
     """Run ``python recipes/RECIPE.py`` without a launcher."""
-    line = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py")]
-    for key, value in flags.items():
-        line += [f"--{key}", str(value)]
+    line = [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *words_of(flags)]
     environment = os.environ | SETTINGS | variables
     if may_fork() and server(*variables.items()).fits(line, environment):
         return server(*variables.items()).run(line, ROOT, environment, LIMIT_S)
     global real_launches
     real_launches += 1
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def run_here(
+    recipe: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> tuple[int | str | None, str]:
+    """Run a recipe that an error ends, in this process, as ``python RECIPE WORDS``. Return its exit status and its output."""
+    monkeypatch.setattr(sys, "argv", [str(recipe), *words])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    # A rank ends itself without the end of its interpreter.
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        run(recipe_class(str(recipe)))
+    output = capsys.readouterr()
+    return ended.value.code, output.out + output.err
 
 
 def on_two_machines() -> list[list[str]]:

@@ -108,6 +108,7 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_compiled_layers_train_as_others_do(strategy, tiny, tmp_path):
     given = {

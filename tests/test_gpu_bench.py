@@ -149,6 +149,7 @@ def test_there_is_no_gpu_result_from_a_cpu(monkeypatch):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_case_of_every_part_goes_through_on_a_cpu(tmp_path):
     line = [sys.executable, "benchmarks/gpu.py", "all", "--device", "cpu", "--scale", "tiny", "--limit", "1"]

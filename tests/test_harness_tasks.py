@@ -144,7 +144,8 @@ def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_spread_over_ranks_is_one_process(tiny, tasks, tmp_path, strategy):
     given = dict(
         model_name_or_path=tiny / "llama", dataset_name="embedded:stdlib", block_size=64, max_train_samples=32,

@@ -376,6 +376,7 @@ def test_an_exported_model_says_what_its_tensors_are(tiny, tmp_path, dtype, writ
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_start_from_scratch_on_the_embedded_models_architecture(tiny, tmp_path, monkeypatch):
     """Converting it is every rank's business; on rank 0 alone, it waited for the others for ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

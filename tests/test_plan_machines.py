@@ -241,6 +241,7 @@ def test_a_cpu_has_no_context_of_cuda(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_measured_links_are_planned_with(tmp_path):
     file = tmp_path / "links.json"
     line = [sys.executable, "scripts/allreduce_bench.py", "--megabytes", "0.25", "1", "--rounds", "3", "--out", str(file)]

@@ -65,6 +65,7 @@ def told(folder: Path) -> list[dict]:
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.parametrize("strategy, processes", [("single", 1), ("ddp", 2), ("zero3", 2), ("fsdp", 2)])
 def test_a_forked_process_sees_what_a_started_one_sees(tmp_path, strategy, processes):
     script = written(tmp_path, PROBE)
@@ -85,6 +86,7 @@ def test_a_forked_process_sees_what_a_started_one_sees(tmp_path, strategy, proce
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_rank_that_fails_ends_the_others_and_the_launcher_says_how(tmp_path):
     code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"
     launch = forked(written(tmp_path, code))
@@ -96,6 +98,7 @@ def test_a_rank_that_fails_ends_the_others_and_the_launcher_says_how(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_nothing_is_left_for_the_next_launch(tmp_path):
     code = """
 import os, random, sys, torch, zerobook
@@ -110,6 +113,7 @@ torch.manual_seed(7), torch.set_grad_enabled(False), os.chdir("/")
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_launch_that_is_killed_leaves_no_process(tmp_path):
     code = "import os, sys, time\nopen(f'{sys.argv[1]}/{os.getpid()}.pid', 'w').close()\ntime.sleep(100)"
     launch = forked(written(tmp_path, code), tmp_path)
@@ -129,6 +133,7 @@ def test_a_launch_that_is_killed_leaves_no_process(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_what_libraries_read_at_their_import_is_never_forked():
     words, given = line("ddp", 2, "script.py"), os.environ | SETTINGS
     assert server().fits(words, given) and server().fits(words, given | {"ZEROBOOK_FAULT": "nan"})

@@ -296,6 +296,7 @@ def test_every_command_without_a_note_runs(page, clone):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_demo():
     result = subprocess.run(

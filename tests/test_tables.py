@@ -64,6 +64,7 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_budget_is_enforced_and_a_run_that_dies_otherwise_is_no_refusal(bench):
     arm = Arm.of("single", 1)
     flags = bench.plain | {"model_name_or_path": bench.gpt2, "per_device_train_batch_size": 1, "max_train_steps": 2}
@@ -113,6 +114,7 @@ def test_where_the_time_is_over_no_run_is_begun_and_what_ran_stays(bench):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_the_script_writes_a_page_a_json_and_nothing_that_it_did_not_run(tmp_path):
     line = [
         sys.executable,

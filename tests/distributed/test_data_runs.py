@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.distributed.test_parity import largest_difference
-from tests.harness import ROOT, launch, reseal, seen, sequence
+from tests.harness import ROOT, launch, reseal, sampled, seen, sequence
 
 STEPS = 12
 
@@ -28,7 +28,8 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.launch
-def test_a_killed_run_on_packed_rows_goes_on_anywhere(tiny, tmp_path, cache):
+@pytest.mark.parametrize("strategy, processes", sampled([("single", 1), ("fsdp", 4)], ("fsdp", 4)))
+def test_a_killed_run_on_packed_rows_goes_on_anywhere(tiny, tmp_path, cache, strategy, processes):
     whole = launch("zero2", 2, "causal_lm", tmp_path / "whole", spy={}, **flags(tiny, cache))
     hashes = sequence(seen(whole.output), 1, STEPS)
     assert len(hashes) > 2 * 4 * STEPS, "rows hold several samples"
@@ -37,18 +38,15 @@ def test_a_killed_run_on_packed_rows_goes_on_anywhere(tiny, tmp_path, cache):
     killed = launch("zero3", 2, "causal_lm", tmp_path / "killed", spy={"hang_at_step": 7}, **flags(tiny, cache))
     first = sequence(seen(killed.output), 1, 4)
 
-    for strategy, processes in (("single", 1), ("fsdp", 4)):
-        output = tmp_path / f"on-{processes}"
-        shutil.copytree(killed.output, output)
-        for file in output.glob("spy-*"):
-            file.unlink()
-        run = launch(strategy, processes, "causal_lm", output, spy={}, resume_from_checkpoint="auto", **flags(tiny, cache))
-        assert run.event("resume")["step"] == 4
-        # within a row the samples' order is the row's; between ranks it is the run's
-        assert first + sequence(seen(output), 5, STEPS) == hashes
-        mine = [s for s in run.steps if s["attempt"] == 2]
-        assert largest_difference([s["loss"] for s in mine], whole.losses[4:]) < 1e-5
-        assert largest_difference([s["grad_norm"] for s in mine], whole.norms[4:]) < 1e-5
+    for file in killed.output.glob("spy-*"):
+        file.unlink()
+    run = launch(strategy, processes, "causal_lm", killed.output, spy={}, resume_from_checkpoint="auto", **flags(tiny, cache))
+    assert run.event("resume")["step"] == 4
+    # within a row the samples' order is the row's; between ranks it is the run's
+    assert first + sequence(seen(run.output), 5, STEPS) == hashes
+    mine = [s for s in run.steps if s["attempt"] == 2]
+    assert largest_difference([s["loss"] for s in mine], whole.losses[4:]) < 1e-5
+    assert largest_difference([s["grad_norm"] for s in mine], whole.norms[4:]) < 1e-5
 
 
 @pytest.mark.launch

@@ -11,7 +11,7 @@ from tests.harness import launch
 from zerobook.plan.memory import at_load
 from zerobook.plan.sharding import ShardingSpec
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.full]
 
 RANKS = 4
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, launch
+from tests.harness import ROOT, launch, sampled
 from zerobook.cli.main import main
 
 FOLDER = ROOT / "docs" / "how-to"
@@ -25,6 +27,7 @@ CASES = {
     "evaluation": {"block_size": 32},
 }
 """Page -> flags of its file; ``rows`` are the data."""
+SAMPLE = [("custom_loss", "zero3"), ("dpo", "fsdp"), ("data_format", "zero3"), ("evaluation", "fsdp")]
 METRICS = {"custom_loss": {"z_loss"}, "dpo": {"reward_margin", "reward_accuracy"}}
 
 
@@ -57,27 +60,35 @@ def test_a_how_to_is_short_and_prepares_and_plans(tiny, tmp_path, capsys, page):
     assert "zero3" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """A page's file, trained under a strategy; each is launched once."""
+
+    @cache
+    def run(page, strategy):
+        ranks, micro = {"single": (1, 6), "zero3": (2, 1), "fsdp": (2, 3)}[strategy]
+        folder = tmp_path_factory.mktemp(page)
+        return launch(
+            strategy, ranks, str(file_of(page, folder)), folder / strategy, per_device_train_batch_size=micro,
+            gradient_accumulation_steps=6 // (ranks * micro), max_train_steps=4, logging_steps=1, eval_steps=2,
+            per_device_eval_batch_size=2, **flags_of(page, tiny, folder),
+        )  # fmt: skip
+
+    return run
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("page", CASES)
-def test_a_how_to_trains_equal_to_one_process(tiny, tmp_path, page):
-    file, flags = file_of(page, tmp_path), flags_of(page, tiny, tmp_path)
-    flags |= {"max_train_steps": 4, "logging_steps": 1, "eval_steps": 2, "per_device_eval_batch_size": 2}
-    runs = {}
-    for strategy, ranks, micro in (("single", 1, 6), ("zero3", 2, 1), ("fsdp", 2, 3)):
-        runs[strategy] = launch(
-            strategy, ranks, str(file), tmp_path / strategy, per_device_train_batch_size=micro,
-            gradient_accumulation_steps=6 // (ranks * micro), **flags,
-        ).read()  # fmt: skip
-    one = runs.pop("single")
+@pytest.mark.parametrize("page, strategy", sampled(product(CASES, ["zero3", "fsdp"]), *SAMPLE))
+def test_a_how_to_trains_equal_to_one_process(trained, page, strategy):
+    one, run = trained(page, "single"), trained(page, strategy)
     assert one.losses[-1] < one.losses[0] or page == "dpo"
-    for run in runs.values():
-        assert run.losses == pytest.approx(one.losses, rel=1e-5) and run.norms == pytest.approx(one.norms, rel=1e-5)
-        for ours, reference in zip(run.steps, one.steps, strict=True):
-            assert set(ours.get("metrics", {})) == METRICS.get(page, set())
-            assert ours.get("metrics", {}) == pytest.approx(reference.get("metrics", {}), rel=1e-4, abs=1e-5)
-        assert run.event("eval")["loss"] == pytest.approx(one.event("eval")["loss"], rel=1e-5)
-        if page == "evaluation":
-            assert run.event("eval")["metrics"] == pytest.approx(one.event("eval")["metrics"])
+    assert run.losses == pytest.approx(one.losses, rel=1e-5) and run.norms == pytest.approx(one.norms, rel=1e-5)
+    for ours, reference in zip(run.steps, one.steps, strict=True):
+        assert set(ours.get("metrics", {})) == METRICS.get(page, set())
+        assert ours.get("metrics", {}) == pytest.approx(reference.get("metrics", {}), rel=1e-4, abs=1e-5)
+    assert run.event("eval")["loss"] == pytest.approx(one.event("eval")["loss"], rel=1e-5)
+    if page == "evaluation":
+        assert run.event("eval")["metrics"] == pytest.approx(one.event("eval")["metrics"])
 
 
 @pytest.mark.launch

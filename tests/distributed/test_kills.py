@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import time
 
 import pytest
 
-from tests.harness import ROOT, command
+from tests.harness import SETTINGS, command, start
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import STEPS, RunLog, read
@@ -29,8 +28,7 @@ def test_training_that_is_killed_at_any_moment_leaves_a_log_that_the_next_attemp
     line = command("single", 1, "causal_lm", flags)
     rng = random.Random(times)
     for attempt in range(1, times + 1):
-        process = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.STDOUT)  # fmt: skip
+        process = start(line, os.environ | SETTINGS)
         deadline = time.monotonic() + 120
 
         def trains(number=attempt):
@@ -43,7 +41,7 @@ def test_training_that_is_killed_at_any_moment_leaves_a_log_that_the_next_attemp
         assert process.poll() is None and trains(), f"attempt {attempt} did not begin to train"
         time.sleep(rng.random() * 2)
         kill_family(process)
-        process.wait(timeout=60)
+        process.communicate(timeout=60)
     RunLog(output).close()  # cuts what is torn, as the next attempt would
     assert problems(output / "runlog")[0] == []
     history = History.read(output)

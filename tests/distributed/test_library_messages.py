@@ -8,19 +8,23 @@ from collections import Counter
 
 import pytest
 
-from tests.harness import ROOT, launch
+from tests.harness import ROOT, launch, sampled
 
 NOTICES = re.compile(
     r"warn|deprecat|site-packages|built successfully|torch/distributed|Failed to load|\[(INFO|WARNING)\]", re.IGNORECASE
 )
 
 
+CASES = [
+    ("fsdp", {"mixed_precision": "bf16"}),
+    ("zero3", {}),
+    ("ddp", {"load_in_4bit": True}),
+    ("zero2_offload", {}),
+]
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "strategy, flags",
-    [("zero3", {}), ("fsdp", {"mixed_precision": "bf16"}), pytest.param("ddp", {"load_in_4bit": True}, marks=pytest.mark.full),
-     pytest.param("zero2_offload", {}, marks=pytest.mark.full)],
-)  # fmt: skip
+@pytest.mark.parametrize("strategy, flags", sampled(CASES, CASES[0]))
 def test_libraries_print_nothing(tiny, tmp_path, strategy, flags):
     run = launch(
         strategy, 2, "lora_finetune", tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl",

@@ -7,12 +7,20 @@ import json
 import pytest
 import torch
 
-from tests.distributed.test_adapter_runs import SAMPLE, assert_exports_to_the_same
+from tests.distributed.test_adapter_runs import assert_exports_to_the_same
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import launch
+from tests.harness import launch, sampled
 from zerobook.models.result import load_result
 
 TOKENS = ["<tool>", "</tool>"]
+SHARDED = [
+    (strategy, recipe, kind)
+    for strategy in ("zero3", "fsdp")
+    for recipe in ("lora_finetune", "causal_lm")
+    for kind in ("tied", "untied")
+]
+CASES = [*SHARDED, ("ddp", "lora_finetune", "tied"), ("zero2", "causal_lm", "untied")]
+"""Every pair under those that shard weights; the others hold whole ones, as one process does."""
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +77,9 @@ def assert_alike(run, alone):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("recipe", ["lora_finetune", "causal_lm"])
-@pytest.mark.parametrize("strategy", SAMPLE)
+@pytest.mark.parametrize(
+    "strategy, recipe, kind", sampled(CASES, ("zero3", "lora_finetune", "untied"), ("fsdp", "causal_lm", "tied"))
+)
 def test_new_tokens_under_every_strategy(train, tmp_path, strategy, recipe, kind):
     run, alone = train(strategy, kind, recipe), train("single", kind, recipe)
     assert_alike(run, alone)
@@ -86,7 +94,7 @@ def test_new_tokens_under_every_strategy(train, tmp_path, strategy, recipe, kind
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("recipe", ["lora_finetune", pytest.param("causal_lm", marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", sampled(["lora_finetune", "causal_lm"], "causal_lm"))
 def test_a_checkpoint_with_new_tokens_goes_on_under_another_strategy(train, recipe):
     alone = train("single", "tied", recipe)
     (checkpoint,) = (alone.output / "checkpoints").glob("step-*2")
@@ -96,7 +104,7 @@ def test_a_checkpoint_with_new_tokens_goes_on_under_another_strategy(train, reci
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", SAMPLE)
+@pytest.mark.parametrize("strategy", sampled(["zero3", "fsdp"], "zero3"))
 def test_an_adapter_with_new_tokens_is_trained_further(train, tmp_path, strategy):
     """Its tokenizer and its embeddings have the tokens already."""
     before = train("single", "untied", "lora_finetune")
@@ -109,7 +117,7 @@ def test_an_adapter_with_new_tokens_is_trained_further(train, tmp_path, strategy
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", SAMPLE)
+@pytest.mark.parametrize("strategy", sampled(["zero3", "fsdp"], "fsdp"))
 def test_new_tokens_of_an_encoder_decoder(train, tmp_path, strategy):
     run = train(strategy, "seq2seq", "seq2seq_chatbot")
     assert_alike(run, train("single", "seq2seq", "seq2seq_chatbot"))

@@ -24,7 +24,7 @@ HELD_BY = {
     "adafactor": ["ddp"],
     "adamw_8bit": ["ddp"],
 }
-SAMPLE = [("sgd", "zero3"), ("sgd", "fsdp"), ("adafactor", "ddp")]
+SAMPLE = [("sgd", "zero3"), ("adafactor", "ddp")]
 
 
 def cases():
@@ -37,7 +37,8 @@ def cases():
 @pytest.mark.parametrize("optimizer, strategy", list(cases()))
 def test_same_training_as_one_process(launches, optimizer, strategy):
     processes, flags = STRATEGIES[strategy], {"optimizer": optimizer, "learning_rate": RATES[optimizer]}
-    one, run = launches("single", 1, 4, 1, **flags), launches(strategy, processes, 4 // processes, 1, **flags)
+    one = launches("single", 1, 4, 1, **flags)
+    run = launches(strategy, processes, 4 // processes, 1, save_steps=5, **flags)
     loss, norm = largest_difference(run.losses, one.losses), largest_difference(run.norms, one.norms)
     ours, reference = run.state(), one.state()
     record("parity", strategy=strategy, recipe=f"causal_lm, {optimizer}", processes=processes, loss=loss, norm=norm,

@@ -44,6 +44,7 @@ def chats(file, count):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_own_chats_become_a_model_that_is_continued_and_talked_to(tmp_path, tiny, shell):
     mine, model = tmp_path / "mine", tiny / "llama"
     chats(mine / "chats.jsonl", 24)

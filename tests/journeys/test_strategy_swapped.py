@@ -56,8 +56,3 @@ def test_a_run_that_was_killed_goes_on_under_another_strategy_file(tmp_path, tin
     zerobook("runlog", "report", "mine")
     page = (tmp_path / "mine" / "runlog" / "report.html").read_text()
     assert "Another launch than before" in page and "done again" in page
-    # other data are refused, with the setting's name
-    other = flags | small | {"output_dir": "mine", "resume_from_checkpoint": "auto", "block_size": 32}
-    assert "Changed: block_size 64 -> 32. Restore these values." in " ".join(
-        run(command("ddp", 2, "causal_lm", other), 1).split()
-    )

@@ -48,6 +48,7 @@ utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_run_that_goes_on_is_one_run_in_each_tracker(tiny, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from tests.harness import REFUSED, ROOT, SETTINGS
+from tests.harness import REFUSED, ROOT, SETTINGS, run_here, sampled
 
 RECIPE, LORA = ROOT / "recipes" / "causal_lm.py", ROOT / "recipes" / "lora_finetune.py"
 GOOD = "--model_name_or_path {tiny}/llama --train_file good.jsonl --block_size 32 --output_dir run"
@@ -39,9 +39,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.launch
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named_with_its_way_out(tmp_path, tiny, name):
+def test_a_mistake_is_named_with_its_way_out(tmp_path, tiny, monkeypatch, capsys, name):
     recipe, flags, says = MISTAKES[name]
     (tmp_path / "good.jsonl").write_text('{"text": "one two three four five six seven eight nine ten"}\n' * 40)
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
@@ -52,17 +51,17 @@ def test_a_mistake_is_named_with_its_way_out(tmp_path, tiny, name):
     (tmp_path / "full" / "model").mkdir(parents=True)
     (tmp_path / "full" / "model" / "config.json").write_text("{}")
     words = [word.format(tiny=tiny) for word in flags.split()]
-    done = subprocess.run(
-        [sys.executable, str(recipe), *words], cwd=tmp_path, env=os.environ | SETTINGS | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 2 and re.search(says, said), said
+    monkeypatch.chdir(tmp_path)
+
+    code, output = run_here(recipe, words, monkeypatch, capsys)
+
+    said = " ".join(output.split())
+    assert code == 2 and re.search(says, said), said
     assert "Traceback" not in said
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("processes, logs", [(2, []), (1, []), (2, ["--tee", "3", "--log_dir"])])
+@pytest.mark.parametrize("processes, logs", sampled([(2, []), (1, []), (2, ["--tee", "3", "--log_dir"])], (2, [])))
 def test_a_refusal_ends_the_launch_with_its_own_lines(tmp_path, tiny, processes, logs):
     """accelerate's launcher would add 40 lines. With --tee it prints what its processes write, so it is not ended early."""
     (tmp_path / "good.jsonl").write_text('{"text": "one two three"}\n')

@@ -17,7 +17,12 @@ from tests.nodes.runs import PORT
 from zerobook.launch.host_check import PATIENCE_S
 
 NEEDS = missing()
-pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS))]
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.launch,
+    pytest.mark.full,
+    pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS)),
+]
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,9 @@ MISTAKES = {
     ),
     "other strategy": Mistake(flags={1: {"config_file": "zero2"}}, says={0: "strategy: DDP on hosta; ZeRO-2 on hostb"}),
 }
-SAMPLE = ("none", "host name on loopback", "other config")
 
 
-@pytest.mark.parametrize("name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.full) for name in MISTAKES])
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_between_hosts_is_named(tmp_path, tiny, name):
     mistake, output = MISTAKES[name], tmp_path / "run"
     with Network(tmp_path) as hosts:

@@ -1,6 +1,6 @@
 """Faults of processes, hosts and links, on simulated hosts: each ends the run with the name of the culprit, or costs nothing.
 
-A sample runs in ``make test``; ``make test-nodes`` runs all rows, and writes docs/measured/nodes.md.
+``make test-nodes`` runs all rows, and writes docs/measured/nodes.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from tests.nodes.runs import HANG_S, NodeRun
 from zerobook.health.watch import EXIT_CODE
 
 NEEDS = missing()
-pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS))]
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.launch,
+    pytest.mark.full,
+    pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS)),
+]
 STALLS = "tests.nodes.stalls:Stalls"
 
 
@@ -52,14 +57,13 @@ FAULTS = {
         Fault("data loader hangs", lambda run: None, -1, 1, 3 * HANG_S + 6, hooks=STALLS),
     )
 }
-SAMPLE = [("host killed", "ddp", 1), ("link cut for good", "ddp", 1), ("data loader hangs", "ddp", 1)]
 MATRIX = [
     (name, strategy, per_host) for strategy, per_host in (("ddp", 1), ("zero3", 1), ("fsdp_hybrid", 2)) for name in FAULTS
 ]
 
 
 def cases() -> list:
-    return [pytest.param(*row, id="-".join(row[:2]), marks=[] if row in SAMPLE else [pytest.mark.full]) for row in MATRIX]
+    return [pytest.param(*row, id="-".join(row[:2])) for row in MATRIX]
 
 
 @pytest.mark.parametrize("name, strategy, per_host", cases())
@@ -100,8 +104,7 @@ def test_all_hosts_stop_and_name_the_culprit(tmp_path, tiny, name, strategy, per
 
 
 @pytest.mark.parametrize("strategy, per_host", [
-    pytest.param("ddp", 1, id="ddp"), pytest.param("zero3", 1, id="zero3", marks=pytest.mark.full),
-    pytest.param("fsdp_hybrid", 2, id="fsdp_hybrid", marks=pytest.mark.full),
+    pytest.param("ddp", 1, id="ddp"), pytest.param("zero3", 1, id="zero3"), pytest.param("fsdp_hybrid", 2, id="fsdp_hybrid"),
 ])  # fmt: skip
 def test_a_link_that_comes_back_costs_only_time(tmp_path, tiny, strategy, per_host):
     with Network(tmp_path) as hosts:
@@ -144,7 +147,6 @@ def test_a_slow_link_is_named(tmp_path, tiny):
            ends=f"goes on; named after {steps} steps")  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize("ahead", [3600, -3600])
 def test_a_clock_that_jumps_changes_nothing(tmp_path, tiny, host, ahead):
@@ -159,7 +161,6 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, tiny, host, ahead):
            seconds=None, named="", ends="goes on, nothing lost")  # fmt: skip
 
 
-@pytest.mark.full
 def test_a_full_disk_of_one_host_is_named(tmp_path, tiny):
     """The second host has no room for its prepared data."""
     with Network(tmp_path) as hosts:
@@ -177,7 +178,6 @@ def test_a_full_disk_of_one_host_is_named(tmp_path, tiny):
            ends="no host starts")  # fmt: skip
 
 
-@pytest.mark.full
 def test_other_data_on_one_host_is_refused(tmp_path, tiny):
     """A file of the same name lies on each host's own disk, and one of them is newer."""
     with Network(tmp_path) as hosts:

@@ -14,7 +14,12 @@ from tests.nodes.hosts import Network, missing
 from tests.nodes.runs import NodeRun
 
 NEEDS = missing()
-pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS))]
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.launch,
+    pytest.mark.full,
+    pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS)),
+]
 AWAY_S = 25
 """Seconds that a host or a link is away before it comes back."""
 
@@ -50,7 +55,6 @@ RESTARTS = {
     "host killed, others go on, and back": Restart(lambda run: run.hosts[1].kill(), back, least=1),
     "link cut, others go on, and mended": Restart(lambda run: run.hosts[1].cut(), lambda run: run.hosts[1].mend(), least=1),
 }
-SAMPLE = [("host killed, others go on, and back", "ddp", 1)]
 MATRIX = [
     (name, strategy, per_host)
     for strategy, per_host in (("ddp", 1), ("zero3", 1), ("fsdp_hybrid", 2))
@@ -60,7 +64,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize("name, strategy, per_host", [
-    pytest.param(*row, id="-".join(row[:2]), marks=[] if row in SAMPLE else [pytest.mark.full]) for row in MATRIX
+    pytest.param(*row, id="-".join(row[:2])) for row in MATRIX
 ])  # fmt: skip
 def test_a_run_goes_on(tmp_path, tiny, name, strategy, per_host):
     restart = RESTARTS[name]

@@ -20,7 +20,12 @@ from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.devices import DEVICES
 
 NEEDS = missing()
-pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS))]
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.launch,
+    pytest.mark.full,
+    pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS)),
+]
 CASES = [
     ("ddp", 1),
     ("ddp", 2),
@@ -35,7 +40,6 @@ CASES = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("strategy, per_host", CASES)
 def test_bytes_between_hosts_are_those_of_the_plan(tmp_path, tiny, monkeypatch, strategy, per_host, lora):
