@@ -177,18 +177,12 @@ def launch(
     skip_without_op(strategy)
     through = SPY if spy is not None else through
     meetings = on_two_machines() if strategy in TWO_MACHINES else [ALONE]
-    line, *others = [
-        command(strategy, processes, recipe, {"output_dir": output, **flags}, through, meeting) for meeting in meetings
-    ]
-    if others:  # the shell is then the launcher: it fails where one of the two does
-        script = f"{shlex.join(others[0])} & other=$!; {shlex.join(line)}; code=$?; [ $code = 0 ] || kill $other; "
-        line = ["bash", "-c", script + "wait $other && exit $code"]
+    lines = [command(strategy, processes, recipe, {"output_dir": output, **flags}, through, meeting) for meeting in meetings]
     environment = os.environ | SETTINGS | (environment or {})
     environment |= {f"ZEROBOOK_SPY_{k.upper()}": v for k, v in (spy or {}).items()}
     environment = {key: str(value) for key, value in environment.items() if value is not None}
     hang = output / "hanging"
-    # A second launcher is a process of its own.
-    process = start(line, environment, forked=False if others else forked)
+    process, *others = [start(line, environment, forked) for line in lines]
     if spy and "hang_at_step" in spy:
         deadline = time.monotonic() + LIMIT_S
         while not hang.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -198,15 +192,22 @@ def launch(
         assert hang.exists(), f"the run never reached step {spy['hang_at_step']}:\n{text[-3000:]}"
         hang.unlink()
         return Run(output, process.returncode, text).read()
-    try:
-        text, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        kill_family(process)
-        text, _ = process.communicate()
-        raise AssertionError(f"hung for {LIMIT_S} s: {' '.join(line)}\n{text[-3000:]}") from None
+    text, code = "", 0
+    for launcher in (process, *others):
+        if code:
+            # The first machine's ranks are gone: those of the second would wait for them.
+            kill_family(launcher)
+        try:
+            part, _ = launcher.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            kill_family(launcher)
+            text += launcher.communicate()[0]
+            raise AssertionError(f"hung for {LIMIT_S} s: {shlex.join(lines[0])}\n{text[-3000:]}") from None
+        text += part
+        code = code or launcher.returncode
     if expect is not None:
-        assert process.returncode == expect, f"exit {process.returncode}: {' '.join(line)}\n{text[-9000:]}"
-    return Run(output, process.returncode, text).read()
+        assert code == expect, f"exit {code}: {shlex.join(lines[0])}\n{text[-9000:]}"
+    return Run(output, code, text).read()
 
 
 @cache

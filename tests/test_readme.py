@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from string import Template
 
 import pytest
 import yaml
 
 from scripts.reference import header
+from tests.distributed.test_library_messages import NOTICES
 from tests.distributed.test_parity import STRATEGIES
 from tests.harness import ROOT
 from zerobook.cli.doctor import inspect_launch
@@ -293,6 +295,23 @@ def test_every_command_without_a_note_runs(page, clone):
             [sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120, check=False
         )
         assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.launch
+def test_the_launch_of_the_readme_trains_a_model_to_talk_to(clone, tiny):
+    """As typed, with a tiny model on two processes."""
+    values = {"MODEL": str(tiny / "llama"), "TRAIN_FILE": "chats.jsonl", "GPUS": "2"}
+    launch, chat = [Template(line).substitute(values) for line, _ in commands(README) if line.endswith("outputs/mine")]
+    (clone / "chats.jsonl").write_text(12 * blocks(README, "jsonl")[0])
+
+    trained = run(launch, clone)
+    answered = run(chat, clone)
+
+    said = trained.stdout + trained.stderr
+    assert trained.returncode == 0 and "ZeRO-3" in said, said
+    assert [line for line in re.split(r"[\r\n]+", said) if NOTICES.search(line)] == [], "of libraries"
+    assert (clone / "outputs" / "mine" / "adapter" / "adapter_config.json").exists()
+    assert answered.returncode == 0 and answered.stdout.strip(), answered.stderr
 
 
 @pytest.mark.launch

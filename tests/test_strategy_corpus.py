@@ -52,10 +52,12 @@ def test_deepspeeds_own_check_is_done_beside_other_problems(tmp_path, tiny, monk
 
 
 SAMPLE = ["stage 3 of the Trainer's docs", "another stage in the YAML"]
+"""One that trains, and one that the recipe refuses: all such refusals come from what doctor calls."""
+LAUNCHED = [name for name, case in CORPUS.items() if case.said is None or case.refused_by_launcher or name in SAMPLE]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", sampled(CORPUS, *SAMPLE))
+@pytest.mark.parametrize("name", sampled(LAUNCHED, *SAMPLE))
 def test_a_launch_ends_as_doctor_says(name, tmp_path, tiny):
     """The launch ends with doctor's problem before anything starts; without one, a step is trained."""
     case = CORPUS[name]

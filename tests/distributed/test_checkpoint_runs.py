@@ -80,6 +80,7 @@ def test_a_warning_to_one_rank_saves_on_all_and_a_restart_goes_on(tiny, tmp_path
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_launcher_that_ignores_a_warning_leaves_its_ranks_the_time_to_save(tiny, tmp_path):
     """A scheduler signals every process of a job. A launcher that took the signal would kill its ranks within 30 s."""
     warned = {"signal": "SIGUSR1", "signal_at_step": 6, "signal_rank": 1, "signal_launcher": 1}
@@ -102,7 +103,6 @@ def test_one_process_alone_leaves_too(tiny, tmp_path):
 
 
 @pytest.mark.launch
-@pytest.mark.full
 def test_a_full_disk_stops_the_run_or_is_trained_through(tiny, tmp_path):
     if os.geteuid():
         pytest.skip("mounting a tmpfs needs root")

@@ -37,6 +37,7 @@ def test_libraries_print_nothing(tiny, tmp_path, strategy, flags):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_the_quiet_launcher_prints_nothing_of_its_own(tiny, tmp_path):
     import subprocess
     import sys
