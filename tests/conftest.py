@@ -20,8 +20,6 @@ REAL = {
     "test_collectives.py::test_an_optimizer_in_host_memory_shares_the_cores": "OMP_NUM_THREADS",
     "test_host_memory.py::test_ranks_together_hold_while_loading_what_is_planned": "forked ranks share memory",
     "test_hub.py": "variables that libraries read at their import",
-    "test_parity.py::test_same_training_as_one_process[ddp-causal_lm]": "a strategy of each kind",
-    "test_parity.py::test_same_training_as_one_process[zero3-causal_lm]": "a strategy of each kind",
     "test_plan_measured.py::test_the_plan_is_what_a_run_holds_and_sends[fsdp-2-packed lora]": "the planner's own launch",
     "test_seq2seq.py::test_the_published_command[zero2]": "a recipe of each kind",
     "test_strategy_corpus.py::test_a_dry_run_prints_what_becomes_of_each_key": "the launcher's own environment",

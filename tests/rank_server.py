@@ -46,9 +46,13 @@ ROOM = {"arg": 8_000, "env": 40_000}
 """Bytes that a process's command line and its environment may have."""
 MODULES = (
     "accelerate.commands.launch", "bitsandbytes", "datasets", "deepspeed", "peft",
-    "plotly.graph_objs._figure", "plotly.offline", "plotly.tools",
-    "torch.distributed.run", "transformers.optimization", "transformers.trainer_pt_utils", "webbrowser",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("bart", "gpt2", "llama", "t5")),
+    "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft.tuners.lora.bnb", "peft.utils.transformers_weight_conversion",
+    "plotly.graph_objects", "plotly.offline", "plotly.subplots", "plotly.tools",
+    "torch.distributed.run", "torch.utils.cpp_extension", "transformers.conversion_mapping",
+    "transformers.integrations.bitsandbytes", "transformers.optimization", "transformers.trainer_pt_utils", "webbrowser",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bart", "blenderbot", "gpt2", "llama", "mixtral", "t5")),
 )  # fmt: skip
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -147,6 +151,9 @@ def preload() -> None:
 
     for name in MODULES:
         importlib.import_module(name)
+    # Two libraries make large tables at their first use, at each start of a rank otherwise.
+    sys.modules["plotly.graph_objects"].Figure(layout={"template": "plotly"}).to_html(include_plotlyjs=False)
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
     for file in sorted((ROOT / "recipes").glob("*.py")):
         importlib.import_module(f"recipes.{file.stem}")
     for file in sorted((ROOT / "zerobook").rglob("*.py")):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 
 import psutil
 import pytest
@@ -122,25 +123,32 @@ def test_a_second_ctrl_c_stops_now(tiny, tmp_path, who):
     assert who == "accelerate" or "Traceback" not in terminal.said
 
 
+ERRORS = {
+    "of data": ("bad.jsonl", "DataError: ", 2),
+    "in a recipe": ("mine.py", "'Mine' object has no attribute 'not_there'", 1),
+}
+"""Name -> (file that is wrong, what is said, exit status)."""
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("who", sampled(["accelerate", "zerobook"], "zerobook"))
-def test_an_error_is_the_last_thing_that_a_launcher_says(tiny, tmp_path, who):
-    recipe, bad = tmp_path / "mine.py", tmp_path / "bad.jsonl"
-    recipe.write_text(USERS_RECIPE)
-    bad.write_text('{"text": "one"}\n{"text": 2}\n')
-    cases = [("causal_lm", {"train_file": bad}, "DataError: ", 2),
-             (str(recipe), {}, "'Mine' object has no attribute 'not_there'", 1)]  # fmt: skip
-    for name, given, says, code in cases:
-        line = line_of("ddp", name, flags(tiny, output_dir=tmp_path / "run") | given, who)
-        done = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
-        said = done.stdout + done.stderr
-        if who == "zerobook":
-            assert done.returncode == code, said
-            assert says in "\n".join(said.rstrip().splitlines()[-6:]), said
-            assert ("Traceback" in said) == (code == 1), said
-            assert "OMP_NUM_THREADS" not in said and "exitcode" not in said, "the launcher adds nothing"
-        else:
-            assert says in said[said.rindex("Root Cause") :], said
+@pytest.mark.parametrize("who, name", sampled(product(["accelerate", "zerobook"], ERRORS), ("zerobook", "in a recipe")))
+def test_an_error_is_the_last_thing_that_a_launcher_says(tiny, tmp_path, who, name):
+    (tmp_path / "mine.py").write_text(USERS_RECIPE)
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    file, says, code = ERRORS[name]
+    recipe, data = (str(tmp_path / file), {}) if name == "in a recipe" else ("causal_lm", {"train_file": tmp_path / file})
+    line = line_of("ddp", recipe, flags(tiny, output_dir=tmp_path / "run") | data, who)
+
+    done = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
+
+    said = done.stdout + done.stderr
+    if who == "zerobook":
+        assert done.returncode == code, said
+        assert says in "\n".join(said.rstrip().splitlines()[-6:]), said
+        assert ("Traceback" in said) == (code == 1), said
+        assert "OMP_NUM_THREADS" not in said and "exitcode" not in said, "the launcher adds nothing"
+    else:
+        assert says in said[said.rindex("Root Cause") :], said
 
 
 @pytest.mark.launch
