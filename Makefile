@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Tests without launches run in two processes, a file in one of them; launches take both cores themselves.
+# Tests run in two processes, a file in one of them. Launches too: while one starts or is compared, another trains.
 BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -61,11 +61,10 @@ test-fast: setup ## a few minutes: everything but long launches
 
 test: setup checks ## about 25 minutes on two cores: a fixed sample of everything; what CI runs
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full" --durations=10
-	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10
 
-# ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
 test-launches: setup ## the launched sample alone, or TESTS of it
-	@$(BIN)/python -m pytest -q -m "launch and not full" --durations=10 $(TESTS)
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10 $(TESTS)
 
 # uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest.
 RESOLUTION ?= lowest-direct
@@ -79,9 +78,10 @@ test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (high
 	@$(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
 	@$(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
 
-test-full: setup checks ## the whole matrices, and the tables of docs/measured/
+# ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
+test-full: setup checks ## the whole matrices and long runs but those of test-nodes, and the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
-	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q -m launch --durations=20
+	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q $(BESIDE) -m "launch and not nodes" --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
 	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured
 
