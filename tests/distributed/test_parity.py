@@ -85,7 +85,6 @@ SAMPLE = {
     ("zero2", "causal_lm"),
     ("zero2", "int8"),
     ("zero2", "mbart"),
-    ("zero2", "vocabulary"),
     ("zero2_offload", "causal_lm"),
     ("zero3", "causal_lm"),
     ("zero3", "qlora"),
@@ -108,7 +107,8 @@ SAMPLE = {
     ("fsdp_tensor", "causal_lm"),
     ("fsdp_experts", "moe"),
 }
-"""Each strategy file once and each case once, but for ``composite_lora``; full finetuning under one strategy of each kind."""
+"""Each strategy file and each case once, but for ``composite_lora`` and ``vocabulary``, which takes long; full finetuning under
+one strategy of each kind."""
 
 NONE, CPU, NVME = ({"optimizer": where, "parameters": where} for where in ("none", "cpu", "nvme"))
 ADAM_ON_CPU = {"optimizer": "cpu", "parameters": "none"}

@@ -30,7 +30,6 @@ def published(tiny, tmp_path_factory):
                 per_device_train_batch_size=8 // processes, per_device_eval_batch_size=4 // processes,
                 learning_rate=2e-2, weight_decay=0.0, num_train_epochs=1, gradient_accumulation_steps=1,
                 num_warmup_steps=100, seed=25, logging_steps=100, dataloader_num_workers=1, **PUBLISHED_RULES,
-                forked=True if processes == 1 else None,
             )  # fmt: skip
         return done[strategy, model]
 
