@@ -185,6 +185,11 @@ def test_every_strategy_file_is_covered():
     assert {f.stem for f in (ROOT / "accelerate_configs").glob("*.yaml")} == set(STRATEGIES)
 
 
+def test_the_sample_has_each_strategy_file_and_each_case():
+    assert {strategy for strategy, _ in SAMPLE} == set(STRATEGIES) - {"single"}
+    assert {case for _, case in SAMPLE} == set(RECIPES) - {"composite_lora", "vocabulary"}
+
+
 @pytest.mark.parametrize("strategy, case", list(cases()))
 def test_same_training_as_one_process(launches, strategy, case):
     processes = STRATEGIES[strategy]
