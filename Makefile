@@ -59,7 +59,7 @@ checks: $(STAMP) ## lint, format, types, the direction of imports, and figures o
 test-fast: setup ## a few minutes: everything but long launches
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"
 
-test: setup checks ## about 25 minutes on two cores: a fixed sample of everything; what CI runs
+test: setup checks ## all tests without launches, and a sample of those with; what CI runs
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full" --durations=10
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10
 
