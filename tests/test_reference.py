@@ -43,16 +43,22 @@ def constants(node: ast.AST) -> set[str]:
     return {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
+def looked_up(module: ast.Module, expression: ast.expr) -> set[str]:
+    """Return the values of the module's tables that an expression names."""
+    names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    tables = [n.value for n in module.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in names]
+    return set().union(*(constants(value) for table in tables if isinstance(table, ast.Dict) for value in table.values))
+
+
 def kinds(module: ast.Module, function: ast.AST, given: ast.expr) -> set[str]:
-    """Return the types of events that an argument can name: itself, what is assigned to it, or what callers pass."""
+    """Return the types of events that an argument can name: itself, what it looks up, what is assigned to it, or what
+    callers pass."""
     if not isinstance(given, ast.Name):
-        return constants(given)
+        return constants(given) | looked_up(module, given)
     assigned = [n for n in ast.walk(function) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == given.id]
     if assigned:
         (source,) = assigned
-        tables = [n for n in module.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ast.unparse(source)]
-        values = [value for table in tables if isinstance(table.value, ast.Dict) for value in table.value.values]
-        return constants(source).union(*map(constants, values))
+        return constants(source) | looked_up(module, source.value)
     assert isinstance(function, ast.FunctionDef)
     place = [argument.arg for argument in function.args.args].index(given.id)
     calls = [n for n in ast.walk(module) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
