@@ -28,19 +28,13 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         "torch_compile": (True, f"it is not used with {obstacle}" if obstacle else None),
         "dataloader_num_workers": (WORKERS, None if on_gpu else "on a CPU, workers take the cores that train"),
     }
-    chosen: dict[str, Any] = {}
-    left_out: list[str] = []
-    for key, (value, reason) in candidates.items():
-        if draft.sources.given(key):
-            left_out.append(f"{key}: you have set it")
-        elif reason:
-            left_out.append(f"{key}: {reason}")
+    for key, (value, obstacle_to_key) in candidates.items():
+        reason = "you have set it" if draft.sources.given(key) else obstacle_to_key
+        if reason is None:
+            draft.set(FAST, **{key: value})
+            plan.notes.append(f"fast: {key} {value}")
         else:
-            chosen[key] = value
-    draft.set(FAST, **chosen)
-    settings = ", ".join(f"{key} {value}" for key, value in chosen.items())
-    plan.notes.append(f"fast: {settings or 'nothing is turned on'}")
-    plan.notes += [f"fast, left out: {reason}" for reason in left_out]
+            plan.notes.append(f"fast, left out: {key}: {reason}")
     if on_gpu and config.mixed_precision is None and plan.precision == "no":
         plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
 
