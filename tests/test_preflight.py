@@ -72,14 +72,13 @@ def test_the_clock_that_is_ahead_is_named(host, clock, said):
 class Hosts(SimpleNamespace):
     """Rank 0 of a run on several hosts, of which the others send ``sent``."""
 
+    is_main = True
+
     def barrier(self):
         pass
 
-    def to_main(self, value):
+    def gather(self, value):
         return [value, *self.sent]
-
-    def on_main(self, work):
-        return work()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -65,20 +65,28 @@ def _without_machines(arguments: list[str]) -> list[str]:
     return remaining
 
 
-def parent_flags() -> list[str] | None:
-    """Return `launcher_flags` of the process that started this one."""
+def parent_command() -> list[str]:
+    """Return the command line of the process that started this one; empty where it cannot be read."""
     import psutil
 
     try:
-        return launcher_flags(psutil.Process().parent().cmdline())
+        return psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
-        return None
+        return []
+
+
+def parent_flags() -> list[str] | None:
+    """Return `launcher_flags` of the process that started this one."""
+    return launcher_flags(parent_command())
+
+
+def is_of_zerobook(command: list[str]) -> bool:
+    """Return whether a command line is one of ``zerobook``."""
+    return any(Path(token).name.startswith("zerobook") for token in command[:3])
 
 
 def command_to_resume() -> str:
     """Return the command that continues this process's run from its newest checkpoint."""
-    import psutil
-
     resume = ["--resume_from_checkpoint", "auto"]
     arguments = sys.argv[1:]
     for index, token in reversed(list(enumerate(arguments))):
@@ -89,13 +97,12 @@ def command_to_resume() -> str:
     flags = parent_flags()
     if flags is None:
         return shlex.join(["python", sys.argv[0], *arguments, *resume])
-    command = psutil.Process().parent().cmdline()
-    is_zerobook = any(Path(token).name.startswith("zerobook") for token in command[:3])
+    program = "zerobook" if is_of_zerobook(parent_command()) else "accelerate"
     # The launcher's command line ends with this process's arguments, which are replaced.
     end = len(flags) - len(sys.argv[1:])
     if flags[end:] == sys.argv[1:]:
         flags = flags[:end]
-    return shlex.join(["zerobook" if is_zerobook else "accelerate", "launch", *flags, *arguments, *resume])
+    return shlex.join([program, "launch", *flags, *arguments, *resume])
 
 
 def chose_threads() -> bool:

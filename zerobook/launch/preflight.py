@@ -55,15 +55,12 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     # All ranks read their clocks at the same moment.
     strategy.barrier()
     hosts = _gather_of_hosts(strategy, lambda: facts(config, strategy.plan.name))
-
-    def compare() -> None:
-        problems, warnings = differences(hosts)
+    problems, warnings = differences(hosts)
+    if strategy.is_main:
         for warning in warnings:
             say(f"  warning: {warning}")
-        if problems:
-            raise ConfigError(problems)
-
-    strategy.on_main(compare)
+    if problems:
+        raise ConfigError(problems)
     rates = strategy.to_main((socket.gethostname(), links.ring_rate(strategy.device)))
     if rates is not None:
         between, inside = links.links(*zip(*rates, strict=True))
@@ -81,28 +78,24 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
     if strategy.nodes < 2:
         return
     hosts = _gather_of_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
-
-    def compare() -> None:
-        problems = []
-        for name in fingerprints:
-            difference = _difference(hosts, "data", name)
-            if difference:
-                problems.append(
-                    f"{name}: the fingerprint of the prepared data is {difference}. The files, the tokenizer or the chat "
-                    "template differ."
-                )
-        if problems:
-            raise ConfigError(problems)
-
-    strategy.on_main(compare)
+    problems = []
+    for name in fingerprints:
+        difference = _difference(hosts, "data", name)
+        if difference:
+            problems.append(
+                f"{name}: the fingerprint of the prepared data is {difference}. The files, the tokenizer or the chat template "
+                "differ."
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _gather_of_hosts(strategy: Strategy, read_facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the result of ``read_facts`` on each host, on rank 0; an empty list on the others. Collective."""
+    """Return the result of ``read_facts`` on each host, the same on all ranks. Collective."""
     # One rank of each host reads the facts. The others take part in the collective with nothing.
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    of_ranks = strategy.to_main(read_facts() if is_first_of_host else None)
-    return [host for host in of_ranks or [] if host is not None]
+    facts_of_ranks = strategy.gather(read_facts() if is_first_of_host else None)
+    return [host for host in facts_of_ranks if host is not None]
 
 
 def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.errors import ConfigError, ZerobookError
-from zerobook.launch.accelerate_cli import launcher_flags
+from zerobook.launch.accelerate_cli import is_of_zerobook, launcher_flags, parent_command
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
 
@@ -78,13 +78,10 @@ def _accelerate_launcher() -> psutil.Process | None:
     """Return the process of accelerate's own command, which started this one and ends with its traceback; or None."""
     import psutil
 
-    try:
-        parent = psutil.Process().parent()
-        command = [] if parent is None else parent.cmdline()
-    except psutil.Error:
+    command = parent_command()
+    if launcher_flags(command) is None or is_of_zerobook(command):
         return None
-    is_zerobook = any(Path(token).name.startswith("zerobook") for token in command[:3])
-    return parent if launcher_flags(command) is not None and not is_zerobook else None
+    return psutil.Process().parent()
 
 
 def _end_launcher(launcher: psutil.Process) -> None:
