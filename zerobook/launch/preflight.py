@@ -61,8 +61,8 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
             say(f"  warning: {warning}")
     if problems:
         raise ConfigError(problems)
-    rates = strategy.to_main((socket.gethostname(), links.ring_rate(strategy.device)))
-    if rates is not None:
+    rates = strategy.gather((socket.gethostname(), links.ring_rate(strategy.device)))
+    if strategy.is_main:
         between, inside = links.links(*zip(*rates, strict=True))
         say(links.summary(between, inside))
         for warning in (*links.slow_links(between), *links.slow_links(inside)):

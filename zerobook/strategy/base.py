@@ -95,9 +95,6 @@ class Strategy(Engine):
     def nodes(self) -> int:
         return self.mesh.nodes
 
-    def to_main(self, value: T) -> list[T] | None:
-        return self.mesh.to_main(value)
-
     def on_main(self, work: Callable[[], T]) -> T:
         return self.mesh.on_main(work)
 

@@ -129,11 +129,6 @@ class Mesh:
         values[self.rank] = value
         return values
 
-    def to_main(self, value: T) -> list[T] | None:
-        """Return a list of every rank's ``value``, by rank, on rank 0; None on the others. Collective."""
-        values = self.gather(value)
-        return values if self.is_main else None
-
     def on_main(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0; return its result, or raise its error, on every rank. Collective."""
         result: Any = None
