@@ -134,7 +134,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         from zerobook.evaluation.scorers import task_scorers
 
         config = self.config
-        scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq", prefix=config.source_prefix)]
+        scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq")]
         if data.held_out:
             parts = cast("list[Dataset[dict[str, Any]]]", [*data.held_out.values()])
             rows: ConcatDataset[dict[str, Any]] = ConcatDataset(parts)

@@ -89,7 +89,7 @@ def test_a_task_file_and_the_harness_agree(llama, tasks):
     model, tokenizer = llama
     found = HarnessScorer([str(tasks / "choices.yaml")], tokenizer, 4)(None, model)[0]
     files = [read_task(file) for file in sorted(QUESTIONS.glob("*.jsonl"))]
-    metrics, _ = TaskScorer(files, tokenizer, 4, "causal")(None, model)
+    metrics, _ = TaskScorer(files, tokenizer, 4)(None, model)
     count = sum(len(file.questions) for file in files)
     right = sum(metrics[f"task/{file.name}/acc"] * len(file.questions) for file in files)
     assert found["task/zerobook_choices/acc"] == pytest.approx(right / count)

@@ -334,7 +334,7 @@ def test_a_template_is_stopped_in_chats_and_evaluations_too(tiny, tokenizer, sho
     loaded = SimpleNamespace(model=model, tokenizer=tokenizer, kind="causal", context=64)
     conversation = Conversation(loaded, None, "", None, 0.0)
     tokenizer.chat_template = template
-    ask = tasks.Encoder(tokenizer, "causal", apply_chat_template=True)
+    ask = tasks.Encoder(tokenizer, apply_chat_template=True)
 
     with pytest.raises(DataError, match="chat_template"):
         Conversation(loaded, None, "", None, 0.0)

@@ -61,21 +61,21 @@ def test_answers_are_indices_or_letters(tmp_path):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        ("{", "not JSON: Expecting property name"),
-        ("[1]", "a list where an object is expected"),
-        ({"question": "?"}, "no choices and no answer; it has question"),
-        (GOOD | {"question": " "}, "question is ' ', not text"),
-        (GOOD | {"choices": ["4"]}, "choices is ['4'], not a list of two or more"),
-        (GOOD | {"choices": ["3", 4]}, "choices[1] is 4, not text"),
-        (GOOD | {"choices": ["3", ""]}, "choices[1] is '', not text"),
-        (GOOD | {"choices": ["3", "\ud800"]}, "choices[1] is '\\ud800', not text"),
-        (GOOD | {"answer": 2}, "answer is 2; expected an index from 0 to 1 or a letter from A to B"),
-        (GOOD | {"answer": -1}, "answer is -1"),
-        (GOOD | {"answer": "C"}, "answer is 'C'"),
-        (GOOD | {"answer": ""}, "answer is ''"),
-        (GOOD | {"answer": True}, "answer is True"),
-        (GOOD | {"subject": 3}, "subject is 3, not text"),
-        ("[" * 100_000, "not a question: nested too deeply"),
+        ("{", "the line: Invalid JSON"),
+        ("[1]", "the line: "),
+        ({"question": "?"}, "choices: Field required"),
+        (GOOD | {"question": " "}, "question: "),
+        (GOOD | {"choices": ["4"]}, "choices: "),
+        (GOOD | {"choices": ["3", 4]}, "choices.1: "),
+        (GOOD | {"choices": ["3", ""]}, "choices.1: "),
+        (GOOD | {"choices": ["3", "\ud800"]}, "the line: Invalid JSON"),
+        (GOOD | {"answer": 2}, "answer: Value error, 2; expected an index from 0 to 1 or a letter from A to B"),
+        (GOOD | {"answer": -1}, "answer: Value error, -1"),
+        (GOOD | {"answer": "C"}, "answer: Value error, 'C'"),
+        (GOOD | {"answer": ""}, "answer: Value error, ''"),
+        (GOOD | {"answer": True}, "answer: Value error, True"),
+        (GOOD | {"subject": 3}, "subject: "),
+        ("[" * 100_000, "the line: Invalid JSON"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path, line, reason):
@@ -127,7 +127,7 @@ def test_a_question_is_read_as_training_reads_it(llama):
     made = copy.deepcopy(llama[1])
     made.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
     for tokenizer in (llama[1], made):
-        scored = Encoder(tokenizer, "causal")("Is it open?", "Until nine.")
+        scored = Encoder(tokenizer)("Is it open?", "Until nine.")
         trained = CausalEncoder(tokenizer, length=None).encode([
             Text("Is it open?\nAnswer: Until nine."), Pair("Is it open?\nAnswer:", " Until nine.")
         ])  # fmt: skip
@@ -136,11 +136,11 @@ def test_a_question_is_read_as_training_reads_it(llama):
 
 
 def test_a_question_that_names_a_special_token_is_refused(llama):
-    for kind, question, choice in (("causal", "a<|im_end|>", "b"), ("seq2seq", "a", "<|im_start|>b")):
+    for question, choice in (("a<|im_end|>", "b"), ("a", "<|im_start|>b")):
         with pytest.raises(
             DataError, match=r"has the text '<\|im_(start|end)\|>', which the tokenizer reads as a special token"
         ):
-            Encoder(llama[1], kind)(question, choice)
+            Encoder(llama[1])(question, choice)
 
 
 class Bigram(torch.nn.Module):
@@ -185,7 +185,7 @@ def naive(model, tokenizer, task: Task) -> list[float]:
 def test_batches_and_padding_change_nothing(llama, tasks, batch_size):
     model, tokenizer = llama
     task = Task("short", (*tasks[0].questions[:2], *tasks[1].questions[7:9]))
-    scorer = TaskScorer([task], tokenizer, batch_size, "causal")
+    scorer = TaskScorer([task], tokenizer, batch_size)
     scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=batch_size)
     assert len({len(row.ids) for row in scorer.sequences}) > 3, "the rows must differ in length for this to prove anything"
     assert scores == pytest.approx(naive(model, tokenizer, task), abs=1e-5)
@@ -206,7 +206,7 @@ def test_a_forward_takes_fewer_choices_where_their_logits_would_be_too_many(llam
                 return output
 
             patch.setattr(type(model), "forward", forward)
-            return TaskScorer(tasks[:1], tokenizer, 16, "causal")(None, model)
+            return TaskScorer(tasks[:1], tokenizer, 16)(None, model)
 
     whole, most = scored(), max(seen)
     monkeypatch.setattr(held_out, "LOGITS", most // 3)
@@ -220,7 +220,7 @@ def test_a_token_over_the_boundary_belongs_to_the_choice():
     core = Tokenizer(models.BPE())
     core.train_from_iterator(["Answer: yes", "Answer: no"] * 9, trainers.BpeTrainer(vocab_size=40, show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="r")
-    yes = Encoder(tokenizer, "causal")("e", "yes")
+    yes = Encoder(tokenizer)("e", "yes")
     tokens = tokenizer.convert_ids_to_tokens(yes.ids)
     assert tokens[yes.first].startswith(": "), "the merge across the boundary is what this is about"
     assert "".join(tokens[yes.first :]) == ": yes"
@@ -228,7 +228,7 @@ def test_a_token_over_the_boundary_belongs_to_the_choice():
 
 def test_choices_of_many_bytes_and_a_start_token(llama):
     _, tokenizer = llama
-    row = Encoder(tokenizer, "causal")("Which?", "é 世界")
+    row = Encoder(tokenizer)("Which?", "é 世界")
     assert tokenizer.decode(row.ids[row.first :]) == " é 世界" and tokenizer.decode(row.ids) == "Which?\nAnswer: é 世界"
 
     from tokenizers.processors import TemplateProcessing
@@ -238,63 +238,28 @@ def test_choices_of_many_bytes_and_a_start_token(llama):
     starting.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
-    lead = Encoder(starting, "causal")("Which?", "é 世界")
+    lead = Encoder(starting)("Which?", "é 世界")
     assert (lead.ids, lead.first) == ([1, *row.ids], row.first + 1), "a start token and no end token"
 
 
 def test_a_chat_template_makes_the_prompt_a_users_turn(llama):
     _, tokenizer = llama
-    row = Encoder(tokenizer, "causal", apply_chat_template=True)("Who?", "Me")
+    row = Encoder(tokenizer, apply_chat_template=True)("Who?", "Me")
     assert tokenizer.decode(row.ids[: row.first]) == "<|im_start|>user\nWho?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(row.ids[row.first :]) == "Me"
     with pytest.raises(ConfigError, match="--apply_chat_template: the tokenizer has no chat template"):
-        Encoder(SimpleNamespace(chat_template=None), "causal", apply_chat_template=True)
+        Encoder(SimpleNamespace(chat_template=None), apply_chat_template=True)
 
 
 def test_long_prompts_lose_their_beginning(llama):
     model, tokenizer = llama
     task = Task("long", (Question("long " * 99 + "now?", ("no", "yes, now"), 0),))
-    scorer = TaskScorer([task], tokenizer, 4, "causal", max_length=16)
+    scorer = TaskScorer([task], tokenizer, 4, max_length=16)
     assert scorer.cut == 2 and [len(row.ids) for row in scorer.sequences] == [16, 16]
     assert [tokenizer.decode(row.ids[row.first :]) for row in scorer.sequences] == [" no", " yes, now"]
     assert scorer(None, model)[0].keys() == {"task/long/acc", "task/long/acc_norm"}
     with pytest.raises(DataError, match="leaves no room for its question: the model takes 3 tokens"):
-        TaskScorer([task], tokenizer, 4, "causal", max_length=3)
-
-
-@pytest.fixture(scope="module")
-def t5(tiny):
-    """A random encoder-decoder with the tiny tokenizer, which ends every text with its end token."""
-    from tokenizers.processors import TemplateProcessing
-    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=2, pad_token_id=2, eos_token_id=2,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config).eval(), tokenizer
-
-
-def test_seq2seq_reads_the_prompt_and_scores_the_choice(t5, tasks):
-    model, tokenizer = t5
-    task = Task("short", tasks[1].questions[8:10])
-    scorer = TaskScorer([task], tokenizer, 3, "seq2seq")
-    scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=3)
-    expected = []
-    for q in task.questions:
-        source = torch.tensor([tokenizer(f"{q.question}\nAnswer:")["input_ids"]])
-        assert source[0, -1] == 2
-        for choice in q.choices:
-            target = tokenizer(choice, add_special_tokens=False)["input_ids"]
-            with torch.no_grad():
-                logits = model(input_ids=source, decoder_input_ids=torch.tensor([[2, *target[:-1]]])).logits[0]
-            expected.append(sum(logits.log_softmax(-1)[i, t].item() for i, t in enumerate(target)))
-    assert scores == pytest.approx(expected, abs=1e-5)
-    long = TaskScorer([Task("t", (Question("w " * 50, ("a", "b"), 0),))], tokenizer, 2, "seq2seq", max_length=20)
-    assert long.cut == 2 and len(long.sequences[0].source) == 20
+        TaskScorer([task], tokenizer, 4, max_length=3)
 
 
 # --- accuracy
@@ -317,7 +282,7 @@ def test_accuracies_by_hand(llama):
         ),
     )
     uniform.train()
-    metrics, table = TaskScorer([task], tokenizer, 4, "causal")(None, uniform, step=7)
+    metrics, table = TaskScorer([task], tokenizer, 4)(None, uniform, step=7)
     assert uniform.training, "training goes on as it was"
     assert metrics == {"task/uniform/acc": 3 / 5, "task/uniform/acc_norm": 3 / 5}
     assert [(row["subject"], row["questions"], row["acc"], row["acc_norm"]) for row in table] == [
@@ -332,9 +297,9 @@ def test_broken_weights_are_an_error_and_names_are_unique(llama, tasks):
     _, tokenizer = llama
     broken = Bigram(torch.full((len(tokenizer), len(tokenizer)), math.nan))
     with pytest.raises(DivergenceError, match="48 of 48 choices have a likelihood of nan"):
-        TaskScorer(tasks[:1], tokenizer, 4, "causal")(None, broken)
+        TaskScorer(tasks[:1], tokenizer, 4)(None, broken)
     with pytest.raises(ConfigError, match="two task files are called arithmetic"):
-        TaskScorer([tasks[0], tasks[0]], tokenizer, 4, "causal")
+        TaskScorer([tasks[0], tasks[0]], tokenizer, 4)
 
 
 class Ranks:
@@ -355,7 +320,7 @@ class Ranks:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_share_the_work_and_find_the_same(llama, tasks, world_size):
     model, tokenizer = llama
-    scorer = TaskScorer(tasks, tokenizer, 7, "causal")  # 14 batches: 3 and 4 ranks must fill up
+    scorer = TaskScorer(tasks, tokenizer, 7)  # 14 batches: 3 and 4 ranks must fill up
     expected = scorer(None, model)
     strategy, forwards = Ranks(world_size), []
     hook = model.register_forward_hook(lambda *_: forwards.append(strategy.rank))
@@ -373,7 +338,7 @@ def test_ranks_share_the_work_and_find_the_same(llama, tasks, world_size):
 def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path):
     """ZeRO-3 on two processes: every forward gathers weights from both, so an odd one out would hang."""
     model, tokenizer = llama
-    scorer = TaskScorer(tasks, tokenizer, 32, "causal")  # 3 batches
+    scorer = TaskScorer(tasks, tokenizer, 32)  # 3 batches
     expected = scorer(None, model, step=3)
     scores = log_likelihoods(model, scorer.sequences, pad_token_id=2, batch_size=32)
     flags = dict(model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl")
@@ -402,7 +367,7 @@ def score_in_a_launch() -> None:
     real = strategy.sum_over_ranks
     strategy.sum_over_ranks = lambda values: scores.append(real(values).tolist()) or values
     strategy.model.train()
-    metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32, "causal")(strategy, strategy.model, 3)
+    metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32)(strategy, strategy.model, 3)
     result = {"metrics": metrics, "table": table, "forwards": len(forwards), "training": strategy.model.training}
     result["scores"] = [value for value, _ in scores[-1]]
     (Path(config.output_dir) / f"rank{strategy.rank}.json").write_text(json.dumps(result))

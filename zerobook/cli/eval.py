@@ -48,8 +48,8 @@ def evaluate(argv: list[str]) -> int:
 
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {"path": flags.path, "apply_chat_template": flags.apply_chat_template}
+    check_causal([*files, *harness_tasks], loaded.kind)
     if harness_tasks:
-        check_causal(harness_tasks, loaded.kind)
         harness = HarnessScorer(
             harness_tasks,
             loaded.tokenizer,
@@ -75,10 +75,8 @@ def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -
         tasks,
         loaded.tokenizer,
         flags.batch_size,
-        loaded.kind,
         apply_chat_template=flags.apply_chat_template,
         max_length=loaded.context,
-        prefix=loaded.source_prefix,
     )
     _, table = scorer(None, loaded.model, progress=True)
     if scorer.cut:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -104,20 +103,6 @@ def listing(files: Sequence[PurePosixPath | Path]) -> str:
 def same_split(name: str) -> str:
     """Return the name that `datasets` gives a split: ``validation`` for ``dev``; other names as they are."""
     return next((str(split) for split, keywords in _keywords().items() if name in keywords), name)
-
-
-def named_after(folder: Path, files: Iterable[Path], split: str) -> list[Path]:
-    """Return the files that are named after ``split``, or that are in a folder of that name."""
-    from datasets.data_files import KEYWORDS_IN_DIR_NAME_BASE_PATTERNS, KEYWORDS_IN_FILENAME_BASE_PATTERNS, NON_WORDS_CHARS
-
-    names = [PurePosixPath(file.relative_to(folder)) for file in files]
-    keyword = escape(split)
-    for base_patterns in (KEYWORDS_IN_DIR_NAME_BASE_PATTERNS, KEYWORDS_IN_FILENAME_BASE_PATTERNS):
-        patterns = [pattern.format(keyword=keyword, sep=NON_WORDS_CHARS) for pattern in base_patterns]
-        matches = _matching(names, PurePosixPath("."), patterns)
-        if matches:
-            return [folder / name for name in matches]
-    return []
 
 
 def _keywords() -> Mapping[Any, list[str]]:

@@ -34,7 +34,7 @@ from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import CausalEncoder, Encoder, describe_default_template
 from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Reading, chunks, detect, encode_all, ignored
-from zerobook.data.verification import META, find_damage, read_meta, stamp
+from zerobook.data.verification import find_damage, read_meta, stamp
 from zerobook.data.views import Blocks, Documents, PreparedRows, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken, Objective, TargetTokens
@@ -229,7 +229,6 @@ class Library:
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
             shelves.append(_Shelf(spec, train, held_out))
-        self._warn_of_a_leak([shelf for shelf in shelves if shelf.train and not shelf.held_out])
         if self.config.validation_file:
             spec = self.config.validation_spec()
             source = open_held_out(spec.path)
@@ -241,21 +240,6 @@ class Library:
                 tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
             shelves.append(_Shelf(spec, None, held_out))
         return shelves
-
-    def _warn_of_a_leak(self, shelves: list[_Shelf]) -> None:
-        """Warn where ``datasets`` names one source twice, with different settings: each entry holds out other samples."""
-        if self.config.validation_file or not self.config.validation_split_percentage:
-            return
-        folders: dict[str, Path] = {}
-        for shelf in shelves:
-            assert shelf.train is not None
-            source = (read_meta(shelf.train) or {}).get("settings", {}).get("source")
-            if folders.setdefault(source, shelf.train) != shelf.train:
-                tqdm.write(
-                    f"WARNING: {shelf.spec.path} is in datasets more than once, with different settings. Samples that one "
-                    "entry holds out are training samples of the other. Give --validation_file, or "
-                    "--validation_split_percentage 0."
-                )
 
     def _splits(self, spec: DatasetSpec) -> Splits:
         streaming = self.config.streaming
@@ -492,8 +476,6 @@ class Library:
         folder.parent.mkdir(parents=True, exist_ok=True)
         waiting = f"{source.name}: another process is preparing it; waiting for {folder}"
         with locks.locked(_lock(folder), before_wait=lambda: tqdm.write(waiting)) as alone:
-            if not folder.exists():
-                self._say_if_changed(source, folder)
 
             def make() -> None:
                 self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
@@ -519,14 +501,6 @@ class Library:
             raise DataError(
                 f"{damage}. It cannot be prepared again: {error} Make {source.name} readable, or restore {folder} from a copy."
             ) from error
-
-    def _say_if_changed(self, source: Source, folder: Path) -> None:
-        """Print a line where the source was prepared before with other content: it is prepared again."""
-        for other in self.root.glob(f"*/{META}"):
-            meta = read_meta(other.parent)  # None for a broken one, which is prepared again when it is needed
-            if meta and meta["source_name"] == source.name and meta["settings"].get("source") != source.digest():
-                tqdm.write(f"{source.name} has changed since it was prepared ({other.parent.name}), and is prepared again")
-                return
 
     def _make(
         self,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.data import embedded
 from zerobook.data.arrow_rows import without_padding
 from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, suffix_of
-from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, named_after, same_split
+from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
 from zerobook.errors import DataError
 
@@ -59,8 +59,7 @@ def open_source(
     # The hub has no such names.
     if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
-    load = _hub_stream if streaming else _hub
-    return load(path, config_name, revision, split)
+    return _hub(path, config_name, revision, split, streaming=streaming)
 
 
 def open_held_out(path: str) -> Source:
@@ -89,35 +88,26 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> 
 
 
 # --- folders and the hub
-def _hub(name: str, config_name: str | None, revision: str | None, split: str | None) -> Splits:
+def _hub(name: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     import datasets
 
+    version = None
     try:
-        loaded = datasets.load_dataset(name, config_name, revision=revision)
+        if streaming:
+            builder = datasets.load_dataset_builder(name, config_name, revision=revision)
+            loaded = builder.as_streaming_dataset()
+            version = f"{builder.config_id} {builder.hash}"
+        else:
+            loaded = datasets.load_dataset(name, config_name, revision=revision)
     except Exception as error:  # the hub client raises many kinds
-        raise _not_loaded(name, error) from error
-    return _of_dataset(name, loaded, split)
-
-
-def _not_loaded(name: str, error: Exception) -> DataError:
-    if "onfig name is missing" in str(error):
-        return DataError(f"{name}: {' '.join(str(error).split())} Choose one with {CONFIG_FLAG}.")
-    first = str(error).splitlines()[0] if str(error) else "no message"
-    return DataError(
-        f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
-        f"({type(error).__name__}: {first})."
-    )
-
-
-def _hub_stream(name: str, config_name: str | None, revision: str | None, split: str | None) -> Splits:
-    import datasets
-
-    try:
-        builder = datasets.load_dataset_builder(name, config_name, revision=revision)
-        loaded = builder.as_streaming_dataset()
-    except Exception as error:  # the hub client raises many kinds
-        raise _not_loaded(name, error) from error
-    return _of_dataset(name, loaded, split, revision=f"{builder.config_id} {builder.hash}")
+        if "onfig name is missing" in str(error):
+            raise DataError(f"{name}: {' '.join(str(error).split())} Choose one with {CONFIG_FLAG}.") from error
+        reason = str(error).partition("\n")[0] or "no message"
+        raise DataError(
+            f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
+            f"({type(error).__name__}: {reason})."
+        ) from error
+    return _of_dataset(name, loaded, split, version)
 
 
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
@@ -200,21 +190,15 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         _only_train(str(path), split)
         return Splits(train=_of_split(str(path), saved))
     layout = find_splits(path, config_name)
-    files = dict(layout.splits)
-    if not layout.declared:
-        if split is None and not any(map(_TRAINING.match, files)):
-            return _without_train(path, files, layout.rest)
-        if split is not None and split not in files and same_split(split) not in files:
-            # The user may name any split that files are named after.
-            members = named_after(path, layout.rest, split)
-            if members:
-                files[split] = members
+    files = layout.splits
+    if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
+        return _without_train(path, files, layout.rest)
     if not files:
         raise DataError(f"{path}: there is no split {split!r}. {_listing(path, layout.rest)} Name one with --train_file.")
     train, held_out = _choose(str(path), list(files), split)
     unused = [_count(name, members) for name, members in files.items() if name not in (train, held_out)]
     unused += [f"split {name} (no file here)" for name in layout.absent]
-    unused += _others(set(layout.rest) - set(files[train]))
+    unused += _others(layout.rest)
     return Splits(
         train=_all_of(path, train, files[train]),
         train_name=_count(train, files[train]),

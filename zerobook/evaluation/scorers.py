@@ -27,29 +27,24 @@ def split(tasks: list[str]) -> tuple[list[str], list[str]]:
     return task_files, harness_tasks
 
 
-def task_scorers(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind, prefix: str = ""
-) -> list[Any]:
+def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind) -> list[Any]:
     """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
     from zerobook.models.result import context_of
 
+    check_causal(config.eval_tasks, kind)
     task_files, harness_tasks = split(config.eval_tasks)
     max_length = context_of(cast("PreTrainedModel", model).config)
     batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []
     if task_files:
         tasks = [read_task(file) for file in task_files]
-        scorers.append(TaskScorer(tasks, tokenizer, batch_size, kind, max_length=max_length, prefix=prefix))
+        scorers.append(TaskScorer(tasks, tokenizer, batch_size, max_length=max_length))
     if harness_tasks:
-        check_causal(harness_tasks, kind)
         scorers.append(HarnessScorer(harness_tasks, tokenizer, batch_size, max_length=max_length))
     return scorers
 
 
 def check_causal(tasks: list[str], kind: Kind) -> None:
-    """Raise `ConfigError` where the harness's ``tasks`` are asked of an encoder-decoder."""
-    if kind != "causal":
-        raise ConfigError(
-            f"{tasks[0]}: tasks of lm-evaluation-harness are measured on causal models here, and this is an encoder-decoder. "
-            "Write the questions into a task file: docs/guides/runlog.md."
-        )
+    """Raise `ConfigError` where ``tasks`` are to be measured on an encoder-decoder."""
+    if tasks and kind != "causal":
+        raise ConfigError(f"{tasks[0]}: tasks are measured on causal models, and this is an encoder-decoder. Name no task.")

@@ -14,18 +14,19 @@ turn, and the choice starts the assistant's. Among equal choices, the first is p
 
 from __future__ import annotations
 
-import json
 import math
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, ValidationInfo, field_validator
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import nn
 
-from zerobook.constants import IGNORE
 from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
@@ -36,20 +37,36 @@ from zerobook.utils.reading import read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from zerobook.models.result import Kind
     from zerobook.strategy import Strategy
 
 MAX_LISTED_PROBLEMS = 5
 METRICS = ("acc", "acc_norm")
+_Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]
+"""A text that is not blank."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Question:
-    question: str
-    choices: tuple[str, ...]
+    question: _Text
+    choices: Annotated[tuple[_Text, ...], Field(min_length=2)]
     answer: int
-    """Index of the right choice."""
-    subject: str | None = None
+    """Index of the right choice; a file may have its letter."""
+    subject: _Text | None = None
+
+    @field_validator("answer", mode="before")
+    @classmethod
+    def _read_answer(cls, answer: object, info: ValidationInfo) -> int:
+        count = len(info.data.get("choices", ()))
+        letters = string.ascii_uppercase[:count]
+        if isinstance(answer, str) and answer in [*letters]:
+            return letters.index(answer)
+        # True is an integer of Python.
+        if type(answer) is int and 0 <= answer < count:
+            return answer
+        raise ValueError(f"{short(answer)}; expected an index from 0 to {count - 1} or a letter from A to {letters[-1:]}")
+
+
+_QUESTION = TypeAdapter(Question)
 
 
 @dataclass(frozen=True)
@@ -83,9 +100,11 @@ def read_task(path: str | Path) -> Task:
         if not line.strip():
             continue
         try:
-            questions.append(_question(line))
-        except ValueError as error:
-            problems.append(f"{path}, line {number}: {error}")
+            questions.append(_QUESTION.validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            problems.append(f"{path}, line {number}: {where or 'the line'}: {first['msg']}")
     if problems:
         listing = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS])
         if len(problems) > MAX_LISTED_PROBLEMS:
@@ -96,47 +115,6 @@ def read_task(path: str | Path) -> Task:
     return Task(path.stem, tuple(questions))
 
 
-def _question(line: str) -> Question:
-    """Return a line's question. Raises `ValueError` with the reason where the line is wrong."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("not a question: nested too deeply") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__} where an object is expected")
-    missing = [key for key in ("question", "choices", "answer") if key not in row]
-    if missing:
-        raise ValueError(f"no {' and no '.join(missing)}; it has {', '.join(row) or 'nothing'}")
-    question = row["question"]
-    choices = row["choices"]
-    answer = row["answer"]
-    subject = row.get("subject")
-    if not _is_text(question):
-        raise ValueError(f"question is {short(question)}, not text")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError(f"choices is {short(choices)}, not a list of two or more")
-    for index, choice in enumerate(choices):
-        if not _is_text(choice):
-            raise ValueError(f"choices[{index}] is {short(choice)}, not text")
-    letters = [chr(ord("A") + index) for index in range(min(len(choices), 26))]
-    if isinstance(answer, str) and answer in letters:
-        answer = letters.index(answer)
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-        raise ValueError(
-            f"answer is {short(answer)}; expected an index from 0 to {len(choices) - 1} or a letter from A to {letters[-1]}"
-        )
-    if subject is not None and not _is_text(subject):
-        raise ValueError(f"subject is {short(subject)}, not text")
-    return Question(question, tuple(choices), answer, subject)
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether ``value`` is a non-blank string that can be written as UTF-8 (JSON allows half a surrogate pair)."""
-    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
 # --- likelihoods
 @dataclass(frozen=True)
 class Scored:
@@ -144,23 +122,14 @@ class Scored:
 
     ids: list[int]
     first: int
-    source: list[int] | None = None
-    """Input ids of a seq2seq model's encoder; None for a causal model."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model reads, in encoder and decoder."""
-        return len(self.ids) + len(self.source or ())
 
 
 class Encoder:
     """Turns (prompt, choice) into `Scored` tokens.
 
     Args:
-        kind: ``causal`` or ``seq2seq``.
         apply_chat_template: the prompt becomes a user's turn in the tokenizer's chat template.
         max_length: tokens the model takes; longer prompts lose their beginning. None: no limit.
-        prefix: text that a seq2seq model was trained to see before every source.
 
     Raises:
         ConfigError: the tokenizer has no chat template, but one is needed, or it gives no offsets of its tokens.
@@ -169,24 +138,20 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        kind: Kind,
         *,
         apply_chat_template: bool = False,
         max_length: int | None = None,
-        prefix: str = "",
     ):
         if apply_chat_template and getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("--apply_chat_template: the tokenizer has no chat template. Leave the flag out.")
-        if kind == "causal" and not tokenizer.is_fast:
+        if not tokenizer.is_fast:
             raise ConfigError(
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, which scoring needs. "
                 "Save the model with a fast tokenizer (tokenizer.json)."
             )
         self.tokenizer = tokenizer
-        self.kind = kind
         self.chat = apply_chat_template
         self.max_length = max_length
-        self.prefix = prefix
         self.cut = 0
         """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
@@ -201,8 +166,6 @@ class Encoder:
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
             prompt = render_prompt(self.tokenizer, turns)
-        if self.kind == "seq2seq":
-            return self._seq2seq(self.prefix + prompt, choice)
         separator = "" if self.chat else " "
         text = prompt + separator + choice
         # Encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it.
@@ -223,21 +186,6 @@ class Encoder:
                 f"the choice {choice[:60]!r} leaves no room for its question: the model takes {self.max_length} tokens."
             )
         return Scored(ids, first)
-
-    def _seq2seq(self, prompt: str, choice: str) -> Scored:
-        source = self.tokenizer(prompt, verbose=False)["input_ids"]
-        target = self.tokenizer(text_target=choice, return_special_tokens_mask=True, verbose=False)
-        # A leading language or start token is read but not scored; the end token is neither, as in the harness.
-        text_positions = [position for position, special in enumerate(target["special_tokens_mask"]) if not special]
-        if not text_positions:
-            raise DataError(f"the choice {choice[:60]!r} has no tokens of its own in this tokenizer.")
-        ids = target["input_ids"][: text_positions[-1] + 1]
-        if self.max_length and len(ids) > self.max_length:
-            raise DataError(f"the choice {choice[:60]!r} has {len(ids)} tokens; the model takes {self.max_length}.")
-        if self.max_length and len(source) > self.max_length:
-            self.cut += 1
-            source = source[-self.max_length :]
-        return Scored(ids, text_positions[0], source)
 
 
 class Likelihood(NamedTuple):
@@ -276,7 +224,7 @@ def likelihoods(
         world_size = strategy.world_size
         device = strategy.device
     # The longest come first: a batch that does not fit into memory fails at once.
-    order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
+    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].ids))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores = torch.zeros(len(sequences), 2, device=device)
     hide_bar = None if progress else True
@@ -297,15 +245,9 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
     is_choice = mask.bool()
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
-    if rows[0].source is None:
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        ids = ids[:, 1:]
-        is_choice = is_choice[:, 1:]
-    else:
-        source, source_mask = _padded([row.source or [] for row in rows], pad, device)
-        # The model makes its decoder's input from the labels.
-        labels = ids.masked_fill(mask == 0, IGNORE)
-        logits = model(input_ids=source, attention_mask=source_mask, labels=labels, use_cache=False).logits
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    ids = ids[:, 1:]
+    is_choice = is_choice[:, 1:]
     # Only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run.
     log_probabilities = logits[is_choice].float().log_softmax(-1)
     choice_ids = ids[is_choice]
@@ -335,14 +277,13 @@ def standard_error(accuracy: float, questions: int) -> float:
 
 
 class TaskScorer:
-    """Measures ``tasks`` on a model, whole on one process or spread over ranks.
+    """Measures ``tasks`` on a causal model, whole on one process or spread over ranks.
 
     Args:
         tokenizer: its padding token is masked, so any token works.
         batch_size: choices in a forward, per process; fewer where they would have too many logits, see
             `zerobook.evaluation.held_out.rows_at_once`.
-        kind: ``causal`` or ``seq2seq``.
-        apply_chat_template, max_length, prefix: see `Encoder`.
+        apply_chat_template, max_length: see `Encoder`.
 
     Raises:
         ConfigError: two tasks have the same name, or see `Encoder`.
@@ -354,11 +295,9 @@ class TaskScorer:
         tasks: Sequence[Task],
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
-        kind: Kind,
         *,
         apply_chat_template: bool = False,
         max_length: int | None = None,
-        prefix: str = "",
     ):
         names = [task.name for task in tasks]
         repeated_names = sorted({name for name in names if names.count(name) > 1})
@@ -366,7 +305,7 @@ class TaskScorer:
             raise ConfigError(
                 f"--task: two task files are called {repeated_names[0]}, so their results would be too. Rename one."
             )
-        encode = Encoder(tokenizer, kind, apply_chat_template=apply_chat_template, max_length=max_length, prefix=prefix)
+        encode = Encoder(tokenizer, apply_chat_template=apply_chat_template, max_length=max_length)
         self.tasks = list(tasks)
         self.pad_token_id = tokenizer.pad_token_id or 0
         self.sequences = []

@@ -235,7 +235,7 @@ class Trainer:
         self._steps_of_attempt = 0
         self._step_seconds = 0.0
         self._automatic_saves: AutomaticSaves | None = None
-        if self.manager.save_steps == AUTOMATIC and self.save_results:
+        if self.config.save_steps == AUTOMATIC and self.save_results:
             self._automatic_saves = AutomaticSaves(
                 step=self.progress.step,
                 resumed=self.manager.resumes_in_place,
@@ -251,7 +251,7 @@ class Trainer:
                 batches=held_out_rows / self.state.layout.global_batch,
             )
         self._evaluations = Schedule(config.eval_steps, total_steps)
-        self._saves = Schedule(self.manager.save_steps, total_steps)
+        self._saves = Schedule(self.config.save_steps, total_steps)
 
     def _open_log(self) -> None:
         # Not returned: what `Strategy.on_main` returns is sent to all ranks, and a log cannot be.
