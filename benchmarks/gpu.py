@@ -299,10 +299,10 @@ def _planned(
 ) -> Row:
     """Return planned and measured figures of a few steps."""
     from zerobook.config import parse
-    from zerobook.plan.job import job
+    from zerobook.plan.job import make_job
     from zerobook.plan.measure import measure
-    from zerobook.plan.rows import Traced
-    from zerobook.plan.rows import row as planned_row
+    from zerobook.plan.rows import plan_row
+    from zerobook.plan.traced_job import TracedJob
     from zerobook.training.recipe_file import recipe_class
 
     until, where, tiny = time.monotonic() + left, here("1"), setting.tiny
@@ -316,13 +316,13 @@ def _planned(
     line, file = subprocess_launch.flags(given), ROOT / "accelerate_configs" / f"{strategy}.yaml"
     kind = recipe_class(str(recipe))
     config, sources, _ = parse(kind.config_class, line)
-    made = job(kind(config))
-    plan = planned_row(file, Traced.of(made, "cpu" if where.cpu else "cuda"), where, sources)
+    made = make_job(kind(config))
+    plan = plan_row(file, TracedJob.of(made, "cpu" if where.cpu else "cuda"), where, sources)
     found = measure(file, made, recipe, line, where, sources, max(1.0, until - time.monotonic()))
     row: Row = {"figures": {key: asdict(figure) for key, figure in found.figures.items()}, "seconds a step": found.seconds}
     if plan.time is not None:
         row["planned seconds a step"] = plan.time.step
-    return row | ({"died": found.died} if found.died else {})
+    return row | ({"died": found.failure} if found.failure else {})
 
 
 # --- the published tables

@@ -19,8 +19,8 @@ import torch
 
 from zerobook.models import recompute
 from zerobook.plan.hardware import processor
-from zerobook.plan.job import Job, job
-from zerobook.plan.trace import Trace, trace
+from zerobook.plan.job import Job, make_job
+from zerobook.plan.trace import Trace, trace_step
 from zerobook.training.recipe import BatchShape
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.versions import versions
@@ -83,18 +83,18 @@ def table(recipe: str, facts: dict) -> Iterator[list[str]]:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(facts))
         for mode in MODES:
-            work = job(kind(kind.config_class(model_name_or_path=str(file), activation_checkpointing=mode)))
+            work = make_job(kind(kind.config_class(model_name_or_path=str(file), activation_checkpointing=mode)))
             planned, on_gpu, found = (planned_trace(work, "cpu"), planned_trace(work, "cuda"), measured(work))
             plain = plain or planned.flops
             yield [
-                f"`{mode}`", size(found.saved), error(planned.saved, found.saved),
-                size(on_gpu.host) if on_gpu.host else "", f"{planned.flops / plain:.2f}",
+                f"`{mode}`", size(found.saved_bytes), error(planned.saved_bytes, found.saved_bytes),
+                size(on_gpu.host_bytes) if on_gpu.host_bytes else "", f"{planned.flops / plain:.2f}",
             ]  # fmt: skip
 
 
 def planned_trace(work: Job, kernels: str) -> Trace:
-    with work.made(SHAPE) as (model, batch):
-        return trace(model, batch, work.objective.loss, "no", kernels=kernels)
+    with work.build(SHAPE) as (model, batch):
+        return trace_step(model, batch, work.objective.loss, "no", device=kernels)
 
 
 def measured(work: Job) -> Trace:
@@ -107,7 +107,7 @@ def measured(work: Job) -> Trace:
     recompute.enable(model, work.config.activation_checkpointing)
     model = work.recipe.adapt(model).train()
     batch = {key: torch.ones_like(value) for key, value in work.recipe.example_batch(SHAPE).items()}
-    return trace(model, batch, work.objective.loss, "no")
+    return trace_step(model, batch, work.objective.loss, "no")
 
 
 def size(amount: float) -> str:

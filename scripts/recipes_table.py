@@ -117,12 +117,13 @@ class RecipeFile:
 
     def plan(self) -> Any:
         """Return the planned row of the config's own strategy file on its hardware."""
-        from zerobook.plan.job import job
-        from zerobook.plan.rows import Traced, row
+        from zerobook.plan.job import make_job
+        from zerobook.plan.rows import plan_row
+        from zerobook.plan.traced_job import TracedJob
 
         config, sources = self.read(model_name_or_path=self.model)
         kind = recipe_class(str(ROOT / "recipes" / f"{self.recipe}.py"))
-        return row(self.strategy, Traced.of(job(kind(config)), "cuda"), self.hardware, sources)
+        return plan_row(self.strategy, TracedJob.of(make_job(kind(config)), "cuda"), self.hardware, sources)
 
     def figures(self, row: Any) -> str:
         """Return the header's line ``Plan`` for a planned row."""

@@ -56,9 +56,9 @@ def tiny() -> Path:
 def traced_once(monkeypatch) -> None:
     """Let plans of one job, on whatever machine, trace its model once in a session."""
     from tests import planning
-    from zerobook.plan.rows import Traced
+    from zerobook.plan.traced_job import TracedJob
 
-    monkeypatch.setattr(Traced, "of", planning.traced_once)
+    monkeypatch.setattr(TracedJob, "of", planning.traced_once)
 
 
 class Launches:

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from zerobook.config import ConfigSources
-from zerobook.plan.job import Job, job
-from zerobook.plan.rows import Row, Traced, rank, row
+from zerobook.plan.job import Job, make_job
+from zerobook.plan.rows import Row, plan_row, rank_rows
+from zerobook.plan.traced_job import TracedJob
 from zerobook.training.recipe_file import recipe_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,18 +24,18 @@ FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 def made(recipe: str, model: str | Path, **flags) -> Job:
     kind = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
-    return job(kind(kind.config_class(model_name_or_path=str(model), **flags)))
+    return make_job(kind(kind.config_class(model_name_or_path=str(model), **flags)))
 
 
 IRRELEVANT = {"gradient_accumulation_steps", "learning_rate", "max_train_steps", "output_dir", "save_steps", "save_total_limit"}
 """Settings of a recipe that change neither its weights nor what a micro-batch does."""
 
-_build = Traced.of
-_traced: dict[tuple, Traced] = {}
+_build = TracedJob.of
+_traced: dict[tuple, TracedJob] = {}
 
 
-def traced_once(job: Job, device: str) -> Traced:
-    """Return ``Traced.of(job, device)`` with the traces that were made of an equal job earlier in this process."""
+def traced_once(job: Job, device: str) -> TracedJob:
+    """Return ``TracedJob.of(job, device)`` with the traces that were made of an equal job earlier in this process."""
     config = job.config.model_dump_json(exclude=IRRELEVANT)
     key = (type(job.recipe), config, type(job.model_config), job.model_config.to_json_string(use_diff=False), device)
     if key not in _traced:
@@ -55,12 +56,12 @@ def rows_of(recipe: str, model: str | Path, where, files=None, **flags) -> dict[
     return planned_rows(recipe, model, where, files, **flags)[1]
 
 
-def planned_rows(recipe: str, model: str | Path, where, files=None, **flags) -> tuple[Traced, dict[str, Row]]:
+def planned_rows(recipe: str, model: str | Path, where, files=None, **flags) -> tuple[TracedJob, dict[str, Row]]:
     planned = made(recipe, model if isinstance(model, Path) else MODELS / f"{model}.json", **flags)
     traced = traced_once(planned, "cuda")
     sources = ConfigSources({key: f"flag --{key}" if key in flags else "default" for key in type(planned.config).model_fields})
     chosen = [file for file in FILES if files is None or file.stem in files]
-    return traced, {made.file: made for made in rank([row(file, traced, where, sources) for file in chosen])}
+    return traced, {made.file: made for made in rank_rows([plan_row(file, traced, where, sources) for file in chosen])}
 
 
 UNPLANNED = {"zero3_sequence", "fsdp_context", "fsdp_tensor", "fsdp_experts"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import get_args
 
 import pytest
@@ -18,10 +19,10 @@ from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import Method, add_adapter, continue_adapter, save_adapter
 from zerobook.plan.hardware import cluster
-from zerobook.plan.job import job
+from zerobook.plan.job import make_job
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.sharding import spread
-from zerobook.plan.state_bytes import hold
+from zerobook.plan.sharding import sharding_spec
+from zerobook.plan.state_bytes import count_states
 from zerobook.strategy.weights import persistent_buffers
 
 SINGLE = ROOT / "accelerate_configs" / "single.yaml"
@@ -75,15 +76,15 @@ def test_a_half_precision_base_trains_like_an_fp32_one_and_is_planned(flags, tmp
     assert half.event("run_start")["live"]["master_dtype"] == "float32"
     for dtype, run in runs.items():
         config = LoraConfig(**flags | ({"dtype": dtype} if dtype else {}))
-        planned = job(LoraFinetune(config))
-        weights, groups = planned.weights()
+        planned = make_job(LoraFinetune(config))
+        model = planned.weights()
         sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
         where = cluster(gpus="1", gpu="a100-80gb")
-        spreads = spread(launch_plan(SINGLE, where, config, sources), planned.model_config)
-        held = hold(weights, groups, spreads).states
+        spreads = sharding_spec(launch_plan(SINGLE, where, config, sources), planned.model_config)
+        held = asdict(count_states(model, spreads).live)
         assert run.event("memory")["per_rank_bytes"] == [held]
-        frozen = {w.element for w in weights if not w.trained}
-        assert frozen == ({4} if dtype else {2}) and {w.element for w in weights if w.trained} == {4}
+        frozen = {weight.element_bytes for weight in model.weights if not weight.trained}
+        assert frozen == ({4} if dtype else {2}) and {weight.element_bytes for weight in model.trained} == {4}
 
 
 @pytest.mark.launch
@@ -99,10 +100,10 @@ def test_a_half_precision_base_is_spread(launches, strategy):
     if strategy == "zero3":  # its first step, which is recorded, keeps more: it is only learning the order of modules
         return
     config = LoraConfig(**run.event("run_start")["config"])
-    planned, where = job(LoraFinetune(config)), cluster(gpus="2", gpu="a100-80gb")
+    planned, where = make_job(LoraFinetune(config)), cluster(gpus="2", gpu="a100-80gb")
     sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
-    spreads = spread(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
-    held = [hold(*planned.weights(), spreads, rank).states for rank in range(2)]
+    spreads = sharding_spec(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
+    held = [asdict(count_states(planned.weights(), spreads, rank).live) for rank in range(2)]
     assert run.event("memory")["per_rank_bytes"] == held
 
 
@@ -118,7 +119,8 @@ TRAINED = {"lora": 39_976_960, "rslora": 39_976_960, "dora": 41_336_832, "pissa"
 def test_the_planner_counts_what_an_adapter_trains(tmp_path, method):
     (tmp_path / "llama2_7b.json").write_text(json.dumps(LLAMA2_7B))
     config = LoraConfig(model_name_or_path=str(tmp_path / "llama2_7b.json"), train_file="x", adapter=method)
-    weights, groups = job(LoraFinetune(config)).weights()
+    model = make_job(LoraFinetune(config)).weights()
+    weights, groups = model.weights, model.groups
     trained = sum(weight.numel for group in groups for weight in group)
     assert trained == sum(weight.numel for weight in weights if weight.trained) == TRAINED[method]
     row = f"| `{method}` | {trained:,} | {trained / 6_738_415_616:.3%} |"
@@ -130,8 +132,8 @@ def test_adapters_of_an_encoder_decoder_are_planned(tiny):
     whole, adapted = Seq2SeqConfig(**facts), Seq2SeqConfig(**facts, adapter="lora", lora_r=4)
     assert (whole.trains_adapters, whole.result) == (False, "model")
     assert (adapted.trains_adapters, adapted.result) == (True, "adapter")
-    assert all(weight.trained for weight in job(Seq2SeqChatbot(whole)).weights()[0])
-    trained = [weight.name for weight in job(Seq2SeqChatbot(adapted)).weights()[0] if weight.trained]
+    assert all(weight.trained for weight in make_job(Seq2SeqChatbot(whole)).weights().weights)
+    trained = [weight.name for weight in make_job(Seq2SeqChatbot(adapted)).weights().weights if weight.trained]
     assert trained and all(".lora_" in name for name in trained)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.plan import autotune
-from zerobook.plan.autotune import Candidate, Tuned, cuts
+from zerobook.plan.autotune import Candidate, Tuned, split_batch
+from zerobook.plan.measure import Measurement
 from zerobook.plan.rows import Row
 from zerobook.plan.sharding import ShardingSpec
 
@@ -23,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_cuts_make_up_the_global_batch(samples, ranks):
     if samples % ranks:
         with pytest.raises(ConfigError, match=f"{samples} samples do not divide among {ranks}"):
-            list(cuts(samples, ranks))
+            list(split_batch(samples, ranks))
         return
-    found = list(cuts(samples, ranks))
+    found = list(split_batch(samples, ranks))
     assert all(micro * accumulation * ranks == samples for micro, accumulation in found)
     micros = [micro for micro, _ in found]
     assert micros[0] == 1 and all(micro & (micro - 1) == 0 for micro in micros) and len(set(micros)) == len(micros)
@@ -40,19 +42,26 @@ def test_the_knee_is_where_the_rate_stops_rising(curve, knee):
 
 
 def test_a_search_in_which_every_run_died_has_no_best():
-    dead = Candidate(Path("ddp.yaml"), 1, 1, False, None, died="exit status 1: out of memory")
+    dead = Candidate(Path("ddp.yaml"), 1, 1, False, None, failure="exit status 1: out of memory")
     assert Tuned([dead]).best is None and Tuned([]).best is None
 
 
 def test_a_file_that_comes_to_the_same_as_another_is_not_run(monkeypatch):
-    same = ShardingSpec(kind="deepspeed", name="ZeRO-3", ranks=2, node=2, stage=3, shard=2)
+    same = ShardingSpec(kind="deepspeed", name="ZeRO-3", ranks=2, ranks_per_node=2, stage=3, shard_ranks=2)
     made = [
-        Candidate(Path(f"{name}.yaml"), 1, 1, False, Row(file=name, name=name, spread=same)) for name in ("zero3", "zero3_hpz")
+        Candidate(Path(f"{name}.yaml"), 1, 1, False, Row(file=name, name=name, sharding=same))
+        for name in ("zero3", "zero3_hpz")
     ]
     ran = []
-    monkeypatch.setattr(autotune, "candidates", lambda *_: made)
-    monkeypatch.setattr(autotune, "_measure", lambda candidate, *_: ran.append(candidate.file.stem))
-    autotune.autotune(None, Path("recipe.py"), [], [], None, None, 2, lambda words: None)
+    monkeypatch.setattr(autotune, "list_candidates", lambda *_: made)
+
+    def measure(file, *_):
+        ran.append(file.stem)
+        return Measurement(file.stem, 2, failure="not measured")
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    job = SimpleNamespace(with_config=lambda **_: None)
+    autotune.autotune(job, Path("recipe.py"), [], [], None, {}, 2, lambda words: None)
     assert ran == ["zero3"]
 
 

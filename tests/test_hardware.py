@@ -94,24 +94,30 @@ def test_a_slice_of_this_machine_has_the_slices_speed(monkeypatch):
 
 
 def test_fp32_is_timed_without_tensor_cores():
-    from zerobook.plan.roofline import EFFICIENCY, time
+    from zerobook.plan.roofline import EFFICIENCY, step_seconds
     from zerobook.plan.sharding import ShardingSpec
+    from zerobook.plan.state_bytes import ModelWeights
 
-    spread = ShardingSpec(name="", ranks=1, node=1, kind="single", precision="no")
+    spread = ShardingSpec(name="", ranks=1, ranks_per_node=1, kind="single", precision="no")
     for name, rate in (("a100-80gb", 19.5e12), ("rtx-3090", 35.6e12), ("h100-80gb-pcie", 51e12)):
-        seconds = time(1e15, [], [], spread, cluster(gpu=name), accumulation=1).compute
+        seconds = step_seconds(1e15, [], ModelWeights([], []), spread, cluster(gpu=name), accumulation=1).compute
         assert seconds == pytest.approx(1e15 / (rate * EFFICIENCY)), name
 
 
 def test_offload_crosses_the_cards_own_pcie():
-    from zerobook.plan.roofline import time
+    from zerobook.plan.roofline import step_seconds
     from zerobook.plan.sharding import ShardingSpec
-    from zerobook.plan.state_bytes import Weight
+    from zerobook.plan.state_bytes import ModelWeights, Weight
 
     groups = [[Weight("all", (10**9,), 4, trained=True)]]
-    spread = ShardingSpec(name="", ranks=1, node=1, kind="deepspeed", stage=2, precision="bf16", offload_optimizer="cpu")
-    four, five = (time(0, [], groups, spread, cluster(gpu=gpu), accumulation=1).offload for gpu in ("a100-80gb", "h200"))
-    assert four - five == pytest.approx(2 * spread.compute * 1e9 * (1 / 32e9 - 1 / 64e9))
+    spread = ShardingSpec(
+        name="", ranks=1, ranks_per_node=1, kind="deepspeed", stage=2, precision="bf16", offload_optimizer="cpu"
+    )
+    four, five = (
+        step_seconds(0, [], ModelWeights(groups[0], groups), spread, cluster(gpu=gpu), accumulation=1).offload
+        for gpu in ("a100-80gb", "h200")
+    )
+    assert four - five == pytest.approx(2 * spread.compute_bytes * 1e9 * (1 / 32e9 - 1 / 64e9))
 
 
 def test_nvlink_is_refused_where_only_bridges_are():

@@ -12,7 +12,7 @@ import yaml
 from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.launch.deepspeed_json import find_json
-from zerobook.plan.autotune import write
+from zerobook.plan.autotune import write_best
 from zerobook.runlog.lifecycle import environment
 from zerobook.training import run as recipe_run
 from zerobook.training.recipe_file import recipe_class
@@ -111,7 +111,7 @@ def test_a_tuned_strategy_file_works_from_any_folder(first, tmp_path, monkeypatc
         file = first / "accelerate_configs" / f"{name}.yaml"
         best = SimpleNamespace(file=file, rate=1.0, flags={})
         where = SimpleNamespace(name="a machine", ranks=2)
-        written, _ = write(SimpleNamespace(best=best, tried=[best]), Path("recipe.py"), where, tmp_path / "tuned")
+        written, _ = write_best(best, 1, Path("recipe.py"), where, tmp_path / "tuned")
         section = yaml.safe_load(written.read_text()).get("deepspeed_config")
         assert section is None or section["deepspeed_config_file"] == str(first / "ds_configs" / f"{name}.json")
         assert (section is None) == (name == "ddp")

@@ -18,7 +18,7 @@ from zerobook.checkpoint.save import Saver
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import OPTIMIZERS, optimizer_spec
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Weight, hold
+from zerobook.plan.state_bytes import ModelWeights, Weight, count_states
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OWN = """
@@ -335,5 +335,5 @@ def test_the_planner_counts_the_state_that_is_held(make, said):  # noqa: F811
     strategy = make(optimizer=said, model=wide())
     step(strategy)
     weights = [Weight(name, tuple(p.shape), 4, trained=True) for name, p in strategy.model.named_parameters()]
-    spread = ShardingSpec(kind="single", name="one process", ranks=1, node=1, optimizer=said)
-    assert hold(weights, [weights], spread).optimizer == strategy.memory()["optimizer"] > 0
+    spread = ShardingSpec(kind="single", name="one process", ranks=1, ranks_per_node=1, optimizer=said)
+    assert count_states(ModelWeights(weights, [weights]), spread).live.optimizer == strategy.memory()["optimizer"] > 0

@@ -10,20 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zerobook.plan.gather_schedule import Visit, gathered
-from zerobook.plan.memory import memory
+from zerobook.plan.gather_schedule import Visit, follow_gathers
+from zerobook.plan.memory import peak_memory
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Weight
-from zerobook.plan.trace import Trace, trace
-from zerobook.plan.traffic import flows
+from zerobook.plan.state_bytes import ModelWeights, Weight
+from zerobook.plan.trace import TimelinePoint, Trace, trace_step
+from zerobook.plan.traffic import list_transfers
 
 SIZES = {"embed": 60, "a": 30, "b": 40, "c": 50, "small": 3}
 WEIGHTS = [Weight(name, (size,), 4, True) for name, size in SIZES.items()]
+MODEL = ModelWeights(WEIGHTS, [WEIGHTS])
 
 
 def zero3(**limits) -> ShardingSpec:
-    given = {"ranks": 2, "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "live": 1000} | limits
-    return ShardingSpec(kind="deepspeed", name="", node=2, stage=3, shard=given["ranks"], precision="no", **given)
+    """Return ZeRO-3 with limits in elements, under short names."""
+    names = {
+        "persistent": "persistence_threshold",
+        "reuse": "max_reuse_elements",
+        "prefetch_bucket": "prefetch_bucket_elements",
+        "live": "max_live_elements",
+        "reduce_bucket": "reduce_bucket_elements",
+        "secondary": "secondary_ranks",
+    }
+    values = {"ranks": 2, "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "live": 1000} | limits
+    values = {names.get(name, name): value for name, value in values.items()}
+    return ShardingSpec(kind="deepspeed", name="", ranks_per_node=2, stage=3, shard_ranks=values["ranks"], **values)
 
 
 def run(*moments: str) -> list[Visit]:
@@ -39,8 +50,8 @@ def run(*moments: str) -> list[Visit]:
 
 
 def counts(spread: ShardingSpec, *moments: str, accumulation: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-    found = gathered(WEIGHTS, spread, run(*moments), accumulation)
-    return Counter(w.name for w in found.forward), Counter(w.name for w in found.again)
+    found = follow_gathers(WEIGHTS, spread, run(*moments), accumulation)
+    return Counter(w.name for w in found.forward), Counter(w.name for w in found.backward)
 
 
 THERE = ("embed", "a", "small", "b", "c")
@@ -94,7 +105,7 @@ def test_a_prefetch_ends_at_its_limits(limits, accumulation, twice):
     ],
 )
 def test_the_most_that_is_gathered_at_once(limits, most):
-    assert gathered(WEIGHTS, zero3(**limits), run(*PLAIN)).most == most
+    assert follow_gathers(WEIGHTS, zero3(**limits), run(*PLAIN)).peak_elements == most
 
 
 @pytest.mark.parametrize(
@@ -103,9 +114,9 @@ def test_the_most_that_is_gathered_at_once(limits, most):
 )
 def test_gathered_weights_take_room(ranks, offload, whole):
     spread = zero3(reuse=10**9, prefetch_bucket=20, ranks=ranks, offload_param=offload, reduce_bucket=1000)
-    micro = Trace(0, 0, 0, [(0, 10**6), (1, 0)], visits=run(*PLAIN))
-    planned = memory(WEIGHTS, [WEIGHTS], spread, micro, accumulation=1, gpus_per_node=ranks, context=0)
-    assert planned.device["buffers"] == 4 * (1000 + whole)
+    micro = Trace(0, [TimelinePoint(0, 10**6), TimelinePoint(1, 0)], visits=run(*PLAIN))
+    planned = peak_memory(MODEL, spread, micro, accumulation=1, gpus_per_node=ranks, context_bytes=0)
+    assert planned.device.buffers == 4 * (1000 + whole)
 
 
 def test_a_shared_weight_is_gathered_for_each_module():
@@ -123,8 +134,8 @@ def test_a_shared_weight_is_gathered_for_each_module():
 def test_hpz_gathers_a_shared_weight_from_all_ranks_once():
     """The head's gathering, the second in a step, is from the second copy already."""
     hpz = zero3(ranks=4, secondary=2)
-    tied = gathered(WEIGHTS, hpz, run("embed", "a", "head", "-head", "-a", "-(embed"), 3)
-    found = {flow.what: flow.size for flow in flows(WEIGHTS, [WEIGHTS], hpz, 3, tied)}
+    tied = follow_gathers(WEIGHTS, hpz, run("embed", "a", "head", "-head", "-a", "-(embed"), 3)
+    found = {transfer.content: transfer.size_bytes for transfer in list_transfers(MODEL, hpz, 3, tied)}
     assert found["weights, forward"] == 4 * (60 + 32), "a is padded to 32"
     assert found["weights, forward, second copy"] == 4 * (3 * (2 * 60 + 32) - (60 + 32))
 
@@ -137,7 +148,7 @@ def test_what_is_run_twice_is_gathered_for_it():
 
 
 @given(st.lists(st.sampled_from(list(SIZES)), min_size=1, max_size=12), st.data())
-def test_limits_bound_what_is_gathered(modules, data):
+def test_limits_bound_what_is_follow_gathers(modules, data):
     """Once for each weight at the least, and once for each module that comes to it at the most."""
     limits = {key: data.draw(st.integers(0, 500), key) for key in ("reuse", "prefetch_bucket", "live")}
     moments = (*modules, *(f"-{name}" for name in reversed(modules)))
@@ -152,7 +163,7 @@ def test_limits_bound_what_is_gathered(modules, data):
 
 
 def test_without_an_order_weights_are_taken_as_they_are_listed():
-    assert gathered(WEIGHTS, zero3(reuse=187)) == gathered(WEIGHTS, zero3(reuse=187), run(*PLAIN))
+    assert follow_gathers(WEIGHTS, zero3(reuse=187)) == follow_gathers(WEIGHTS, zero3(reuse=187), run(*PLAIN))
 
 
 class Tied(nn.Module):
@@ -181,9 +192,9 @@ class Tied(nn.Module):
 def test_a_trace_says_where_the_passes_are(checkpointing):
     ids = torch.zeros(2, 3, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
-    found = trace(Tied(checkpointing), batch, lambda model, batch: model(batch["input_ids"]).logits.sum(), "no")
-    said = [f"{'-' * visit.back}{visit.module or 'model'}{')' * visit.end}" for visit in found.visits]
-    names = {visit.module: visit.names for visit in found.visits}
+    found = trace_step(Tied(checkpointing), batch, lambda model, batch: model(batch["input_ids"]).logits.sum(), "no")
+    said = [f"{'-' * visit.backward}{visit.module or 'model'}{')' * visit.end}" for visit in found.visits]
+    names = {visit.module: visit.weight_names for visit in found.visits}
     assert names["embed"] == names["head"] == ("embed.weight",) and names["layer.0"] == ("layer.0.weight", "layer.0.bias")
     layer = ["layer", "layer.0", "layer.0)", "layer.1", "layer.1)", "layer)"]
     assert said[:11] == ["model", "embed", "embed)", *layer, "head", "head)"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,14 +17,15 @@ from zerobook.cli.plan import here
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
-from zerobook.plan.hardware import CONTEXT, cluster
-from zerobook.plan.memory import memory
-from zerobook.plan.roofline import time
-from zerobook.plan.rows import Traced, row
+from zerobook.plan.hardware import CONTEXT_BYTES, cluster
+from zerobook.plan.memory import peak_memory
+from zerobook.plan.roofline import step_seconds
+from zerobook.plan.rows import plan_row
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Weight, hold
-from zerobook.plan.trace import Trace
-from zerobook.plan.traffic import Flow, flows
+from zerobook.plan.state_bytes import ModelWeights, Weight, count_states
+from zerobook.plan.trace import TimelinePoint, Trace
+from zerobook.plan.traced_job import TracedJob
+from zerobook.plan.traffic import Transfer, list_transfers
 from zerobook.utils.devices import DEVICES, find_device
 
 
@@ -96,23 +98,22 @@ def test_here_is_planned_with_what_others_leave(monkeypatch, capsys):
 
 def test_the_optimizer_waits_for_memory():
     """It moves 28 bytes for each parameter that a rank steps, at the rate of the GPU's memory."""
-    import dataclasses
-
     groups = [[Weight("all", (10**9,), 4, trained=True)]]
-    common = {"name": "", "ranks": 8, "node": 8, "precision": "bf16"}
+    model = ModelWeights(groups[0], groups)
+    common = {"name": "", "ranks": 8, "ranks_per_node": 8, "precision": "bf16"}
     eight = cluster(gpus="8", gpu="a100-80gb")
 
     def seconds(where=eight, **spread):
-        return time(0, [], groups, ShardingSpec(**common, **spread), where, accumulation=1)
+        return step_seconds(0, [], model, ShardingSpec(**common, **spread), where, accumulation=1)
 
     alone = seconds(kind="ddp")
     assert alone.optimizer == pytest.approx(28e9 / 2039e9) == alone.step and alone.bound == "optimizer"
-    for parted in ({"kind": "deepspeed", "stage": 1}, {"kind": "deepspeed", "stage": 3, "shard": 8}):
+    for parted in ({"kind": "deepspeed", "stage": 1}, {"kind": "deepspeed", "stage": 3, "shard_ranks": 8}):
         assert seconds(**parted).optimizer == pytest.approx(alone.optimizer / 8)
-    assert seconds(kind="fsdp", stage=3, shard=4).optimizer == pytest.approx(alone.optimizer / 4), "two copies"
+    assert seconds(kind="fsdp", stage=3, shard_ranks=4).optimizer == pytest.approx(alone.optimizer / 4), "two copies"
     twice = dataclasses.replace(eight, device=dataclasses.replace(eight.device, bandwidth=2 * eight.device.bandwidth))
     assert seconds(twice, kind="ddp").optimizer == pytest.approx(alone.optimizer / 2)
-    on_host = seconds(kind="fsdp", stage=3, shard=8, offload_optimizer="cpu", offload_param="cpu")
+    on_host = seconds(kind="fsdp", stage=3, shard_ranks=8, offload_optimizer="cpu", offload_param="cpu")
     assert on_host.optimizer == 0 and on_host.offload >= 28e9 / 8 / 20e9
 
 
@@ -137,25 +138,30 @@ FROZEN = [Weight("frozen", (8 * M,), 4, False), Weight("small", (M - 2,), 4, Fal
 def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
     """The first ``max_in_cpu`` elements of trained weights stay, in whole sub-groups. So do frozen parts under 1 MiB."""
     common = {
-        "kind": "deepspeed", "name": "", "ranks": 2, "node": 2, "stage": 3, "shard": 2, "precision": "bf16", "sub_group": 2 * M,
-        "persistent": 10, "reuse": 0, "prefetch_bucket": 0, "in_cpu": in_cpu, "buffers": 1, "buffer": 100,
+        "kind": "deepspeed", "name": "", "ranks": 2, "ranks_per_node": 2, "stage": 3, "shard_ranks": 2, "precision": "bf16",
+        "sub_group_elements": 2 * M,
+        "persistence_threshold": 10, "max_reuse_elements": 0, "prefetch_bucket_elements": 0, "max_in_cpu_elements": in_cpu,
+        "nvme_buffers": 1, "nvme_buffer_elements": 100,
         "offload_optimizer": "nvme",
     }  # fmt: skip
     weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]
     on_host, on_disk = (ShardingSpec(**common, offload_param=where) for where in ("cpu", "nvme"))
-    before, after = hold(weights, groups, on_host), hold(weights, groups, on_disk)
+    model = ModelWeights(weights, groups)
+    before, after = count_states(model, on_host), count_states(model, on_disk)
     away = 2 * (4 * M + 2 * M * (3 - len(staying)))
-    assert after.parameters == before.parameters - away + 2 and after.disk == before.disk + away, "a number in their place"
-    assert after.host == before.host | {"parameters": before.host["parameters"] - away + 2}
-    assert after.on_device == before.on_device
-    micro, options = Trace(0, 0, 0, [(0, 0)]), {"accumulation": 1, "gpus_per_node": 2}
-    planned = memory(weights, groups, on_disk, micro, **options)
+    assert after.live.parameters == before.live.parameters - away + 2 and after.disk == before.disk + away, (
+        "a number in their place"
+    )
+    assert after.host == dataclasses.replace(before.host, parameters=before.host.parameters - away + 2)
+    assert after.device == before.device
+    micro, options = Trace(0, [TimelinePoint(0, 0)]), {"accumulation": 1, "gpus_per_node": 2}
+    planned = peak_memory(model, on_disk, micro, **options)
     assert planned.disk == 2 * after.disk
-    assert planned.host == 2 * (sum(after.host.values()) + 2 * (100 + set_aside))
+    assert planned.host == 2 * (after.host.total + 2 * (100 + set_aside))
     # read twice a micro-batch, written once a step where they are trained; the node's two ranks have one disk
     two, seconds = cluster(gpus="2", gpu="a100-80gb"), {}
     for spread in (on_host, on_disk):
-        seconds[spread.offload_param] = time(0, [], groups, spread, two, accumulation=3, weights=weights).offload
+        seconds[spread.offload_param] = step_seconds(0, [], model, spread, two, accumulation=3).offload
     moved = 3 * 2 * away + (away - 2 * 4 * M)
     assert seconds["nvme"] - seconds["cpu"] == pytest.approx(2 * moved / 3e9)
 
@@ -168,12 +174,12 @@ def test_a_strategy_file_says_what_stays_in_host_ram(tmp_path, tiny):
         (FILES[0].parent / "zero3_nvme.yaml").read_text().replace("ds_configs/zero3_nvme.json", str(tmp_path / "ds.json"))
     )
     planned = made("causal_lm", tiny / "wide", block_size=64)
-    traced = Traced.of(planned, "cuda")
+    traced = TracedJob.of(planned, "cuda")
     sources = ConfigSources(dict.fromkeys(type(planned.config).model_fields, "default"))
     two = cluster(gpus="2", gpu="a100-80gb")
-    shipped, little = (row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
-    both = [(planned.spread.buffers, planned.spread.buffer) for planned in (little, shipped)]
-    assert little.spread.in_cpu == 10**6 and both == [(5, 10**8)] * 2
+    shipped, little = (plan_row(f, traced, two, sources) for f in (FILES[0].parent / "zero3_nvme.yaml", file))
+    both = [(planned.sharding.nvme_buffers, planned.sharding.nvme_buffer_elements) for planned in (little, shipped)]
+    assert little.sharding.max_in_cpu_elements == 10**6 and both == [(5, 10**8)] * 2
     assert little.memory.disk > shipped.memory.disk > 0
     assert little.time.offload > shipped.time.offload
 
@@ -184,14 +190,16 @@ def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
     """A rank's shard for every gathering, whether or not there is anybody to gather from. FSDP2 casts behind the bus."""
     layer, head = Weight("layer", (8000, 1000), 4, False, "layer"), Weight("head", (8000, 100), 4, False)
     trained = Weight("adapter", (8,), 4, True, "layer")
-    common = {"kind": kind, "name": "", "ranks": ranks, "node": ranks, "stage": 3, "shard": ranks, "precision": "bf16",
-              "persistent": 10, "reuse": 10**6, "prefetch_bucket": 0, "offload_optimizer": "cpu"}  # fmt: skip
+    common = {"kind": kind, "name": "", "ranks": ranks, "ranks_per_node": ranks, "stage": 3, "shard_ranks": ranks,
+              "precision": "bf16", "persistence_threshold": 10, "max_reuse_elements": 10**6, "prefetch_bucket_elements": 0,
+              "offload_optimizer": "cpu"}  # fmt: skip
     where, weights = cluster(gpus=str(ranks), gpu="a100-80gb"), [layer, trained, head]
 
     def seconds(offload_param: str) -> float:
         spread = ShardingSpec(**common, offload_param=offload_param)
-        found = flows(weights, [[trained]], spread, 3)
-        return time(0, found, [[trained]], spread, where, accumulation=3, weights=weights).offload
+        model = ModelWeights(weights, [[trained]])
+        found = list_transfers(model, spread, 3)
+        return step_seconds(0, found, model, spread, where, accumulation=3).offload
 
     elements = 2 * layer.numel + head.numel + (2 * trained.numel if kind == "fsdp" else 0)
     assert seconds("cpu") - seconds("none") == pytest.approx(3 * elements * element / ranks / 32e9)
@@ -207,12 +215,12 @@ def links(folder: Path, rate: float) -> str:
 @pytest.mark.parametrize("key", ["interconnect", "intra_node"])
 def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
     """A listed one they get a part of."""
-    moved = [Flow("gradients", "all-reduce", 16e9, 16, worth=2)]
-    spread = ShardingSpec(kind="ddp", name="", ranks=16, node=8)
+    moved = [Transfer("gradients", "all-reduce", 16e9, 16, passes=2)]
+    spread = ShardingSpec(kind="ddp", name="", ranks=16, ranks_per_node=8)
 
     def seconds(rate: str, part: str) -> float:
         where = cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: rate})
-        return getattr(time(0, moved, [], spread, where, accumulation=1), part)
+        return getattr(step_seconds(0, moved, ModelWeights([], []), spread, where, accumulation=1), part)
 
     part, listed = {"interconnect": ("network", 0.8), "intra_node": ("links", 0.7)}[key]
     assert seconds(links(tmp_path, 25e9), part) == pytest.approx(30 / 25)
@@ -237,7 +245,7 @@ def test_a_cpu_has_no_context_of_cuda(tiny, monkeypatch, capsys):
 
     monkeypatch.setattr(Hardware, "detect", classmethod(lambda _: Hardware()))
     assert other("--here", "--gpus", "1") == 0
-    assert other("--gpu", "t4") == CONTEXT
+    assert other("--gpu", "t4") == CONTEXT_BYTES
 
 
 @pytest.mark.launch

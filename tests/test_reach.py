@@ -140,9 +140,10 @@ def test_the_router_loss_follows_the_text_models_config():
 
 def test_the_planner_counts_what_is_trained(tiny):
     from recipes.causal_lm import CausalLM, CausalLMConfig
-    from zerobook.plan.job import job
+    from zerobook.plan.job import make_job
 
     config = CausalLMConfig(model_name_or_path=str(tiny / "gemma3_composite"), train_file="x.jsonl", block_size=64)
-    weights, groups = job(CausalLM(config)).weights()
+    model = make_job(CausalLM(config)).weights()
+    weights, groups = model.weights, model.groups
     trained = {weight.name for group in groups for weight in group}
     assert {weight.name for weight in weights} - trained == without_gradient(load(tiny / "gemma3_composite"))

@@ -16,7 +16,7 @@ from zerobook.cli.main import main
 from zerobook.config import parse
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster
-from zerobook.plan.rows import planned
+from zerobook.plan.rows import plan_recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.units import duration
 
@@ -78,7 +78,7 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     kind = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
     config, sources, _ = parse(kind.config_class, ["--config", str(file)], data=False)
     strategy = next(word for word in launch if word.endswith(".yaml"))
-    _, (row,) = planned(kind(config), sources, where, [ROOT / "accelerate_configs" / strategy.rpartition("/")[2]])
+    _, (row,) = plan_recipe(kind(config), sources, where, [ROOT / "accelerate_configs" / strategy.rpartition("/")[2]])
     assert row.fits and not row.tight
     memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
     assert header["Plan"].startswith(f"{memory}; {duration(row.time.step)} a step")

@@ -14,7 +14,7 @@ from tests.test_plan_trace import MIXTRAL
 from zerobook.config import RecipeConfig, parse
 from zerobook.errors import ConfigError
 from zerobook.models import recompute
-from zerobook.plan.trace import Saved
+from zerobook.plan.trace import SavedTensors
 from zerobook.training.recipe_file import recipe_class
 
 MODES = ["full", "every:2", "selective", "offload"]
@@ -46,7 +46,7 @@ def pass_of(model: nn.Module) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss, gradients, and bytes kept for the backward pass."""
     ids = torch.arange(2 * 32).reshape(2, 32) * 7 % 500
     torch.manual_seed(1)  # of dropout
-    with Saved(lambda: [*model.parameters(), *model.buffers(), ids]) as saved:
+    with SavedTensors(lambda: [*model.parameters(), *model.buffers(), ids]) as saved:
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, saved.bytes

@@ -300,7 +300,7 @@ def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
     config = CausalLMConfig(model_name_or_path="x", dataset_name="x")
     single, recipe = ROOT / "accelerate_configs" / "single.yaml", ROOT / "recipes" / "causal_lm.py"
     where = replace(CPU, gpus=1)
-    assert "Error: no" in measure(single, SimpleNamespace(config=config), recipe, [], where, ConfigSources()).died
+    assert "Error: no" in measure(single, SimpleNamespace(config=config), recipe, [], where, ConfigSources()).failure
     assert [line[line.index("--on_low_disk") + 1] for line in lines] == ["warn", "warn"]
 
 

@@ -13,7 +13,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import add_adapter
 from zerobook.models.vocabulary import add_tokens, fit_embeddings
-from zerobook.plan.job import job
+from zerobook.plan.job import make_job
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_whole_modules_beside_a_half_precision_base_need_mixed_precision():
 def test_the_planner_counts_new_tokens_and_whole_modules(tiny):
     def trained(**given):
         config, _, _ = resolved(model_name_or_path=str(tiny / "llama"), **given)
-        weights, _ = job(LoraFinetune(config)).weights()
+        weights = make_job(LoraFinetune(config)).weights().weights
         return sum(weight.numel for weight in weights if weight.trained)
 
     hidden, plain = 64, trained()

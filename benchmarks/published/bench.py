@@ -17,7 +17,7 @@ from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import LIMIT_S, ROOT, Arm, Outcome, TrialError, attempt
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.job import job
+from zerobook.plan.job import make_job
 from zerobook.plan.measure import Measured, measure
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import subprocess_launch
@@ -153,10 +153,10 @@ class Bench:
             config, sources, _ = parse(kind.config_class, line)
             where = replace(self.where, gpus=ranks)
             found = measure(
-                ROOT / "accelerate_configs" / f"{file}.yaml", job(kind(config)), recipe, line, where, sources, limit
+                ROOT / "accelerate_configs" / f"{file}.yaml", make_job(kind(config)), recipe, line, where, sources, limit
             )
-            if found.died:
-                raise TrialError(f"{file}, {ranks} processes: {found.died}")
+            if found.failure:
+                raise TrialError(f"{file}, {ranks} processes: {found.failure}")
             self._measured[key] = found
         return self._measured[key]
 

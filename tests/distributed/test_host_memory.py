@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.test_parity import record
 from tests.harness import launch
-from zerobook.plan.memory import at_load
+from zerobook.plan.memory import host_bytes_at_load
 from zerobook.plan.sharding import ShardingSpec
 
 pytestmark = [pytest.mark.launch, pytest.mark.full]
@@ -57,8 +57,8 @@ def test_ranks_together_hold_while_loading_what_is_planned(strategy, large, tiny
     found, whole = json.loads(report.read_text()), sum(sizes)
     load, prepare, after = found["load"]["peak"], found["prepare"]["peak"], found["prepare"]["after"]
     kind = "fsdp" if strategy == "fsdp" else "deepspeed"
-    spread = ShardingSpec(kind=kind, name=strategy, ranks=RANKS, node=RANKS, stage=3, rank_0_loads=kind == "fsdp")
-    planned = at_load(whole, max(sizes), spread, RANKS)
+    spread = ShardingSpec(kind=kind, name=strategy, ranks=RANKS, ranks_per_node=RANKS, stage=3, rank_0_loads=kind == "fsdp")
+    planned = host_bytes_at_load(whole, max(sizes), spread, RANKS)
     record("host", strategy=strategy, weights=whole, load=load, prepare=prepare, after=after, planned=planned)
     assert planned == pytest.approx(load, rel=0.1)
     assert load < 1.5 * whole

@@ -9,10 +9,10 @@ from tests.distributed.test_parity import STRATEGIES, largest_difference, record
 from tests.harness import ROOT, launch
 from zerobook.config import ConfigSources
 from zerobook.plan.hardware import cluster
-from zerobook.plan.job import job
+from zerobook.plan.job import make_job
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.sharding import spread
-from zerobook.plan.state_bytes import hold
+from zerobook.plan.sharding import sharding_spec
+from zerobook.plan.state_bytes import count_states
 
 TOLERANCE = 1e-6
 """Relative, on every step's loss and norm, in fp32."""
@@ -55,11 +55,11 @@ def test_same_training_as_one_process(launches, optimizer, strategy):
 def assert_planned(run, strategy, processes):
     """Each rank holds to the byte the optimizer state that was planned for it."""
     config = CausalLMConfig(**run.event("run_start")["config"])
-    planned, where = job(CausalLM(config)), cluster(gpus=str(processes), gpu="a100-80gb")
+    planned, where = make_job(CausalLM(config)), cluster(gpus=str(processes), gpu="a100-80gb")
     sources = ConfigSources(dict.fromkeys(type(config).model_fields, "default"))
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    spreads = spread(launch_plan(file, where, config, sources), planned.model_config)
-    held = [hold(*planned.weights(), spreads, rank).optimizer for rank in range(processes)]
+    spreads = sharding_spec(launch_plan(file, where, config, sources), planned.model_config)
+    held = [count_states(planned.weights(), spreads, rank).live.optimizer for rank in range(processes)]
     assert [rank["optimizer"] for rank in run.event("memory")["per_rank_bytes"]] == held
 
 

@@ -12,7 +12,7 @@ from tests.harness import SETTINGS, skip_without_op, start
 from zerobook.cli.main import main
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.job import job
+from zerobook.plan.job import make_job
 from zerobook.plan.measure import measure
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import subprocess_launch
@@ -111,8 +111,8 @@ def test_the_plan_is_what_a_run_holds_and_sends(tiny, tmp_path, strategy, ranks,
     base, *changes = CHANGES.get(strategy, (strategy,))
     shipped = ROOT / "accelerate_configs" / f"{base}.yaml"
     changed = edited(shipped, tmp_path, *changes) if changes else shipped
-    found = measure(changed, job(kind(config)), file, line, here, sources)
-    assert not found.died, found.died
+    found = measure(changed, make_job(kind(config)), file, line, here, sources)
+    assert not found.failure, found.failure
     figures = {kind: [figure.planned, figure.measured] for kind, figure in found.figures.items()}
     record("plan", strategy=strategy, ranks=ranks, job=name, **figures)
     for kind in ("parameters", "gradients", "optimizer"):

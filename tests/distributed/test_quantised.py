@@ -17,8 +17,9 @@ from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.models.quantise import check_base, check_layers, int8, nf4
 from zerobook.plan.hardware import cluster
-from zerobook.plan.job import job
-from zerobook.plan.rows import Traced, row
+from zerobook.plan.job import make_job
+from zerobook.plan.rows import plan_row
+from zerobook.plan.traced_job import TracedJob
 from zerobook.strategy.launch_plan import LaunchPlan
 
 PLANS = {
@@ -85,13 +86,13 @@ def test_other_formats_and_the_training_of_quantised_weights_are_refused(quantis
 def test_the_planner_knows_a_model_that_is_quantised_already(quantised, tiny):
     for name, flag in (("nf4_uint8", "load_in_4bit"), ("int8", "load_in_8bit")):
         flags = {"dataset_name": "embedded:chatterbot", "max_seq_length": 64}
-        found = job(LoraFinetune(LoraConfig(model_name_or_path=str(quantised[name]), **flags)))
-        asked = job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "llama"), **flags, **{flag: True})))
+        found = make_job(LoraFinetune(LoraConfig(model_name_or_path=str(quantised[name]), **flags)))
+        asked = make_job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "llama"), **flags, **{flag: True})))
         assert found.weights() == asked.weights()
-        assert sum(w.scales for w in found.weights()[0]) > 0
+        assert sum(weight.scale_bytes for weight in found.weights().weights) > 0
     sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
-    where, traced = cluster(gpus="2", gpu="a100-80gb"), Traced.of(found, "cuda")
-    rows = {name: row(ROOT / "accelerate_configs" / f"{name}.yaml", traced, where, sources) for name in ("zero2", "fsdp")}
+    where, traced = cluster(gpus="2", gpu="a100-80gb"), TracedJob.of(found, "cuda")
+    rows = {name: plan_row(ROOT / "accelerate_configs" / f"{name}.yaml", traced, where, sources) for name in ("zero2", "fsdp")}
     assert rows["zero2"].fits and "quantised to 8 bits" in rows["fsdp"].problems[0]
 
 
@@ -112,7 +113,7 @@ def test_a_model_none_of_whose_layers_is_quantised_is_refused(tiny, flag):
     with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
         check_layers(model, base)
     with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
-        job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "falcon"), dataset_name="x", **{flag: True}))).weights()
+        make_job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "falcon"), dataset_name="x", **{flag: True}))).weights()
     for name in ("llama", "gpt2"):
         check_layers(AutoModelForCausalLM.from_pretrained(tiny / name, quantization_config=config), base)
 

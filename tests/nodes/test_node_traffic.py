@@ -14,8 +14,9 @@ from tests.nodes.hosts import Network, missing
 from tests.nodes.runs import NodeRun
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.job import job
-from zerobook.plan.rows import Traced, row
+from zerobook.plan.job import make_job
+from zerobook.plan.rows import plan_row
+from zerobook.plan.traced_job import TracedJob
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.devices import DEVICES
 
@@ -60,6 +61,8 @@ def test_bytes_between_hosts_are_those_of_the_plan(tmp_path, tiny, monkeypatch, 
     kind = recipe_class(f"recipes/{recipe}.py")
     config, sources, _ = parse(kind.config_class, words)
     where = Cluster(gpus=per_host, nodes=2, device=DEVICES["a100-80gb"], link=1e9, network=1e9, cpu=True)
-    planned = row(ROOT / "accelerate_configs" / f"{strategy}.yaml", Traced.of(job(kind(config)), "cpu"), where, sources)
+    planned = plan_row(
+        ROOT / "accelerate_configs" / f"{strategy}.yaml", TracedJob.of(make_job(kind(config)), "cpu"), where, sources
+    )
     record("traffic", strategy=strategy, recipe=recipe, ranks=f"{per_host} + {per_host}", sent=(planned.between, measured))
     assert abs(measured / planned.between - 1) < 0.05

@@ -19,7 +19,7 @@ from zerobook.cli.arguments import Parser, add_hardware, described, positive
 from zerobook.errors import ConfigError
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
-from zerobook.utils.units import count, duration
+from zerobook.utils.units import count, counted, duration
 
 if TYPE_CHECKING:
     from zerobook.plan.choice import Choice
@@ -36,7 +36,7 @@ examples:
       --dataset_name databricks/databricks-dolly-15k
 """
 _DATA = ("train_file", "dataset_name")
-_BYTES_A_TOKEN = 4
+_BYTES_PER_TOKEN = 4
 """Bytes of a data file for each token: about what tokenizers reach on English text."""
 
 
@@ -47,46 +47,51 @@ def recipe(argv: list[str]) -> int:
     parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", help="a hub name, a folder, or a config.json")
     add_hardware(parser)
-    parser.add_argument("--method", choices=METHODS, help="what is trained (default: the first of them that fits)")
+    parser.add_argument("--method", choices=tuple(METHODS), help="what is trained (default: the first of them that fits)")
     parser.add_argument("--train_file", help="your data: a file")
     parser.add_argument("--dataset_name", help="data from the hub")
     parser.add_argument("--global_batch", type=positive, default=64, help="samples or packed rows of a step (default 64)")
     parser.add_argument("--length", type=positive, help="tokens of a row (default 2048; of a source text 512)")
     parser.add_argument("--output", help="the file to write (default NAME_METHOD_HARDWARE.yaml in this folder)")
-    asked = parser.parse_args(argv)
-    where = described(asked)
-    if asked.train_file and asked.dataset_name:
+    flags = parser.parse_args(argv)
+    cluster = described(flags)
+    if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
-    if asked.output:
-        _check(Path(asked.output))
-    if Path(asked.model).name == "config.json":  # the weights are beside it
-        asked.model = str(Path(asked.model).parent)
-    data = {key: getattr(asked, key) for key in _DATA if getattr(asked, key)}
-    chosen = choose(
-        asked.model, where, method=asked.method, global_batch=asked.global_batch, length=asked.length,
-        data=data or {"dataset_name": "NAME"}, progress=_bar,
-    )  # fmt: skip
-    if isinstance(chosen, list):
-        say(f"nothing fits {where.name}:")
-        for why in chosen:
-            say(f"  {why}")
+    if flags.output:
+        _check_output(Path(flags.output))
+    # The weights are beside a config.json.
+    if Path(flags.model).name == "config.json":
+        flags.model = str(Path(flags.model).parent)
+    data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
+    choice = choose(
+        flags.model,
+        cluster,
+        method=flags.method,
+        global_batch=flags.global_batch,
+        length=flags.length,
+        data=data or {"dataset_name": "NAME"},
+        progress=_show_progress,
+    )
+    if isinstance(choice, list):
+        say(f"nothing fits {cluster.name}:")
+        for reason in choice:
+            say(f"  {reason}")
         return 1
-    name = re.sub(r"[^\w.-]+", "-", Path(asked.model).absolute().name.removesuffix(".json")).lower()
-    file = Path(asked.output or f"{name}_{chosen.method}_{_short(where)}.yaml")
-    _check(file)
-    header = _header(chosen, where, asked, file)
-    file.write_text(_text(chosen, header, file, named=bool(data)), encoding="utf-8")
-    _show(chosen, where, header, file, asked)
+    file = Path(flags.output or _default_name(flags.model, choice.method, cluster))
+    _check_output(file)
+    header = _header(choice, cluster, flags, file)
+    file.write_text(_config_text(choice, header, file, has_data=bool(data)), encoding="utf-8")
+    _show(choice, cluster, header, file, flags)
     return 0
 
 
-def _bar(files: Iterable[Path], what: str) -> Iterable[Path]:
+def _show_progress(files: Iterable[Path], description: str) -> Iterable[Path]:
     from zerobook.utils.bars import tqdm
 
-    return tqdm(list(files), desc=f"planning {what}", unit=" files", leave=False)
+    return tqdm(list(files), desc=f"planning {description}", unit=" files", leave=False)
 
 
-def _check(file: Path) -> None:
+def _check_output(file: Path) -> None:
     """Raise `ConfigError` if the file exists, or has no folder."""
     if file.exists():
         raise ConfigError(f"--output: {file} exists, and nothing was written. Name another file, or remove it.")
@@ -96,126 +101,168 @@ def _check(file: Path) -> None:
         raise ConfigError(f"--output: {file} is no .yaml file.")
 
 
-def _short(where: Cluster) -> str:
-    device = re.sub(r"[^\w.-]+", "-", where.device.name)
-    return f"{f'{where.nodes}x' if where.nodes > 1 else ''}{where.gpus}x{device}"
+def _default_name(model: str, method: str, cluster: Cluster) -> str:
+    model_name = re.sub(r"[^\w.-]+", "-", Path(model).absolute().name.removesuffix(".json")).lower()
+    device_name = re.sub(r"[^\w.-]+", "-", cluster.device.name)
+    nodes = f"{cluster.nodes}x" if cluster.nodes > 1 else ""
+    return f"{model_name}_{method}_{nodes}{cluster.gpus}x{device_name}.yaml"
 
 
-def _path(name: str) -> str:
+def _shipped_path(name: str) -> str:
     """Return a shipped file's path, from the working folder if it is inside."""
-    file, here = shipped(name), Path.cwd()
-    return os.path.relpath(file, here) if file.is_relative_to(here) else str(file)
+    file = shipped(name)
+    folder = Path.cwd()
+    return os.path.relpath(file, folder) if file.is_relative_to(folder) else str(file)
 
 
-def _launch(chosen: Choice, where: Cluster, file: Path) -> str:
-    nodes = f"--num_machines {where.nodes} --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500".split()
-    words = ["--config_file", _path(f"accelerate_configs/{chosen.row.file}.yaml"), "--num_processes", str(where.ranks)]
-    words += nodes if where.nodes > 1 else []
-    words += [_path(f"recipes/{chosen.recipe}.py"), "--config", str(file)]
+def _launch_arguments(choice: Choice, cluster: Cluster, file: Path) -> str:
+    words = ["--config_file", _shipped_path(f"accelerate_configs/{choice.row.file}.yaml")]
+    words += ["--num_processes", str(cluster.ranks)]
+    if cluster.nodes > 1:
+        words += ["--num_machines", str(cluster.nodes), "--machine_rank", "0"]
+        words += ["--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+    words += [_shipped_path(f"recipes/{choice.recipe}.py"), "--config", str(file)]
     return shlex.join(words)
 
 
-def _header(chosen: Choice, where: Cluster, asked: argparse.Namespace, file: Path) -> dict[str, str]:
-    from zerobook.plan.choice import WORDS
+def _header(choice: Choice, cluster: Cluster, flags: argparse.Namespace, file: Path) -> dict[str, str]:
+    from zerobook.plan.choice import METHODS
 
-    values, row, config = chosen.values, chosen.row, chosen.traced.job.config
+    values = choice.values
+    row = choice.row
+    config = choice.traced.job.config
     assert row.memory is not None and row.time is not None
-    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-    total, what = micro * accumulation * where.ranks, "rows" if config.packing else "samples"
-    lengths = f"{values['max_source_length']} tokens and {values['max_target_length']} of target" if (
-        "max_source_length" in values) else f"{config.row_length:,} tokens"  # fmt: skip
-    host = f", {asked.host_memory} of host RAM a node" if asked.host_memory else ""
-    network = f", {asked.interconnect} between nodes" if where.nodes > 1 else ""
-    limits = ["the settings are published for other models and data, and not tuned for these"]
-    if where.nodes > 1:
-        others = "1" if where.nodes == 2 else f"1 to {where.nodes - 1}"
-        limits.append(f"--machine_rank {others} on the other nodes, and the first node's address in place of 10.0.0.1")
-        limits.append("output_dir on a shared file system")
-    if asked.model.endswith(".json"):
-        limits.append("model_name_or_path is a config without weights: name a folder or a model on the hub")
-    if total != asked.global_batch:
-        limits.append(f"{total} is the nearest to a global batch of {asked.global_batch} that {where.ranks} processes divide")
+    micro_batch = values["per_device_train_batch_size"]
+    accumulation = values["gradient_accumulation_steps"]
+    samples = micro_batch * accumulation * cluster.ranks
+    unit = "rows" if config.packing else "samples"
+    lengths = f"{config.row_length:,} tokens"
+    if "max_source_length" in values:
+        lengths = f"{values['max_source_length']} tokens and {values['max_target_length']} of target"
+    hardware = f"{counted(cluster.nodes, 'node')} of {cluster.gpus} x {cluster.device.name}"
+    if flags.host_memory:
+        hardware += f", {flags.host_memory} of host RAM a node"
+    if cluster.nodes > 1:
+        hardware += f", {flags.interconnect} between nodes"
+    batch = f"{micro_batch} micro x {accumulation} accumulation x {cluster.ranks} processes"
+    memory = f"{row.memory.total / 1e9:.1f} of {cluster.device.memory / 1e9:.0f} GB a GPU"
     return {
-        "Purpose": f"{asked.model}, {WORDS[chosen.method]}, on {where.name}",
-        "Source": chosen.source,
-        "Hardware": f"{where.nodes} node{'s' * (where.nodes > 1)} of {where.gpus} x {where.device.name}{host}{network}",
+        "Purpose": f"{flags.model}, {METHODS[choice.method]}, on {cluster.name}",
+        "Source": choice.source,
+        "Hardware": hardware,
         "Status": "planned by zerobook recipe, not run",
-        "Launch": f"accelerate launch {_launch(chosen, where, file)}",
-        "Batch": f"{micro} micro x {accumulation} accumulation x {where.ranks} processes = {total} {what} of {lengths}",
-        "Plan": f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU; {duration(row.time.step)} a step, "
-                f"{row.tokens_per_second:,.0f} tokens/s",
+        "Launch": f"accelerate launch {_launch_arguments(choice, cluster, file)}",
+        "Batch": f"{batch} = {samples} {unit} of {lengths}",
+        "Plan": f"{memory}; {duration(row.time.step)} a step, {row.tokens_per_second:,.0f} tokens/s",
         "Override": f"--gradient_accumulation_steps {2 * accumulation}: another global batch",
-        "Limits": "; ".join(limits),
-    }  # fmt: skip
+        "Limits": "; ".join(_limits(samples, cluster, flags)),
+    }
 
 
-def _text(chosen: Choice, header: dict[str, str], file: Path, *, named: bool) -> str:
+def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[str]:
+    """Return what the reader of the config has to know or change."""
+    limits = ["the settings are published for other models and data, and not tuned for these"]
+    if cluster.nodes > 1:
+        other_ranks = "1" if cluster.nodes == 2 else f"1 to {cluster.nodes - 1}"
+        limits.append(f"--machine_rank {other_ranks} on the other nodes, and the first node's address in place of 10.0.0.1")
+        limits.append("output_dir on a shared file system")
+    if flags.model.endswith(".json"):
+        limits.append("model_name_or_path is a config without weights: name a folder or a model on the hub")
+    if samples != flags.global_batch:
+        batch = flags.global_batch
+        limits.append(f"{samples} is the nearest to a global batch of {batch} that {cluster.ranks} processes divide")
+    return limits
+
+
+def _config_text(choice: Choice, header: dict[str, str], file: Path, *, has_data: bool) -> str:
     """Return the YAML with its header. Where no data is named, its key is a comment."""
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
-    values: dict[str, Any] = chosen.values | {
-        "num_train_epochs": 3, "save_steps": 100, "save_total_limit": 2, "output_dir": f"outputs/{file.stem}",
-    }  # fmt: skip
+    values: dict[str, Any] = dict(choice.values)
+    values["num_train_epochs"] = 3
+    values["save_steps"] = 100
+    values["save_total_limit"] = 2
+    values["output_dir"] = f"outputs/{file.stem}"
     for key, value in values.items():
-        if key == "dataset_name" and not named:
+        if key == "dataset_name" and not has_data:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
+        elif isinstance(value, float):
+            lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
         else:
-            if isinstance(value, float):
-                lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
-            else:
-                lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
-    if chosen.recipe != "seq2seq_chatbot":
+            lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
+    if choice.recipe != "seq2seq_chatbot":
         lines.append("# chat_template: FILE.jinja  # where the model's tokenizer has none")
     return "\n".join(lines) + "\n"
 
 
-def _epoch(chosen: Choice, where: Cluster, train_file: str | None) -> str | None:
+def _describe_epoch(choice: Choice, cluster: Cluster, train_file: str | None) -> str | None:
     """Return steps and time of an epoch, estimated from the size of the data file; None if that says nothing."""
     from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
 
-    file, config, row = Path(train_file or "").expanduser(), chosen.traced.job.config, chosen.row
-    kind = file.suffix.lower()  # a compressed file ends in .gz
-    assert row.time is not None
-    if not file.is_file() or kind not in (*JSON_LINES, ".json", *TABLE, *TEXT) or not (config.packing or kind in JSON_LINES):
+    file = Path(train_file or "").expanduser()
+    config = choice.traced.job.config
+    assert choice.row.time is not None
+    # The suffix of a compressed file is .gz, whose size says nothing.
+    suffix = file.suffix.lower()
+    if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
         return None
     if config.packing:
-        rows, by = file.stat().st_size / _BYTES_A_TOKEN / config.row_length, f"{_BYTES_A_TOKEN} bytes of the file a token"
+        rows: float = file.stat().st_size / _BYTES_PER_TOKEN / config.row_length
+        basis = f"{_BYTES_PER_TOKEN} bytes of the file a token"
+    elif suffix in JSON_LINES:
+        samples = sum(1 for _ in file_source(file).read())
+        rows = samples
+        basis = counted(samples, "sample")
     else:
-        rows = sum(1 for _ in file_source(file).read())
-        by = f"{rows:,} sample{'s' * (rows != 1)}"
-    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * where.ranks
-    steps = math.ceil(rows * (1 - config.validation_split_percentage / 100) / batch)
-    return f"about {steps:,} step{'s' * (steps != 1)}, {duration(steps * row.time.step)}, with {by}"
+        return None
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * cluster.ranks
+    trained_rows = rows * (1 - config.validation_split_percentage / 100)
+    steps = math.ceil(trained_rows / batch)
+    return f"about {counted(steps, 'step')}, {duration(steps * choice.row.time.step)}, with {basis}"
 
 
-def _show(chosen: Choice, where: Cluster, header: dict[str, str], file: Path, asked: argparse.Namespace) -> None:
-    from zerobook.plan.choice import WORDS
+def _show(choice: Choice, cluster: Cluster, header: dict[str, str], file: Path, flags: argparse.Namespace) -> None:
+    from zerobook.plan.choice import METHODS
 
-    say(f"{chosen.traced.job.name}: {count(chosen.traced.parameters)} parameters, on {where.name}\n")
+    say(f"{choice.traced.job.name}: {count(choice.traced.model.parameters)} parameters, on {cluster.name}\n")
     memory, _, step = header["Plan"].partition("; ")
-    epoch = _epoch(chosen, where, asked.train_file)
-    half = chosen.values["mixed_precision"]
-    missing = "" if half == "bf16" else f"; {where.device.name} has no bf16"
-    flash = "; flash attention where the package is installed" if where.device.fused else ""
-    rows = [
-        ("method", WORDS[chosen.method] + (", as asked" if asked.method else "")),
-        *((key, why) for key, why in chosen.reasons if key == "not taken"),
-        ("strategy", f"accelerate_configs/{chosen.row.file}.yaml ({chosen.row.name})"),
-        ("precision", f"{half}{missing}{flash}"),
+    method = METHODS[choice.method]
+    if flags.method:
+        method += ", as asked"
+    precision = choice.values["mixed_precision"]
+    if precision != "bf16":
+        precision += f"; {cluster.device.name} has no bf16"
+    if cluster.device.fused:
+        precision += "; flash attention where the package is installed"
+    rows = [("method", method)]
+    rows += [reason for reason in choice.reasons if reason[0] == "not taken"]
+    rows += [
+        ("strategy", f"accelerate_configs/{choice.row.file}.yaml ({choice.row.name})"),
+        ("precision", precision),
         ("batch", header["Batch"]),
-        *((key, why) for key, why in chosen.reasons if key != "not taken"),
-        ("settings", chosen.source),
+    ]
+    rows += [reason for reason in choice.reasons if reason[0] != "not taken"]
+    rows += [
+        ("settings", choice.source),
         ("memory", f"{memory}, planned for the fullest at its peak"),
         ("time", f"{step}, planned"),
-        *([("epoch", epoch)] if epoch else []),
-        *(("note", limit) for limit in header["Limits"].split("; ")),
     ]
-    wide = max(len(key) for key, _ in rows) + 2
+    epoch = _describe_epoch(choice, cluster, flags.train_file)
+    if epoch is not None:
+        rows.append(("epoch", epoch))
+    rows += [("note", limit) for limit in header["Limits"].split("; ")]
+
+    key_width = max(len(key) for key, _ in rows) + 2
+    wrapper = textwrap.TextWrapper(
+        width=min(shutil.get_terminal_size((100, 0)).columns, 120),
+        subsequent_indent=" " * (key_width + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     for key, value in rows:
-        options = {"initial_indent": f"  {key:<{wide}}", "subsequent_indent": " " * (wide + 2)}
-        width = min(shutil.get_terminal_size((100, 0)).columns, 120)
-        say(textwrap.fill(value, width, break_long_words=False, break_on_hyphens=False, **options))  # type: ignore[arg-type]
+        wrapper.initial_indent = f"  {key:<{key_width}}"
+        say(wrapper.fill(value))
     say(f"\nwrote {file}")
-    if not (asked.train_file or asked.dataset_name):
+    if not (flags.train_file or flags.dataset_name):
         say("Name your data in it, train_file or dataset_name.")
-    words = header["Launch"].removeprefix("accelerate launch ")
-    say(f"\nCheck it, then train:\n  zerobook doctor {words}\n  accelerate launch {words}")
+    launch_arguments = header["Launch"].removeprefix("accelerate launch ")
+    say(f"\nCheck it, then train:\n  zerobook doctor {launch_arguments}\n  accelerate launch {launch_arguments}")

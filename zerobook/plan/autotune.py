@@ -5,7 +5,7 @@ Candidates are planned first; then the best of them are measured in fresh proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from zerobook.launch.deepspeed_json import find_json
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.measure import measure
-from zerobook.plan.rows import Row, Traced, row
+from zerobook.plan.rows import Row, plan_row
 from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.traced_job import TracedJob
 from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import load_yaml
 
-TRIED = 6
+MEASURED_CANDIDATES = 6
 """Number of candidates that are measured. The plan ranks hundreds of them well enough to leave out the others."""
 KNEE = 0.95
 """Share of the best rate. From the smallest micro-batch that reaches this share, throughput hardly rises."""
@@ -30,50 +31,57 @@ KNEE = 0.95
 
 @dataclass
 class Candidate:
-    """A strategy file with a split of the global batch into micro-batches. ``rate`` is measured, in samples a second; 0
-    where the run failed."""
+    """A strategy file with a split of the global batch into micro-batches, and its plan."""
 
     file: Path
-    micro: int
+    micro_batch: int
     accumulation: int
     checkpointing: bool
-    planned: Row
+    row: Row
+    # measured samples a second; 0 where the run failed
     rate: float = 0.0
-    died: str = ""
+    failure: str = ""
 
     @property
     def flags(self) -> dict[str, object]:
-        return {
-            "per_device_train_batch_size": self.micro,
-            "gradient_accumulation_steps": self.accumulation,
-            "activation_checkpointing": "full" if self.checkpointing else "none",
-        }
+        return _batch_flags(self.micro_batch, self.accumulation, self.checkpointing)
 
     @property
-    def words(self) -> str:
-        kept = "recomputed" if self.checkpointing else "kept"
-        return f"{self.file.stem}, {self.micro} samples a micro-batch x {self.accumulation}, activations {kept}"
+    def description(self) -> str:
+        activations = "recomputed" if self.checkpointing else "kept"
+        return f"{self.file.stem}, {self.micro_batch} samples a micro-batch x {self.accumulation}, activations {activations}"
+
+
+def _batch_flags(micro_batch: int, accumulation: int, checkpointing: bool) -> dict[str, object]:
+    return {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "activation_checkpointing": "full" if checkpointing else "none",
+    }
 
 
 @dataclass
 class Tuned:
-    """Result of `autotune`. ``tried`` holds the candidates by measured rate, the best first. ``curve`` holds (micro-batch,
-    samples a second) for the strategy of the best one. ``knee`` is the micro-batch from which the curve is flat."""
+    """Result of `autotune`: the measured candidates, the best first, and for the strategy of the best one (micro-batch,
+    samples a second)."""
 
-    tried: list[Candidate]
+    candidates: list[Candidate]
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def best(self) -> Candidate | None:
-        return self.tried[0] if self.tried and self.tried[0].rate else None
+        return self.candidates[0] if self.candidates and self.candidates[0].rate else None
 
     @property
     def knee(self) -> int | None:
-        most = max((rate for _, rate in self.curve), default=0.0)
-        return min((micro for micro, rate in self.curve if rate >= KNEE * most), default=None) if most else None
+        """The micro-batch from which the curve is flat; None without a curve."""
+        best_rate = max((rate for _, rate in self.curve), default=0.0)
+        if not best_rate:
+            return None
+        return min(micro_batch for micro_batch, rate in self.curve if rate >= KNEE * best_rate)
 
 
-def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
+def split_batch(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield each (micro-batch, accumulation) that gives ``global_batch`` on ``ranks``. The micro-batch doubles from 1.
 
     Raises:
@@ -81,32 +89,32 @@ def cuts(global_batch: int, ranks: int) -> Iterator[tuple[int, int]]:
     """
     if global_batch % ranks:
         raise ConfigError(f"--global_batch: {global_batch} samples do not divide among {ranks} processes.")
-    share, micro = global_batch // ranks, 1
-    while micro <= share:
-        if share % micro == 0:
-            yield micro, share // micro
-        micro *= 2
+    samples_per_rank = global_batch // ranks
+    micro_batch = 1
+    while micro_batch <= samples_per_rank:
+        if samples_per_rank % micro_batch == 0:
+            yield micro_batch, samples_per_rank // micro_batch
+        micro_batch *= 2
 
 
-def candidates(
-    job: Job, files: Sequence[Path], where: Cluster, sources: ConfigSources, global_batch: int
-) -> Iterable[Candidate]:
+def list_candidates(
+    job: Job, files: Sequence[Path], cluster: Cluster, sources: ConfigSources, global_batch: int
+) -> list[Candidate]:
     """Return all candidates that fit, the fastest by plan first."""
-    kernels = "cpu" if where.cpu else "cuda"
-    found: list[Candidate] = []
-    for micro, accumulation in cuts(global_batch, where.ranks):
+    candidates: list[Candidate] = []
+    for micro_batch, accumulation in split_batch(global_batch, cluster.ranks):
         for checkpointing in (False, True):
-            changed = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation,
-                       "activation_checkpointing": "full" if checkpointing else "none"}  # fmt: skip
-            given = ConfigSources(sources | dict.fromkeys(changed, "autotune"))
-            traced = Traced.of(job.changed(**changed), kernels)
+            changes = _batch_flags(micro_batch, accumulation, checkpointing)
+            changed_sources = ConfigSources(sources | dict.fromkeys(changes, "autotune"))
+            traced = TracedJob.of(job.with_config(**changes), cluster.kernels)
             for file in files:
-                planned = row(file, traced, where, given)
-                if planned.fits and planned.spread is not None and planned.spread.ranks == where.ranks:
-                    found.append(Candidate(file, micro, accumulation, checkpointing, planned))
-            if traced.untraced is not None:
-                raise traced.untraced
-    return sorted(found, key=lambda c: -c.planned.tokens_per_second)
+                row = plan_row(file, traced, cluster, changed_sources)
+                # A file for one process would leave the other GPUs idle.
+                if row.fits and row.sharding is not None and row.sharding.ranks == cluster.ranks:
+                    candidates.append(Candidate(file, micro_batch, accumulation, checkpointing, row))
+            if traced.failure is not None:
+                raise traced.failure
+    return sorted(candidates, key=lambda candidate: -candidate.row.tokens_per_second)
 
 
 def autotune(
@@ -114,7 +122,7 @@ def autotune(
     recipe: Path,
     flags: Sequence[str],
     files: Sequence[Path],
-    where: Cluster,
+    cluster: Cluster,
     sources: ConfigSources,
     global_batch: int,
     progress: Callable[[str], None],
@@ -123,63 +131,69 @@ def autotune(
 
     A run that fails, most often because it is out of memory, does not stop the search: each run has its own processes.
     """
-    planned = list(candidates(job, files, where, sources, global_batch))
+    planned = list_candidates(job, files, cluster, sources, global_batch)
     if not planned:
         raise ConfigError(
-            f"nothing is planned to fit {where.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
+            f"nothing is planned to fit {cluster.name} at a global batch of {global_batch}. Try zerobook plan --recommend."
         )
-    # for each strategy and choice of checkpointing, only the split with the best plan; the curve covers the others
-    seen: dict[tuple[ShardingSpec | None, bool], Candidate] = {}
-    for candidate in planned:  # on one node, hpZ has the same spread as ZeRO-3
-        seen.setdefault((candidate.planned.spread, candidate.checkpointing), candidate)
-    tried = list(seen.values())[:TRIED]
-    for candidate in tried:
-        progress(candidate.words)
-        _measure(candidate, job, recipe, flags, where, sources)
-    tried.sort(key=lambda c: -c.rate)
-    tuned = Tuned(tried)
-    if tuned.best is not None:
-        like = (tuned.best.file.stem, tuned.best.checkpointing)
-        for candidate in [c for c in planned if (c.file.stem, c.checkpointing) == like]:
-            if candidate is not tuned.best:
-                progress(candidate.words)
-                _measure(candidate, job, recipe, flags, where, sources)
-                tuned.tried.append(candidate)
-            if candidate.rate:
-                tuned.curve.append((candidate.micro, candidate.rate))
-        tuned.tried.sort(key=lambda c: -c.rate)
-        tuned.curve.sort()
+
+    def measure_rate(candidate: Candidate) -> None:
+        progress(candidate.description)
+        words = list(flags)
+        for key, value in candidate.flags.items():
+            words += [f"--{key}", str(value)]
+        changed_sources = ConfigSources(sources | dict.fromkeys(candidate.flags, "autotune"))
+        measurement = measure(candidate.file, job.with_config(**candidate.flags), recipe, words, cluster, changed_sources)
+        candidate.failure = measurement.failure
+        if not candidate.failure:
+            samples = candidate.micro_batch * candidate.accumulation * cluster.ranks
+            candidate.rate = samples / measurement.seconds
+
+    # For each strategy and choice of checkpointing, only the split with the best plan; the curve covers the others. On one
+    # node, hpZ has the same sharding as ZeRO-3.
+    best_splits: dict[tuple[ShardingSpec | None, bool], Candidate] = {}
+    for candidate in planned:
+        best_splits.setdefault((candidate.row.sharding, candidate.checkpointing), candidate)
+    tuned = Tuned(list(best_splits.values())[:MEASURED_CANDIDATES])
+    for candidate in tuned.candidates:
+        measure_rate(candidate)
+    tuned.candidates.sort(key=lambda candidate: -candidate.rate)
+    best = tuned.best
+    if best is None:
+        return tuned
+
+    # The curve: the other splits of the best one's strategy.
+    for candidate in planned:
+        if candidate.file.stem != best.file.stem or candidate.checkpointing != best.checkpointing:
+            continue
+        if candidate is not best:
+            measure_rate(candidate)
+            tuned.candidates.append(candidate)
+        if candidate.rate:
+            tuned.curve.append((candidate.micro_batch, candidate.rate))
+    tuned.candidates.sort(key=lambda candidate: -candidate.rate)
+    tuned.curve.sort()
     return tuned
 
 
-def _measure(
-    candidate: Candidate, job: Job, recipe: Path, flags: Sequence[str], where: Cluster, sources: ConfigSources
-) -> None:
-    line = [*flags, *(word for key, value in candidate.flags.items() for word in (f"--{key}", str(value)))]
-    given = ConfigSources(sources | dict.fromkeys(candidate.flags, "autotune"))
-    found = measure(candidate.file, job.changed(**candidate.flags), recipe, line, where, given)
-    candidate.died = found.died
-    if not found.died:
-        candidate.rate = candidate.micro * candidate.accumulation * where.ranks / found.seconds
-
-
-def write(tuned: Tuned, recipe: Path, where: Cluster, folder: Path) -> tuple[Path, Path]:
-    """Write the best candidate as a strategy file and a YAML file of recipe flags for ``--config``. Return both paths."""
-    best = tuned.best
-    assert best is not None
+def write_best(best: Candidate, candidates: int, recipe: Path, cluster: Cluster, folder: Path) -> tuple[Path, Path]:
+    """Write the best of a number of ``candidates`` as a strategy file and a YAML file of recipe flags for ``--config``. Return
+    both paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    strategy, override = folder / f"{best.file.stem}.yaml", folder / "recipe.yaml"
-    strategy.write_text(_readable_from_anywhere(best.file))
+    strategy = folder / f"{best.file.stem}.yaml"
+    override = folder / "recipe.yaml"
+    strategy.write_text(_with_absolute_json(best.file))
+    launch = f"accelerate launch --config_file {strategy} --num_processes {cluster.ranks} {recipe} --config {override}"
     header = (
-        f"# Measured on {where.name}: {best.rate:.4g} samples a second, {len(tuned.tried)} candidates tried.\n"
-        f"# Launch: accelerate launch --config_file {strategy} --num_processes {where.ranks} {recipe} --config {override} ...\n"
+        f"# Measured on {cluster.name}: {best.rate:.4g} samples a second, {candidates} candidates tried.\n"
+        f"# Launch: {launch} ...\n"
     )
     override.write_text(header + yaml.safe_dump(best.flags))
     return strategy, override
 
 
-def _readable_from_anywhere(file: Path) -> str:
-    """Return a strategy file's text; the DeepSpeed JSON in it with its whole path, where it is not in the working folder."""
+def _with_absolute_json(file: Path) -> str:
+    """Return a strategy file's text; the DeepSpeed JSON in it with its absolute path, where it is not in the working folder."""
     text = read_text(file)
     deepspeed_file = (load_yaml(text).get("deepspeed_config") or {}).get("deepspeed_config_file")
     return text.replace(deepspeed_file, find_json(deepspeed_file, file)) if deepspeed_file else text

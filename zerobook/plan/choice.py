@@ -17,54 +17,67 @@ from zerobook.config import parse
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import read_config
-from zerobook.plan.recommend import nearest_to_fitting, offloads, preferred
-from zerobook.plan.rows import Row, Traced, planned
+from zerobook.plan.recommend import Reason, nearest_to_fitting, prefer
+from zerobook.plan.rows import Row, plan_recipe
+from zerobook.plan.traced_job import TracedJob
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-METHODS = ("full", "lora", "qlora")
-WORDS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
-_ENOUGH = 8192
+METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+"""Method -> its name in messages, in the order in which they are tried."""
+MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch that is not made larger."""
-_NO_SLOWER = 0.99
-"""Share of the tokens a second that a larger micro-batch may cost."""
-_LLAMA2 = "rate, schedule and weight decay of Llama 2's paper, section 3.1 (https://arxiv.org/abs/2307.09288), batches of 64"
-_QLORA = "rate, rank and schedule of QLoRA's paper, table 9 (https://arxiv.org/abs/2305.14314), batches of 16"
-_T5 = "rate and schedule of https://www.philschmid.de/fine-tune-flan-t5, batches of 8"
-_T5_LORA = "rate and rank of https://www.philschmid.de/fine-tune-flan-t5-peft, batches of 8"
-_LARGE = 20e9
+NO_SLOWER = 0.99
+"""Share of the tokens a second that a larger micro-batch has to reach."""
+LARGE_MODEL = 20e9
 """Parameters from which QLoRA's paper halves the rate, and the dropout of adapters."""
+
+Progress = Callable[[Iterable[Path], str], Iterable[Path]]
+"""(strategy files, what is planned) -> the strategy files"""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that fit.
+    """Settings that fit, and their plan."""
 
-    Attributes:
-        method: one of `METHODS`.
-        recipe: stem of the recipe's file.
-        values: key -> value of the YAML.
-        traced, row: the plan.
-        source: where rate, schedule and rank come from.
-        reasons: pairs (what was chosen, why).
-    """
-
+    # one of `METHODS`
     method: str
+    # stem of the recipe's file
     recipe: str
+    # key -> value of the YAML
     values: dict[str, Any]
-    traced: Traced
+    traced: TracedJob
     row: Row
+    # where rate, schedule and rank come from
     source: str
-    reasons: list[tuple[str, str]] = field(default_factory=list)
+    # (what was chosen, why)
+    reasons: list[Reason] = field(default_factory=list)
+
+
+@dataclass
+class _Plan:
+    """Settings with their plan: the rows that fit with room, the best first, and the chosen one with the reasons for it."""
+
+    values: dict[str, Any]
+    traced: TracedJob
+    rows: list[Row]
+    row: Row | None = None
+    reasons: list[Reason] = field(default_factory=list)
 
 
 def choose(
-    model: str, where: Cluster, *, method: str | None, global_batch: int, length: int | None, data: dict[str, str],
-    progress: Callable[[Iterable[Path], str], Iterable[Path]],
-) -> Choice | list[str]:  # fmt: skip
+    model: str,
+    cluster: Cluster,
+    *,
+    method: str | None,
+    global_batch: int,
+    length: int | None,
+    data: dict[str, str],
+    progress: Progress,
+) -> Choice | list[str]:
     """Return the settings for a model on a cluster; the reasons why nothing fits if nothing does.
 
     Args:
@@ -79,42 +92,62 @@ def choose(
         ConfigError: there is no such model, or the recipes do not train it.
     """
     model_config = read_config(model)
-    encoder_decoder = bool(model_config.is_encoder_decoder)
-    if encoder_decoder and method == "qlora":
-        raise ConfigError("--method: qlora: the encoder-decoder recipe has no quantised base. Choose full or lora.")
-    methods = [method] if method else [name for name in METHODS if not (encoder_decoder and name == "qlora")]
-    per_rank = max(1, (global_batch + where.ranks // 2) // where.ranks)
-    tried: list[str] = []
+    methods = [method] if method else list(METHODS)
+    if model_config.is_encoder_decoder and "qlora" in methods:
+        if method:
+            raise ConfigError("--method: qlora: the encoder-decoder recipe has no quantised base. Choose full or lora.")
+        methods.remove("qlora")
+    samples_per_rank = max(1, (global_batch + cluster.ranks // 2) // cluster.ranks)
+    failures: list[str] = []
     for name in methods:
-        search = _Search(model, model_config, where, name, per_rank, length, data, progress)
+        search = _Search(model, model_config, cluster, name, samples_per_rank, length, data, progress)
         try:
-            found = search.best(offload=name == methods[-1])
-        except ConfigError as error:  # such as a model whose layers are not quantised
+            plan = search.find_best(offload=name == methods[-1])
+        except ConfigError as error:
+            # The first method's error is the model's. A later one may not suit it: not all layers can be quantised.
             if name == methods[0]:
                 raise
-            found, search.lacking = None, error.problems[0]
-        if found is not None:
-            others = [("not taken", "; ".join(tried))] if tried else []
-            return Choice(name, search.recipe, *found, search.source, others + search.reasons)
-        tried.append(f"{WORDS[name]}: {search.lacking}")
-    return tried
+            plan = None
+            search.shortfall = error.problems[0]
+        if plan is not None and plan.row is not None:
+            reasons = [("not taken", "; ".join(failures))] if failures else []
+            reasons += plan.reasons
+            return Choice(name, search.recipe, plan.values, plan.traced, plan.row, search.published(0)[1], reasons)
+        failures.append(f"{METHODS[name]}: {search.shortfall}")
+    return failures
 
 
 class _Search:
     """The search for one method's settings."""
 
     def __init__(
-        self, model: str, model_config: PreTrainedConfig, where: Cluster, method: str, per_rank: int, length: int | None,
-        data: dict[str, str], progress: Callable[[Iterable[Path], str], Iterable[Path]],
-    ):  # fmt: skip
-        self.where, self.method, self.per_rank, self.progress = where, method, per_rank, progress
+        self,
+        model: str,
+        model_config: PreTrainedConfig,
+        cluster: Cluster,
+        method: str,
+        samples_per_rank: int,
+        length: int | None,
+        data: dict[str, str],
+        progress: Progress,
+    ):
+        self.cluster = cluster
+        self.method = method
+        self.samples_per_rank = samples_per_rank
+        self.progress = progress
+        # what the row that is nearest to fitting lacks
+        self.shortfall = ""
         self.encoder_decoder = bool(model_config.is_encoder_decoder)
-        self.recipe = "seq2seq_chatbot" if self.encoder_decoder else "causal_lm" if method == "full" else "lora_finetune"
-        self.reasons: list[tuple[str, str]] = []
-        self.lacking = ""
-        self.source = ""
-        half = "bf16" if where.device.bf16 else "fp16"
-        self.fixed = {"model_name_or_path": model, **data, **self._lengths(model_config, length), "mixed_precision": half}
+        if self.encoder_decoder:
+            self.recipe = "seq2seq_chatbot"
+        else:
+            self.recipe = "causal_lm" if method == "full" else "lora_finetune"
+        self.fixed_values = {
+            "model_name_or_path": model,
+            **data,
+            **self._lengths(model_config, length),
+            "mixed_precision": "bf16" if cluster.device.bf16 else "fp16",
+        }
 
     def _lengths(self, model_config: PreTrainedConfig, length: int | None) -> dict[str, Any]:
         if self.encoder_decoder:
@@ -124,94 +157,129 @@ class _Search:
         key = "block_size" if self.method == "full" else "max_seq_length"
         return {key: length or min(2048, positions), "packing": True}
 
-    def _training(self, parameters: int) -> dict[str, Any]:
-        """Return published settings, and set their source."""
-        small = parameters < _LARGE
+    def published(self, parameters: int) -> tuple[dict[str, Any], str]:
+        """Return published settings for a model of this size, and their source."""
+        if self.encoder_decoder and self.method == "full":
+            source = "rate and schedule of https://www.philschmid.de/fine-tune-flan-t5, batches of 8"
+            return {"learning_rate": 5e-5, "lr_scheduler_type": "linear"}, source
         if self.encoder_decoder:
-            self.source = _T5 if self.method == "full" else _T5_LORA
-            adapter = {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-            full = {"learning_rate": 5e-5, "lr_scheduler_type": "linear"}
-            return full if self.method == "full" else adapter | {"learning_rate": 1e-3, "lr_scheduler_type": "linear"}
+            source = "rate and rank of https://www.philschmid.de/fine-tune-flan-t5-peft, batches of 8"
+            values = {
+                "adapter": "lora",
+                "lora_r": 16,
+                "lora_alpha": 32,
+                "lora_dropout": 0.05,
+                "learning_rate": 1e-3,
+                "lr_scheduler_type": "linear",
+            }
+            return values, source
         if self.method == "full":
-            self.source = _LLAMA2
-            return {"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
-        self.source = _QLORA
-        dropout, rate = (0.1, 2e-4) if small else (0.05, 1e-4)
-        adapter = {"lora_r": 64, "lora_alpha": 16, "lora_dropout": dropout}
-        quantised = {"load_in_4bit": True} if self.method == "qlora" else {}
-        return quantised | adapter | {"learning_rate": rate, "lr_scheduler_type": "constant"}
+            paper = "Llama 2's paper, section 3.1 (https://arxiv.org/abs/2307.09288)"
+            source = f"rate, schedule and weight decay of {paper}, batches of 64"
+            return {"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "weight_decay": 0.1}, source
+        source = "rate, rank and schedule of QLoRA's paper, table 9 (https://arxiv.org/abs/2305.14314), batches of 16"
+        is_large = parameters >= LARGE_MODEL
+        values = {"load_in_4bit": True} if self.method == "qlora" else {}
+        values |= {
+            "lora_r": 64,
+            "lora_alpha": 16,
+            "lora_dropout": 0.05 if is_large else 0.1,
+            "learning_rate": 1e-4 if is_large else 2e-4,
+            "lr_scheduler_type": "constant",
+        }
+        return values, source
 
-    def _values(self, parameters: int, micro: int, checkpointing: str) -> dict[str, Any]:
+    def _values(self, parameters: int, micro_batch: int, checkpointing: str) -> dict[str, Any]:
         batch = {
-            "activation_checkpointing": checkpointing, "per_device_train_batch_size": micro,
-            "per_device_eval_batch_size": micro, "gradient_accumulation_steps": self.per_rank // micro,
-        }  # fmt: skip
-        return self.fixed | batch | self._training(parameters) | {"validation_split_percentage": 1}
+            "activation_checkpointing": checkpointing,
+            "per_device_train_batch_size": micro_batch,
+            "per_device_eval_batch_size": micro_batch,
+            "gradient_accumulation_steps": self.samples_per_rank // micro_batch,
+        }
+        training, _ = self.published(parameters)
+        return self.fixed_values | batch | training | {"validation_split_percentage": 1}
 
-    def _plan(self, parameters: int, micro: int, checkpointing: str) -> tuple[dict[str, Any], Traced, list[Row]]:
-        """Return the settings, their plan, and the rows that fit, the best first."""
-        values = self._values(parameters, micro, checkpointing)
+    def _plan(self, parameters: int, micro_batch: int, checkpointing: str) -> _Plan:
+        """Plan settings under all strategy files."""
+        values = self._values(parameters, micro_batch, checkpointing)
         kind = recipe_class(str(shipped(f"recipes/{self.recipe}.py")))
-        config, sources, _ = parse(kind.config_class, flags(values), data=False)
-        what = f"{WORDS[self.method]}, micro-batch {micro}, activations {'kept' if checkpointing == 'none' else 'recomputed'}"
-        files = [
-            file for file in sorted(shipped("accelerate_configs").glob("*.yaml"))
-            if file.stem != "single" or self.where.ranks == 1  # it would leave the other GPUs idle
-        ]  # fmt: skip
-        files = [*self.progress(files, what)]
-        traced, rows = planned(kind(config), sources, self.where, files)
-        self.lacking = nearest_to_fitting(rows)
-        return values, traced, [row for row in rows if row.fits and not row.tight]
+        config, sources, _ = parse(kind.config_class, to_flags(values), data=False)
+        files = []
+        for file in sorted(shipped("accelerate_configs").glob("*.yaml")):
+            # One process would leave the other GPUs idle.
+            if file.stem != "single" or self.cluster.ranks == 1:
+                files.append(file)
+        activations = "kept" if checkpointing == "none" else "recomputed"
+        description = f"{METHODS[self.method]}, micro-batch {micro_batch}, activations {activations}"
+        traced, rows = plan_recipe(kind(config), sources, self.cluster, list(self.progress(files, description)))
+        self.shortfall = nearest_to_fitting(rows)
+        return _Plan(values, traced, [row for row in rows if row.fits and not row.tight])
 
-    def best(self, *, offload: bool) -> tuple[dict[str, Any], Traced, Row] | None:
+    def _plan_on_gpu(self, parameters: int, micro_batch: int, checkpointing: str) -> _Plan:
+        """Plan settings, and choose the best row that fits without offload, if there is one."""
+        plan = self._plan(parameters, micro_batch, checkpointing)
+        on_gpu = [row for row in plan.rows if not row.offloads]
+        if on_gpu:
+            plan.row = prefer(plan.traced, on_gpu, self.cluster, plan.reasons)
+        return plan
+
+    def find_best(self, *, offload: bool) -> _Plan | None:
         """Return the fastest settings that fit, and their plan; None if nothing fits.
 
         Args:
             offload: take a strategy that offloads if no other fits.
         """
-        values, traced, rows = self._plan(0, 1, "full")
-        if traced.parameters >= _LARGE:
-            values = self._values(traced.parameters, 1, "full")
-        on_gpu = [row for row in rows if not offloads(row)]
-        if not on_gpu:
-            if rows and offload:
-                self.reasons.append(("offload", "nothing fits without it"))
-                return values, traced, rows[0]
-            if rows:
-                self.lacking = f"it fits with offload only, which --method {self.method} takes"
-            return None
-        reasons: list[tuple[str, str]] = []
-        best = values, traced, preferred(traced, on_gpu, self.where, reasons)
-        checkpointing, why = "full", "they are recomputed: kept, they do not fit"
-        if kept := self._try(traced.parameters, 1, "none", best[2]):
-            best, reasons = kept
-            checkpointing, why = "none", "they are kept: they fit, and nothing is computed twice"
-        shape, micro = traced.job.shape, 1
-        for more in range(2, self.per_rank + 1):
-            if self.per_rank % more or more < 2 * micro:
+        # The least memory: one row, and activations that are recomputed.
+        best = self._plan_on_gpu(0, 1, "full")
+        parameters = best.traced.model.parameters
+        if parameters >= LARGE_MODEL:
+            best.values = self._values(parameters, 1, "full")
+        if best.row is None:
+            if not best.rows:
+                return None
+            if not offload:
+                self.shortfall = f"it fits with offload only, which --method {self.method} takes"
+                return None
+            best.row = best.rows[0]
+            best.reasons = [("offload", "nothing fits without it")]
+            return best
+
+        # Activations that are kept, if they fit.
+        checkpointing = "full"
+        checkpointing_reason = "they are recomputed: kept, they do not fit"
+        kept_plan = self._plan_on_gpu(parameters, 1, "none")
+        if _is_no_slower(kept_plan, best):
+            best = kept_plan
+            checkpointing = "none"
+            checkpointing_reason = "they are kept: they fit, and nothing is computed twice"
+
+        # Larger micro-batches, each at least twice the one before, as long as they fit.
+        shape = best.traced.job.shape
+        micro_batch = 1
+        for larger in range(2, self.samples_per_rank + 1):
+            if self.samples_per_rank % larger or larger < 2 * micro_batch:
                 continue
-            if more * (shape.source + shape.target) > _ENOUGH:
+            if larger * (shape.source + shape.target) > MICRO_BATCH_TOKENS:
                 break
-            larger = self._try(traced.parameters, more, checkpointing, best[2])
-            if larger is None:
+            plan = self._plan_on_gpu(parameters, larger, checkpointing)
+            if not _is_no_slower(plan, best):
                 break
-            (best, reasons), micro = larger, more
-        self.reasons += [("activations", why), *reasons]
+            best = plan
+            micro_batch = larger
+        best.reasons.insert(0, ("activations", checkpointing_reason))
         return best
 
-    def _try(
-        self, parameters: int, micro: int, checkpointing: str, before: Row
-    ) -> tuple[tuple[dict[str, Any], Traced, Row], list[tuple[str, str]]] | None:
-        """Return other settings with their plan, and the reasons for their strategy, if they fit and are no slower."""
-        values, traced, rows = self._plan(parameters, micro, checkpointing)
-        reasons: list[tuple[str, str]] = []
-        fitting = [row for row in rows if not offloads(row)]
-        row = preferred(traced, fitting, self.where, reasons) if fitting else None
-        if row is None or row.tokens_per_second < _NO_SLOWER * before.tokens_per_second:
-            return None
-        return (values, traced, row), reasons
+
+def _is_no_slower(plan: _Plan, best: _Plan) -> bool:
+    """Return whether a plan fits, and is about as fast as the best one."""
+    if plan.row is None or best.row is None:
+        return False
+    return plan.row.tokens_per_second >= NO_SLOWER * best.row.tokens_per_second
 
 
-def flags(values: dict[str, Any]) -> list[str]:
+def to_flags(values: dict[str, Any]) -> list[str]:
     """Return the settings as command-line flags."""
-    return [word for key, value in values.items() for word in (f"--{key}", str(value).lower() if value is True else str(value))]
+    words = []
+    for key, value in values.items():
+        words += [f"--{key}", "true" if value is True else str(value)]
+    return words

@@ -37,11 +37,19 @@ def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, stat
             without separate master weights (K = 8).
         states: fp32 numbers that the optimizer keeps for each parameter; the paper's K is Adam's, with 2.
     """
-    element, k = (2, 4 + 4 * states) if mixed else (4, 4 * states)
+    element_bytes = 2 if mixed else 4
+    # The paper's K: bytes of optimizer state for each parameter, with the fp32 master weights of mixed precision.
+    k = 4 * states
+    if mixed:
+        k += 4
+    # Each stage divides one kind of state more among the ranks.
+    parameter_ranks = ranks if stage >= 3 else 1
+    gradient_ranks = ranks if stage >= 2 else 1
+    optimizer_ranks = ranks if stage >= 1 else 1
     return States(
-        parameters * element / (ranks if stage >= 3 else 1),
-        parameters * element / (ranks if stage >= 2 else 1),
-        parameters * k / (ranks if stage >= 1 else 1),
+        parameters * element_bytes / parameter_ranks,
+        parameters * element_bytes / gradient_ranks,
+        parameters * k / optimizer_ranks,
     )
 
 
@@ -69,10 +77,11 @@ def deepspeed_zero2(parameters: int, gpus_per_node: int, nodes: int, *, offload:
     if offload:
         host = parameters * max(4 * ranks, 16) * BUFFERS
         return Estimate(host, 2 * parameters, "host P x max(4 N, 16) x 1.5, GPU 2 P")
-    whole, shared = (4, 16) if printed else (2, 18)
-    gpu = whole * parameters + int(shared * parameters / ranks)
+    replicated_bytes = 4 if printed else 2
+    sharded_bytes = 20 - replicated_bytes
+    gpu = replicated_bytes * parameters + int(sharded_bytes * parameters / ranks)
     host = parameters * 4 * gpus_per_node * BUFFERS
-    return Estimate(host, gpu, f"host 4 P x ranks a node x 1.5, GPU {whole} P + {shared} P/N")
+    return Estimate(host, gpu, f"host 4 P x ranks a node x 1.5, GPU {replicated_bytes} P + {sharded_bytes} P/N")
 
 
 def deepspeed_zero3(
@@ -92,15 +101,27 @@ def deepspeed_zero3(
         optimizer, params: whether each is offloaded to host RAM; parameters only together with the optimizer.
         zero_init: the model is sharded while it is made; otherwise every rank first holds all of it in host RAM.
     """
-    ranks, layer = gpus_per_node * nodes, 4 * largest_layer
+    ranks = gpus_per_node * nodes
+    layer_bytes = 4 * largest_layer
     if not optimizer:
-        at_load = largest_layer if zero_init else parameters
-        host, gpu = at_load * 4 * gpus_per_node * BUFFERS, layer + int(18 * parameters / ranks)
+        loaded_parameters = largest_layer if zero_init else parameters
+        host = loaded_parameters * 4 * gpus_per_node * BUFFERS
+        gpu = layer_bytes + int(18 * parameters / ranks)
         return Estimate(host, gpu, "host 4 x loaded x ranks a node x 1.5, GPU 4 L + 18 P/N")
-    per_parameter = 18 if params else 16
-    gpu = layer if params else layer + int(2 * parameters / ranks)
-    host = parameters * (per_parameter / nodes if zero_init else max(4 * gpus_per_node, per_parameter / nodes)) * BUFFERS
-    return Estimate(host, gpu, f"host {per_parameter} P / nodes x 1.5, GPU 4 L" + ("" if params else " + 2 P/N"))
+    # 16 bytes of optimizer state a parameter in host RAM, and 2 of weights where they are offloaded too.
+    bytes_per_parameter = 16
+    gpu = layer_bytes
+    formula = "GPU 4 L"
+    if params:
+        bytes_per_parameter += 2
+    else:
+        gpu += int(2 * parameters / ranks)
+        formula += " + 2 P/N"
+    host_per_parameter = bytes_per_parameter / nodes
+    if not zero_init:
+        host_per_parameter = max(4 * gpus_per_node, host_per_parameter)
+    host = parameters * host_per_parameter * BUFFERS
+    return Estimate(host, gpu, f"host {bytes_per_parameter} P / nodes x 1.5, {formula}")
 
 
 def deepspeed_rows(parameters: int, largest_layer: int, gpus_per_node: int, nodes: int) -> list[tuple[str, Estimate]]:
@@ -108,19 +129,21 @@ def deepspeed_rows(parameters: int, largest_layer: int, gpus_per_node: int, node
 
     Without offload, ZeRO-2 has another row for the earlier version of the estimator that published tables come from.
     """
-    where = (gpus_per_node, nodes)
+    ranks = (gpus_per_node, nodes)
     rows = [
-        ("ZeRO-2, optimizer offloaded", deepspeed_zero2(parameters, *where, offload=True)),
-        ("ZeRO-2, nothing offloaded", deepspeed_zero2(parameters, *where, offload=False)),
-        ("ZeRO-2, nothing offloaded, by an earlier version", deepspeed_zero2(parameters, *where, offload=False, printed=True)),
+        ("ZeRO-2, optimizer offloaded", deepspeed_zero2(parameters, *ranks, offload=True)),
+        ("ZeRO-2, nothing offloaded", deepspeed_zero2(parameters, *ranks, offload=False)),
+        ("ZeRO-2, nothing offloaded, by an earlier version", deepspeed_zero2(parameters, *ranks, offload=False, printed=True)),
     ]
-    for what, optimizer, params in (
-        ("optimizer and parameters offloaded", True, True), ("optimizer offloaded", True, False),
-        ("nothing offloaded", False, False),
-    ):  # fmt: skip
+    offloads = {
+        "optimizer and parameters offloaded": {"optimizer": True, "params": True},
+        "optimizer offloaded": {"optimizer": True, "params": False},
+        "nothing offloaded": {"optimizer": False, "params": False},
+    }
+    for name, offload in offloads.items():
         for zero_init in (True, False):
-            made = deepspeed_zero3(parameters, largest_layer, *where, optimizer=optimizer, params=params, zero_init=zero_init)
-            rows.append((f"ZeRO-3, {what}, {'sharded' if zero_init else 'whole'} while loading", made))
+            estimate = deepspeed_zero3(parameters, largest_layer, *ranks, **offload, zero_init=zero_init)
+            rows.append((f"ZeRO-3, {name}, {'sharded' if zero_init else 'whole'} while loading", estimate))
     return rows
 
 
@@ -134,9 +157,14 @@ def activations(
         fused: attention that keeps no [length, length] matrices, such as flash attention.
         checkpointing: only each layer's input is kept; one layer at a time is recomputed completely.
     """
-    tokens = batch * length * width * element / 2
-    layer = 34 * tokens + (0 if fused else 5 * heads * length**2 * batch * element / 2)
-    return 2 * tokens * layers + layer if checkpointing else layer * layers
+    # SP's s b h, in units of 2 bytes.
+    tensor = batch * length * width * element / 2
+    layer_bytes = 34 * tensor
+    if not fused:
+        layer_bytes += 5 * heads * length**2 * batch * element / 2
+    if checkpointing:
+        return 2 * tensor * layers + layer_bytes
+    return layer_bytes * layers
 
 
 def logits(batch: int, length: int, vocabulary: int, *, element: int = 2) -> float:
@@ -155,20 +183,24 @@ def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, q
     """
     if stage < 3:
         return 2.0
-    forward, backward, gradients = zero3_worths(quantized_weights=quantized_weights, quantized_gradients=quantized_gradients)
-    return forward + (0.0 if hpz else backward) + gradients
+    gather = weight_gather(quantized_weights)
+    gathers = 1 if hpz else 2
+    return gathers * gather + gradient_reduction(quantized_gradients)
 
 
-def zero3_worths(*, quantized_weights: bool = False, quantized_gradients: bool = False) -> tuple[float, float, float]:
-    """Return the parts of `traffic` under ZeRO-3: (weights gathered in the forward pass, weights gathered in the backward
-    pass, gradients reduce-scattered)."""
-    gathered = 0.5 if quantized_weights else 1.0
-    return gathered, gathered, 0.25 if quantized_gradients else 1.0
+def weight_gather(quantized: bool) -> float:
+    """Return the part of `traffic` for a gather of all weights: in int8 half of 2 bytes."""
+    return 0.5 if quantized else 1.0
 
 
-def ring(worth: float, ranks: int) -> float:
-    """Return what each rank of a ring really sends where an ideal law counts ``worth``: (N - 1) / N of it."""
-    return worth * (ranks - 1) / ranks
+def gradient_reduction(quantized: bool) -> float:
+    """Return the part of `traffic` for a reduce-scatter of all gradients: in int4 a quarter of 2 bytes."""
+    return 0.25 if quantized else 1.0
+
+
+def ring(multiple: float, ranks: int) -> float:
+    """Return what each rank of a ring really sends where an ideal law counts ``multiple``: (N - 1) / N of it."""
+    return multiple * (ranks - 1) / ranks
 
 
 def between_nodes_rule(parameters: float, nodes: int) -> float:

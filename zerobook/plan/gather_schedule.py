@@ -12,134 +12,191 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Weight
+from zerobook.plan.state_bytes import Weight, count_elements
 
 
 class Visit(NamedTuple):
-    """A moment in the passes: ``module`` is about to run, or with ``back`` the gradient of its output is available. With
-    ``end``, the module has run, or its input has its gradient. ``names`` are the module's own weights; many modules have none.
+    """A moment in the passes: ``module`` is about to run, or with ``backward`` the gradient of its output is available. With
+    ``end``, the module has run, or its input has its gradient. ``weight_names`` are the weights that belong to the module
+    itself; many modules have none.
 
     An end may be missing: activation checkpointing stops a second run when it has the tensors that it needs, and in the
     backward pass token ids have no gradient.
     """
 
     module: str
-    names: tuple[str, ...]
-    back: bool = False
+    weight_names: tuple[str, ...]
+    backward: bool = False
     end: bool = False
 
 
 @dataclass
-class Gathered:
-    """Weights of one micro-batch's passes, each listed as often as it is gathered: ``forward`` in the forward pass,
-    ``again`` in the backward pass, including modules that run a second time there. ``most`` is the largest number of
-    elements that ZeRO-3 has gathered at once, without the small weights that stay gathered."""
+class Gathers:
+    """Weights of one micro-batch's passes, each listed as often as it is gathered. ``backward`` includes modules that run a
+    second time in the backward pass. ``peak_elements`` is the largest number of elements that ZeRO-3 has gathered at once,
+    without the small weights that stay gathered."""
 
     forward: list[Weight] = field(default_factory=list)
-    again: list[Weight] = field(default_factory=list)
-    most: int = 0
+    backward: list[Weight] = field(default_factory=list)
+    peak_elements: int = 0
 
     @property
     def all(self) -> list[Weight]:
-        return self.forward + self.again
+        return self.forward + self.backward
 
 
-def gathered(weights: Sequence[Weight], spread: ShardingSpec, visits: Sequence[Visit] = (), accumulation: int = 1) -> Gathered:
+def follow_gathers(
+    weights: Sequence[Weight], sharding: ShardingSpec, visits: Sequence[Visit] = (), accumulation: int = 1
+) -> Gathers:
     """Return what is gathered, once the order is known.
 
     Args:
-        visits: the visits of a whole micro-batch, as `zerobook.plan.trace` records them; without visits, modules are
+        visits: the visits of a complete micro-batch, as `zerobook.plan.trace` records them; without visits, modules are
             assumed to run in the order of their weights, and backward in reverse order.
     """
-    if spread.kind == "fsdp":
-        return Gathered(list(weights), [w for w in weights if w.unit and spread.reshards])
-    if spread.stage < 3:
-        return Gathered()
-    known = {w.name: w for w in weights}
-    coordinator = _Coordinator(known, visits or _as_listed(weights), spread)
+    if sharding.kind == "fsdp":
+        layers = [weight for weight in weights if weight.unit and sharding.reshards]
+        return Gathers(list(weights), layers)
+    if sharding.stage < 3:
+        return Gathers()
+    coordinator = _Coordinator(weights, visits or _visits_in_order(weights), sharding)
     # The first micro-batch has freed all weights; small weights are gathered again after the optimizer's step.
-    coordinator.follow({w.name for w in weights if w.numel <= spread.persistent} if accumulation == 1 else set())
-    return coordinator.follow(coordinator.here)
+    available = set()
+    if accumulation == 1:
+        available = {weight.name for weight in weights if weight.numel <= sharding.persistence_threshold}
+    # The second time, the decisions of the first are known.
+    coordinator.follow(available)
+    return coordinator.follow(coordinator.available)
 
 
 class _Coordinator:
     """ZeRO-3's coordinator of one rank. The first passes that follow the order decide where each weight is freed; later
     passes keep these decisions."""
 
-    def __init__(self, known: dict[str, Weight], visits: Sequence[Visit], spread: ShardingSpec):
-        self.visits, self.spread = visits, spread
-        self.here: set[str] = set()
-        self._own = {visit.module: [known[name] for name in visit.names] for visit in visits}
-        self._order = [self._own[visit.module] for visit in visits if not visit.end]
-        self._before = [0, *accumulate(sum(w.numel for w in some) for some in self._order)]  # elements, small weights included
-        self._uses: dict[str, list[int]] = defaultdict(list)
-        for at, some in enumerate(self._order):
-            for weight in some:
-                self._uses[weight.name].append(at)
-        self._kept: dict[tuple[int, str], bool] = {}
-
-    def follow(self, here: set[str]) -> Gathered:
-        """Follow one micro-batch's passes, which start with the weights ``here`` gathered."""
-        self.here, found = set(here), Gathered()
-        coming = deque((weight, at) for at, some in enumerate(self._order) for weight in some)
-        looked_at: dict[str, int] = {}  # the last use that the prefetch has seen
-        users: dict[str, set[str]] = defaultdict(set)
-        at = live = 0
-        turned = False
-        for visit in self.visits:
-            own = self._own[visit.module]
-            turned = turned or visit.back  # modules that run from here on run a second time
+    def __init__(self, weights: Sequence[Weight], visits: Sequence[Visit], sharding: ShardingSpec):
+        self.visits = visits
+        self.sharding = sharding
+        # names of the weights that are gathered at this moment
+        self.available: set[str] = set()
+        weights_by_name = {weight.name: weight for weight in weights}
+        self._weights_of: dict[str, list[Weight]] = {}
+        # Positions count the starts of modules. Small weights count in the distance between positions.
+        self._uses: list[tuple[Weight, int]] = []
+        self._positions: dict[str, list[int]] = defaultdict(list)
+        self._elements_before = [0]
+        for visit in visits:
+            module_weights = [weights_by_name[name] for name in visit.weight_names]
+            self._weights_of[visit.module] = module_weights
             if visit.end:
-                for weight in own:
-                    users[weight.name].discard(visit.module)
-                    if not self._keeps(weight, at, looked_at) and not users[weight.name] and weight.name in self.here:
-                        self.here.remove(weight.name)
-                        live -= weight.numel
                 continue
-            new = [w for w in own if w.name not in self.here]
-            live += sum(w.numel for w in new)
-            self.here |= {w.name for w in new}
-            late = {w.name for w in own if looked_at.get(w.name, -1) < at}
-            while coming and late:
-                weight, use = coming.popleft()
-                looked_at[weight.name] = use
-                late.discard(weight.name)
-            room = min(self.spread.live - live, self.spread.prefetch_bucket)
-            while coming and room > 0:
-                weight, use = coming.popleft()
-                looked_at[weight.name] = max(looked_at.get(weight.name, -1), use)
-                if weight.name not in self.here:
-                    new.append(weight)
-                    self.here.add(weight.name)
-                    live += weight.numel
-                    room -= weight.numel
-            (found.again if turned else found.forward).extend(new)
-            found.most = max(found.most, live)
-            for weight in own:
-                users[weight.name].add(visit.module)
-            at += 1
-        # after the backward pass no weight is in use
-        self.here -= {w.name for own in self._own.values() for w in own if users[w.name] and w.numel > self.spread.persistent}
-        return found
+            position = len(self._elements_before) - 1
+            self._elements_before.append(self._elements_before[-1] + count_elements(module_weights))
+            for weight in module_weights:
+                self._uses.append((weight, position))
+                self._positions[weight.name].append(position)
+        # (position, weight name) -> whether the weight stays gathered when a module ends there
+        self._keeps: dict[tuple[int, str], bool] = {}
 
-    def _keeps(self, weight: Weight, at: int, looked_at: dict[str, int]) -> bool:
-        """Return whether a weight stays gathered when a module ends before visit ``at``."""
-        key = (at, weight.name)
-        if key not in self._kept:
-            self._kept[key] = (
-                weight.numel <= self.spread.persistent
-                or looked_at.get(weight.name, -1) > at
-                or any(self._before[use] - self._before[at] < self.spread.reuse for use in self._uses[weight.name] if use >= at)
+    def follow(self, available: set[str]) -> Gathers:
+        """Follow one micro-batch's passes, which start with the weights ``available`` gathered."""
+        self.available = set(available)
+        self._gathers = Gathers()
+        self._live_elements = 0
+        self._coming = deque(self._uses)
+        # weight name -> the last use that the prefetch has passed
+        self._prefetched_use: dict[str, int] = {}
+        # weight name -> modules that are running and use it
+        self._users: dict[str, set[str]] = defaultdict(set)
+        position = 0
+        is_backward = False
+        for visit in self.visits:
+            # Modules that run after the first gradient run a second time.
+            is_backward = is_backward or visit.backward
+            if visit.end:
+                self._end_module(visit.module, position)
+            else:
+                self._start_module(visit.module, position, is_backward)
+                position += 1
+        # After the backward pass no weight is in use.
+        for module_weights in self._weights_of.values():
+            for weight in module_weights:
+                if self._users[weight.name] and weight.numel > self.sharding.persistence_threshold:
+                    self.available.discard(weight.name)
+        return self._gathers
+
+    def _start_module(self, module: str, position: int, is_backward: bool) -> None:
+        """Gather a module's weights, and prefetch those of later modules."""
+        gathered = self._gathers.backward if is_backward else self._gathers.forward
+        not_passed = set()
+        for weight in self._weights_of[module]:
+            self._gather(weight, gathered)
+            if self._prefetched_use.get(weight.name, -1) < position:
+                not_passed.add(weight.name)
+        # The prefetch continues behind the module's own uses.
+        while self._coming and not_passed:
+            weight, use = self._coming.popleft()
+            self._prefetched_use[weight.name] = use
+            not_passed.discard(weight.name)
+        room = min(self.sharding.max_live_elements - self._live_elements, self.sharding.prefetch_bucket_elements)
+        while self._coming and room > 0:
+            weight, use = self._coming.popleft()
+            self._prefetched_use[weight.name] = max(self._prefetched_use.get(weight.name, -1), use)
+            if self._gather(weight, gathered):
+                room -= weight.numel
+        self._gathers.peak_elements = max(self._gathers.peak_elements, self._live_elements)
+        for weight in self._weights_of[module]:
+            self._users[weight.name].add(module)
+
+    def _gather(self, weight: Weight, gathered: list[Weight]) -> bool:
+        """Gather a weight where it is not available, and return whether that was so."""
+        if weight.name in self.available:
+            return False
+        self.available.add(weight.name)
+        self._live_elements += weight.numel
+        gathered.append(weight)
+        return True
+
+    def _end_module(self, module: str, position: int) -> None:
+        """Free the module's weights that no other module uses, and that are not kept for a later use."""
+        for weight in self._weights_of[module]:
+            self._users[weight.name].discard(module)
+            keeps = self._keeps_weight(weight, position)
+            if not keeps and not self._users[weight.name] and weight.name in self.available:
+                self.available.remove(weight.name)
+                self._live_elements -= weight.numel
+
+    def _keeps_weight(self, weight: Weight, position: int) -> bool:
+        """Return whether a weight stays gathered when a module ends before ``position``."""
+        key = (position, weight.name)
+        if key not in self._keeps:
+            self._keeps[key] = (
+                weight.numel <= self.sharding.persistence_threshold
+                or self._prefetched_use.get(weight.name, -1) > position
+                or self._is_used_soon(weight, position)
             )
-        return self._kept[key]
+        return self._keeps[key]
+
+    def _is_used_soon(self, weight: Weight, position: int) -> bool:
+        for use in self._positions[weight.name]:
+            distance = self._elements_before[use] - self._elements_before[position]
+            if use >= position and distance < self.sharding.max_reuse_elements:
+                return True
+        return False
 
 
-def _as_listed(weights: Sequence[Weight]) -> list[Visit]:
-    names = groupby((w.name for w in weights), key=lambda name: name.rpartition(".")[0] or name)
-    modules = [Visit(module, tuple(some)) for module, some in names]
-    there_and_back = modules + [visit._replace(back=True) for visit in reversed(modules)]
-    return [moment for visit in there_and_back for moment in (visit, visit._replace(end=True))]
+def _visits_in_order(weights: Sequence[Weight]) -> list[Visit]:
+    """Return the visits of modules that run in the order of their weights, and backward in reverse order."""
+    names_by_module: dict[str, list[str]] = {}
+    for weight in weights:
+        module = weight.name.rpartition(".")[0] or weight.name
+        names_by_module.setdefault(module, []).append(weight.name)
+    visits = []
+    for is_backward in (False, True):
+        modules = reversed(names_by_module) if is_backward else names_by_module
+        for module in modules:
+            visits.append(Visit(module, tuple(names_by_module[module]), is_backward))
+            visits.append(Visit(module, tuple(names_by_module[module]), is_backward, end=True))
+    return visits

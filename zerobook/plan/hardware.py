@@ -16,7 +16,7 @@ from zerobook.utils.units import parse_bytes, parse_rate
 
 Parsed = TypeVar("Parsed")
 
-CONTEXT = 800_000_000
+CONTEXT_BYTES = 800_000_000
 """Bytes of a GPU that are in use before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An
 assumption, not a measurement of this project."""
 
@@ -48,9 +48,14 @@ class Cluster:
         return self.gpus * self.nodes
 
     @property
-    def context(self) -> int:
+    def kernels(self) -> str:
+        """The device whose kernels a trace simulates."""
+        return "cpu" if self.cpu else "cuda"
+
+    @property
+    def context_bytes(self) -> int:
         """Bytes of a GPU that are in use before the first tensor; 0 for a CPU process."""
-        return 0 if self.cpu else CONTEXT
+        return 0 if self.cpu else CONTEXT_BYTES
 
     def rate(self, what: str) -> float:
         """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a

@@ -10,34 +10,29 @@ from dataclasses import dataclass
 
 from zerobook.plan import formulas
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.traffic import Flow, between_nodes, sent
+from zerobook.plan.traffic import Transfer, count_sent, count_sent_between_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paper:
-    """Figures by the literature's formulas. ``formula`` has each formula as text, with its unit.
+class PaperFigures:
+    """Figures by the literature's formulas. ``formula`` has each formula as text, with its unit."""
 
-    ``states`` are bytes of a rank in all places; ``lying`` names the place of each: ``none`` (the GPU), ``cpu`` or
-    ``nvme``. ``sent`` is the bytes that a rank sends in a step by the ring's law. ``between`` is the bytes that leave a
-    node in a step by the same law. ``rule`` is the same by the rule of thumb for ZeRO-3 in 2-byte elements, None for other
-    strategies.
-    """
-
+    # bytes of a rank in all places
     states: formulas.States
-    lying: dict[str, str]
+    # bytes of these states on the GPU
+    gpu_states: float
+    # bytes that a rank sends in a step by the ring's law
     sent: float
+    # bytes that leave a node in a step by the same law
     between: float
+    # the same by the rule of thumb for ZeRO-3 in 2-byte elements; None for other strategies
     rule: float | None
     formula: dict[str, str]
 
-    def held(self, place: str) -> float:
-        """Return the bytes of a rank's states that are in ``place``."""
-        return sum(getattr(self.states, what) for what, where in self.lying.items() if where == place)
 
-
-def paper(
-    parameters: int, trained: int, spread: ShardingSpec, nodes: int, *, density: float = 1.0, states: float = 2.0
-) -> Paper:
+def paper_figures(
+    parameters: int, trained: int, sharding: ShardingSpec, nodes: int, *, density: float = 1.0, state_numbers: float = 2.0
+) -> PaperFigures:
     """Return the papers' figures. The papers do not cover accumulation: a step is one micro-batch.
 
     ZeRO, section 5, for states; offloaded states are in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity,
@@ -46,108 +41,123 @@ def paper(
 
     Args:
         density: stored elements for each parameter; below 1 where frozen weights are packed, which the papers do not cover.
-        states: numbers of optimizer state for each trained parameter.
+        state_numbers: numbers of optimizer state for each trained parameter.
     """
-    mixed = spread.precision != "no"
-    share = spread.shard if spread.stage == 3 else spread.ranks
-    whole, part = (
-        formulas.model_states(n, spread.stage, share, mixed=mixed, states=states) for n in (parameters * density, trained)
-    )
-    lying = {"parameters": spread.offload_param, "gradients": spread.offload_optimizer, "optimizer": spread.offload_optimizer}
-    legs = _legs(spread, "P" if trained == parameters else "T")
-    moved = flows(parameters, trained, spread, density)
+    mixed = sharding.precision != "no"
+    state_ranks = sharding.shard_ranks if sharding.stage == 3 else sharding.ranks
+    stored = formulas.model_states(parameters * density, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
+    updated = formulas.model_states(trained, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
+    states = formulas.States(stored.parameters, updated.gradients, updated.optimizer)
+    gpu_states = 0.0
+    if sharding.offload_param == "none":
+        gpu_states += states.parameters
+    if sharding.offload_optimizer == "none":
+        gpu_states += states.gradients
+        gpu_states += states.optimizer
+
+    trained_letter = "P" if trained == parameters else "T"
+    legs = _list_legs(sharding, trained_letter)
+    transfers = []
+    for leg in legs:
+        elements = parameters * density if leg.letter == "P" else trained
+        transfers.append(leg.as_transfer(elements, sharding))
     formula = {
-        "states": _states(parameters, trained, spread, share, lying, density, states),
-        "sent": _written(legs, spread, density=density),
+        "states": _states_text(sharding, trained_letter, state_ranks, density, state_numbers),
+        "sent": _legs_text(legs, sharding, density),
     }
     rule = None
     if nodes > 1:
-        formula["between"] = _written([leg for leg in legs if not leg.within], spread, of_a_node=True, density=density)
-        if mixed and trained == parameters and spread.stage == 3 and spread.shard == spread.ranks:
-            rule, formula["rule"] = formulas.between_nodes_rule(parameters, nodes), f"48 P/{nodes} bits"
-    return Paper(
-        states=formulas.States(whole.parameters, part.gradients, part.optimizer), lying=lying, sent=sent(moved),
-        between=between_nodes(moved, nodes), rule=rule, formula=formula,
-    )  # fmt: skip
+        legs_between = [leg for leg in legs if not leg.within_node]
+        formula["between"] = _legs_text(legs_between, sharding, density, of_node=True)
+        if mixed and trained == parameters and sharding.stage == 3 and sharding.shard_ranks == sharding.ranks:
+            rule = formulas.between_nodes_rule(parameters, nodes)
+            formula["rule"] = f"48 P/{nodes} bits"
+    return PaperFigures(
+        states=states,
+        gpu_states=gpu_states,
+        sent=count_sent(transfers),
+        between=count_sent_between_nodes(transfers, nodes),
+        rule=rule,
+        formula=formula,
+    )
 
 
-def flows(parameters: int, trained: int, spread: ShardingSpec, density: float = 1.0) -> list[Flow]:
-    """Return what is sent in a step by the papers' law."""
-    elements = {"P": parameters * density, "T": trained}
-    return [
-        Flow(
-            leg.what,
-            leg.collective,
-            leg.worth * spread.compute * elements[leg.letter] / leg.cut,
-            leg.ranks,
-            within=leg.within,
-            rings=leg.rings(spread),
-        )
-        for leg in _legs(spread, "P" if trained == parameters else "T")
-    ]
-
-
-def _states(
-    parameters: int, trained: int, spread: ShardingSpec, share: int, lying: dict[str, str], density: float, states: float
-) -> str:
+def _states_text(sharding: ShardingSpec, trained_letter: str, state_ranks: int, density: float, state_numbers: float) -> str:
     """Return the formula of weights, gradients and optimizer state as text, such as ``2 P + 2 P/8 + 12 P/8 bytes``; see
     `formulas.model_states`."""
-    whole = formulas.model_states(1, 0, 1, mixed=spread.precision != "no", states=states)
+    per_parameter = formulas.model_states(1, 0, 1, mixed=sharding.precision != "no", states=state_numbers)
+    # (bytes of a parameter, letter of the parameters, first stage that shards it, place)
+    kinds = (
+        (per_parameter.parameters * density, "P", 3, sharding.offload_param),
+        (per_parameter.gradients, trained_letter, 2, sharding.offload_optimizer),
+        (per_parameter.optimizer, trained_letter, 1, sharding.offload_optimizer),
+    )
+    places = {"none": "", "cpu": " (host)", "nvme": " (disk)"}
     terms = []
-    for what, first in (("parameters", 3), ("gradients", 2), ("optimizer", 1)):
-        letter = "P" if what == "parameters" or trained == parameters else "T"
-        cut = f"/{share}" if spread.stage >= first and share > 1 else ""
-        where = {"none": "", "cpu": " (host)", "nvme": " (disk)"}[lying[what]]
-        each = getattr(whole, what) * (density if what == "parameters" else 1)
-        terms.append(f"{each:g} {letter}{cut}{where}")
+    for kind_bytes, letter, first_stage, place in kinds:
+        divisor = f"/{state_ranks}" if sharding.stage >= first_stage and state_ranks > 1 else ""
+        terms.append(f"{kind_bytes:g} {letter}{divisor}{places[place]}")
     return f"{' + '.join(terms)} bytes"
 
 
 @dataclass(frozen=True)
 class _Leg:
-    """A transfer: ``worth`` times the elements of ``letter``, divided by ``cut``, go around a ring of ``ranks``."""
+    """A transfer by the papers' law: ``multiple`` times the elements of ``letter``, divided by ``divisor``, go around a ring of
+    ``ranks``."""
 
-    what: str
+    content: str
     collective: str
-    worth: float
+    multiple: float
     letter: str
     ranks: int
-    within: bool
-    cut: int = 1
+    within_node: bool
+    divisor: int = 1
 
-    def rings(self, spread: ShardingSpec) -> int:
-        """Return the number of rings that leave a node at once: a ring over the copies for each part on the node."""
-        return min(self.cut, spread.node)
+    def rings(self, sharding: ShardingSpec) -> int:
+        """Return the number of rings that leave a node at once: a ring over the copies for each shard on the node."""
+        return min(self.divisor, sharding.ranks_per_node)
+
+    def as_transfer(self, elements: float, sharding: ShardingSpec) -> Transfer:
+        size_bytes = self.multiple * sharding.compute_bytes * elements / self.divisor
+        rings = self.rings(sharding)
+        return Transfer(self.content, self.collective, size_bytes, self.ranks, within_node=self.within_node, rings=rings)
 
 
-def _legs(spread: ShardingSpec, some: str) -> list[_Leg]:
-    """Return the transfers of a step. ``some``: the letter of the trained parameters."""
-    whole = spread.ranks <= spread.node
-    if spread.stage < 3:
-        legs = [_Leg("gradients", "all-reduce", formulas.traffic(spread.stage), some, spread.ranks, whole)]
+def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
+    """Return the transfers of a step."""
+    on_one_node = sharding.ranks <= sharding.ranks_per_node
+    all_reduce = formulas.traffic(0)
+    if sharding.stage < 3:
+        legs = [_Leg("gradients", "all-reduce", all_reduce, trained_letter, sharding.ranks, on_one_node)]
     else:
-        forward, backward, gradients = formulas.zero3_worths(
-            quantized_weights=spread.quantized_weights, quantized_gradients=spread.quantized_gradients
-        )
-        n, second = spread.shard, spread.secondary if spread.secondary > 1 else spread.shard
-        near = n <= spread.node
+        shard_ranks = sharding.shard_ranks
+        gather = formulas.weight_gather(sharding.quantized_weights)
+        reduction = formulas.gradient_reduction(sharding.quantized_gradients)
+        backward_ranks = sharding.secondary_ranks if sharding.secondary_ranks > 1 else shard_ranks
+        within_node = shard_ranks <= sharding.ranks_per_node
+        backward_within_node = backward_ranks <= sharding.ranks_per_node
+        copies = sharding.ranks // shard_ranks
         legs = [
-            _Leg("weights, forward", "all-gather", forward, "P", n, near),
-            _Leg("weights, backward", "all-gather", backward, "P", second, second <= spread.node),
-            _Leg("gradients", "reduce-scatter", gradients, some, n, near),
-            # hybrid sharding: a rank's part of the gradients is all-reduced over the copies
-            _Leg("gradients, copies", "all-reduce", formulas.traffic(0), some, spread.ranks // n, whole, cut=n),
+            _Leg("weights, forward", "all-gather", gather, "P", shard_ranks, within_node),
+            _Leg("weights, backward", "all-gather", gather, "P", backward_ranks, backward_within_node),
+            _Leg("gradients", "reduce-scatter", reduction, trained_letter, shard_ranks, within_node),
+            # Hybrid sharding: a rank's shard of the gradients is all-reduced over the copies.
+            _Leg("gradients, copies", "all-reduce", all_reduce, trained_letter, copies, on_one_node, divisor=shard_ranks),
         ]
     return [leg for leg in legs if leg.ranks > 1]
 
 
-def _written(legs: list[_Leg], spread: ShardingSpec, *, of_a_node: bool = False, density: float = 1.0) -> str:
+def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_node: bool = False) -> str:
     """Return transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers around the same ring are added. Several rings of
     a kind may leave a node."""
-    sums: dict[tuple[str, int], float] = {}
+    # (letter with divisor, ranks) -> how many times the elements are sent
+    multiples: dict[tuple[str, int], float] = {}
     for leg in legs:
-        key = (leg.letter + (f"/{leg.cut}" if leg.cut > 1 else ""), leg.ranks)
-        sums[key] = sums.get(key, 0.0) + leg.worth * (leg.rings(spread) if of_a_node else 1)
-    element = {letter: f"{spread.compute * (density if letter[0] == 'P' else 1):g}" for letter, _ in sums}
-    terms = [f"{worth:g} x {element[letter]} {letter} x {n - 1}/{n}" for (letter, n), worth in sums.items()]
+        letter = f"{leg.letter}/{leg.divisor}" if leg.divisor > 1 else leg.letter
+        rings = leg.rings(sharding) if of_node else 1
+        multiples[letter, leg.ranks] = multiples.get((letter, leg.ranks), 0.0) + leg.multiple * rings
+    terms = []
+    for (letter, ranks), multiple in multiples.items():
+        element_bytes = sharding.compute_bytes * (density if letter[0] == "P" else 1)
+        terms.append(f"{multiple:g} x {element_bytes:g} {letter} x {ranks - 1}/{ranks}")
     return f"{' + '.join(terms)} bytes" if terms else "nothing"

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
-from zerobook.plan.gather_schedule import gathered
+from zerobook.plan.gather_schedule import follow_gathers
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
-from zerobook.plan.memory import memory
+from zerobook.plan.memory import peak_memory
 from zerobook.plan.rows import launch_plan
-from zerobook.plan.sharding import spread
-from zerobook.plan.state_bytes import hold
-from zerobook.plan.trace import trace
-from zerobook.plan.traffic import flows, sent
+from zerobook.plan.sharding import sharding_spec
+from zerobook.plan.state_bytes import count_states
+from zerobook.plan.trace import Trace, trace_step
+from zerobook.plan.traffic import count_sent, list_transfers
 from zerobook.training.recipe import BatchShape
 from zerobook.utils import subprocess_launch
 from zerobook.utils.reading import read_json
@@ -50,16 +50,17 @@ class Figure:
 
 
 @dataclass
-class Measured:
-    """Figures of a strategy by name, or in ``died`` how its run failed. ``seconds`` is the time of a step on the slowest
-    rank, ``calls`` the collectives in the measured step on rank 0."""
+class Measurement:
+    """Figures of a strategy by name, or in ``failure`` how its run failed."""
 
     file: str
     ranks: int
     figures: dict[str, Figure] = field(default_factory=dict)
+    # seconds of a step on the slowest rank
     seconds: float = 0.0
+    # collectives in the measured step on rank 0
     calls: int = 0
-    died: str = ""
+    failure: str = ""
 
 
 def measure(
@@ -67,69 +68,87 @@ def measure(
     job: Job,
     recipe: Path,
     flags: Sequence[str],
-    where: Cluster,
+    cluster: Cluster,
     sources: ConfigSources,
-    limit: float = LIMIT_S,
-) -> Measured:
+    limit_s: float = LIMIT_S,
+) -> Measurement:
     """Run the recipe for a few steps under one strategy file.
 
     Args:
         flags: the recipe's flags, as on the command line, including the model's weights and the data.
-        limit: seconds that the run may take, including its start.
+        limit_s: seconds that the run may take, including its start.
     """
     try:
-        plan = launch_plan(file, where, job.config, sources)
+        plan = launch_plan(file, cluster, job.config, sources)
     except ConfigError as error:
-        return Measured(file.stem, where.ranks, died=error.problems[0])
+        return Measurement(file.stem, cluster.ranks, failure=error.problems[0])
+    measurement = Measurement(file.stem, plan.world_size)
     if plan.problems:
-        return Measured(file.stem, plan.world_size, died=f"cannot run: {plan.problems[0]}")
+        measurement.failure = f"cannot run: {plan.problems[0]}"
+        return measurement
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        # nothing is saved, so a full disk is no problem
-        ending = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run", "--on_low_disk", "warn"]
-        line = subprocess_launch.command(["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *ending)
-        code, text = subprocess_launch.run(line, limit)
-        found = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
-        if not all(path.exists() for path in found):
-            return Measured(file.stem, plan.world_size, died=_why(code, text, limit))
-        ranks = [read_json(path) for path in found]
-    return _compared(file, job, plan, ranks, where)
+        # Nothing is saved, so a full disk is no problem.
+        run_flags = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run", "--on_low_disk", "warn"]
+        command = subprocess_launch.command(
+            ["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *run_flags
+        )
+        code, output = subprocess_launch.run(command, limit_s)
+        results = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
+        if not all(path.exists() for path in results):
+            measurement.failure = _describe_failure(code, output, limit_s)
+            return measurement
+        probes = [read_json(path) for path in results]
+    measurement.figures = _compare(job, plan, probes, cluster)
+    measurement.seconds = max(probe["seconds"] for probe in probes)
+    measurement.calls = sum(probes[0]["calls"].values())
+    return measurement
 
 
-def _why(code: int, text: str, limit: float) -> str:
+def _describe_failure(code: int, output: str, limit_s: float) -> str:
     if code == subprocess_launch.TIMED_OUT:
-        return f"it was stopped after {limit:.0f} s"
-    return f"exit status {code}: {subprocess_launch.last_error(text)}" if code else "it ended before the step that is measured"
+        return f"it was stopped after {limit_s:.0f} s"
+    if code:
+        return f"exit status {code}: {subprocess_launch.last_error(output)}"
+    return "it ended before the step that is measured"
 
 
-def _compared(file: Path, job: Job, plan: LaunchPlan, ranks: list[dict[str, Any]], where: Cluster) -> Measured:
-    weights, groups = job.weights()
-    spreads = spread(plan, job.model_config, min(where.gpus, plan.world_size))
+def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: Cluster) -> dict[str, Figure]:
+    """Return each figure of the rank where it is furthest from the plan."""
+    model = job.weights()
+    sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
     accumulation = job.config.gradient_accumulation_steps
-    pairs: dict[str, list[Figure]] = {}
-    traced: dict[tuple, Any] = {}
-    for rank, found in enumerate(ranks):
-        held = hold(weights, groups, spreads, rank)
-        labels = found["batch"]["labels"][1] if job.recipe.encoder_decoder else 0
-        rows, source = found["batch"]["input_ids"]
-        shape = BatchShape(rows, source, labels, found["padded"])
-        if shape not in traced:
-            with job.made(shape, cast=spreads.cast, precision=spreads.precision) as (model, batch):
-                kernels = "cpu" if where.cpu else "cuda"
-                traced[shape] = trace(model, batch, job.objective.loss, spreads.autocast, kernels=kernels)
-        passes = gathered(weights, spreads, traced[shape].visits, accumulation)
-        moved = sent(flows(weights, groups, spreads, accumulation, passes))
-        planned = {**held.states, "activations saved": traced[shape].saved, "sent": moved}
-        measured = {**found["held"], "activations saved": found["saved"], "sent": sum(found["sent"].values())}
-        if "cuda" in found:
-            peak = memory(
-                weights, groups, spreads, traced[shape],
-                accumulation=accumulation, gpus_per_node=spreads.node, passes=passes,
-                context=0,  # the allocator does not see it
-            )  # fmt: skip
-            planned["GPU memory, peak"], measured["GPU memory, peak"] = peak.total, found["cuda"]["allocated"]
-        for name, amount in planned.items():
-            pairs.setdefault(name, []).append(Figure(amount, measured[name]))
-    furthest = {name: max(figures, key=lambda figure: abs(figure.error)) for name, figures in pairs.items()}
-    seconds = max(found["seconds"] for found in ranks)
-    return Measured(file.stem, plan.world_size, furthest, seconds, sum(ranks[0]["calls"].values()))
+    furthest: dict[str, Figure] = {}
+    traces: dict[BatchShape, Trace] = {}
+    for rank, probe in enumerate(probes):
+        # Ranks can have micro-batches of different lengths.
+        label_length = probe["batch"]["labels"][1] if job.recipe.encoder_decoder else 0
+        rows, length = probe["batch"]["input_ids"]
+        shape = BatchShape(rows, length, label_length, probe["padded"])
+        if shape not in traces:
+            with job.build(shape, cast=sharding.cast, precision=sharding.precision) as (module, batch):
+                traces[shape] = trace_step(module, batch, job.objective.loss, sharding.autocast, device=cluster.kernels)
+        trace = traces[shape]
+        gathers = follow_gathers(model.weights, sharding, trace.visits, accumulation)
+        planned: dict[str, float] = asdict(count_states(model, sharding, rank).live)
+        planned["activations saved"] = trace.saved_bytes
+        planned["sent"] = count_sent(list_transfers(model, sharding, accumulation, gathers))
+        measured = {**probe["held"], "activations saved": probe["saved"], "sent": sum(probe["sent"].values())}
+        if "cuda" in probe:
+            peak = peak_memory(
+                model,
+                sharding,
+                trace,
+                accumulation=accumulation,
+                gpus_per_node=sharding.ranks_per_node,
+                gathers=gathers,
+                # The allocator does not see CUDA's context.
+                context_bytes=0,
+            )
+            planned["GPU memory, peak"] = peak.total
+            measured["GPU memory, peak"] = probe["cuda"]["allocated"]
+        for name, planned_bytes in planned.items():
+            figure = Figure(planned_bytes, measured[name])
+            if name not in furthest or abs(figure.error) > abs(furthest[name].error):
+                furthest[name] = figure
+    return furthest

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zerobook.plan.gather_schedule import Gathered, gathered
-from zerobook.plan.hardware import CONTEXT
+from zerobook.plan.gather_schedule import Gathers, follow_gathers
+from zerobook.plan.hardware import CONTEXT_BYTES
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Groups, StateBytes, Weight, hold, nvme_buffers
+from zerobook.plan.state_bytes import (
+    FP32_BYTES,
+    ModelWeights,
+    RankStates,
+    cast_bytes,
+    ceil_div,
+    count_elements,
+    count_states,
+    nvme_buffer_bytes,
+)
 from zerobook.plan.trace import Trace
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "other")
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes of one GPU at one moment. ``buffers`` are what the libraries allocate or gather; ``other`` is the CUDA context."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    buffers: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.other
 
 
 @dataclass(kw_only=True)
-class Memory:
-    """Bytes at the moment of the peak, by part, on one GPU; and bytes of host RAM and disk on a node.
+class PeakMemory:
+    """Bytes of one GPU at the moment of the peak, which ``when`` names, and bytes of host RAM and disk of a node.
+    ``moments`` has the total of every moment."""
 
-    ``buffers`` are what the libraries allocate or gather; ``other`` is the CUDA context. ``when`` names the moment of the
-    peak.
-    """
-
-    device: dict[str, int]
+    device: DeviceBytes
     when: str
     host_at_load: int
     host: int
@@ -32,148 +51,173 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(self.device.values())
+        return self.device.total
 
 
-def memory(
-    weights: Sequence[Weight],
-    groups: Groups,
-    spread: ShardingSpec,
+def peak_memory(
+    model: ModelWeights,
+    sharding: ShardingSpec,
     trace: Trace,
     *,
     accumulation: int,
     gpus_per_node: int,
-    context: int = CONTEXT,
-    passes: Gathered | None = None,
-) -> Memory:
+    context_bytes: int = CONTEXT_BYTES,
+    gathers: Gathers | None = None,
+) -> PeakMemory:
     """Follow a step, and the evaluation after it, through their moments and return the moment with the most memory.
 
     Args:
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
-        context: bytes of the device that are in use before the first tensor; 0 on a CPU.
-        passes: what the passes of ``trace`` gather; computed where it is None.
+        context_bytes: bytes of the device that are in use before the first tensor; 0 on a CPU.
+        gathers: what the passes of ``trace`` gather; computed where it is None.
     """
-    held = max((hold(weights, groups, spread, rank) for rank in {0, spread.ranks - 1}), key=lambda h: sum(h.states.values()))
-    fixed = held.on_device
-    trained = sum(w.numel for group in groups for w in group)
-    moments: dict[str, dict[str, int]] = {}
-    passes = passes or gathered(weights, spread, trace.visits, accumulation)
-    aside = [_buffers(weights, groups, spread, passes.most, backward=backward) for backward in (False, True)]
-    for gradients_done, activations in trace.timeline:
-        when = "backward" if gradients_done else "forward and loss"
-        parts = {
-            "parameters": fixed["parameters"],
-            "gradients": _gradients(held, spread, gradients_done, trained, accumulation),
-            "optimizer": fixed["optimizer"],
-            "activations": activations,
-            "buffers": aside[bool(gradients_done)],
-            "other": context,
-        }
-        if when not in moments or sum(parts.values()) > sum(moments[when].values()):
-            moments[when] = parts
-    at_step = _at_step(weights, groups, spread)
-    moments["step"] = {**fixed, "activations": 0, "buffers": at_step, "other": context}
-    if trace.evaluation is not None:
-        moments["evaluation"] = {
-            **fixed,
-            "gradients": _gradients(held, spread, 0, trained, accumulation=1),  # the step's gradients are freed
-            "activations": trace.evaluation,
-            "buffers": aside[0],
-            "other": context,
-        }
-    when = max(moments, key=lambda name: sum(moments[name].values()))
-    whole = sum(w.numel * w.element for w in weights)
-    on_host = sum(held.host.values()) + (_pinned(groups, spread) if held.host else 0)
-    return Memory(
+    gathers = gathers or follow_gathers(model.weights, sharding, trace.visits, accumulation)
+    # Padding makes the last rank the fullest of some strategies, and the first that of others.
+    states = count_states(model, sharding, 0)
+    last_rank_states = count_states(model, sharding, sharding.ranks - 1)
+    if last_rank_states.live.total > states.live.total:
+        states = last_rank_states
+
+    def at_moment(gradients: int, activations: int, buffers: int) -> DeviceBytes:
+        return DeviceBytes(
+            parameters=states.device.parameters,
+            gradients=gradients,
+            optimizer=states.device.optimizer,
+            activations=activations,
+            buffers=buffers,
+            other=context_bytes,
+        )
+
+    # The passes: the fullest point of the forward pass, and of the backward pass.
+    moments: dict[str, DeviceBytes] = {}
+    forward_buffers = _pass_buffers(model, sharding, gathers.peak_elements, is_backward=False)
+    backward_buffers = _pass_buffers(model, sharding, gathers.peak_elements, is_backward=True)
+    for gradient_elements, activations in trace.timeline:
+        name = "backward" if gradient_elements else "forward and loss"
+        buffers = backward_buffers if gradient_elements else forward_buffers
+        gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)
+        moment = at_moment(gradients, activations, buffers)
+        if name not in moments or moment.total > moments[name].total:
+            moments[name] = moment
+    moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
+    if trace.evaluation_bytes is not None:
+        # The step's gradients are freed.
+        gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
+        moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, forward_buffers)
+
+    when = max(moments, key=lambda name: moments[name].total)
+    return PeakMemory(
         device=moments[when],
         when=when,
-        host_at_load=at_load(
-            whole, max(w.numel * w.element for w in weights), spread, gpus_per_node, quantised=any(w.scales for w in weights)
-        ),
-        host=(on_host + trace.host) * gpus_per_node,
-        disk=held.disk * gpus_per_node,
-        moments={name: sum(parts.values()) for name, parts in moments.items()},
+        host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node),
+        host=(states.host.total + _host_buffers(model, states, sharding) + trace.host_bytes) * gpus_per_node,
+        disk=states.disk * gpus_per_node,
+        moments={name: moment.total for name, moment in moments.items()},
     )
 
 
-def _gradients(held: StateBytes, spread: ShardingSpec, done: int, trained: int, accumulation: int) -> int:
-    """Return the bytes of gradients on the device when ``done`` of the ``trained`` elements have one."""
-    final = held.on_device["gradients"]
-    if accumulation > 1 and spread.kind in ("single", "ddp"):
-        return final  # the gradients of the previous micro-batch
-    if spread.stage == 3 and spread.kind == "deepspeed":
-        return final  # allocated at the start
-    if spread.kind == "deepspeed" and spread.stage == 1 and accumulation > 1:
-        return trained * spread.compute
-    return final * done // max(trained, 1)
+def _gradient_bytes(
+    model: ModelWeights, states: RankStates, sharding: ShardingSpec, gradient_elements: int, accumulation: int
+) -> int:
+    """Return the bytes of gradients on the device when ``gradient_elements`` of the trained elements have one."""
+    final_bytes = states.device.gradients
+    if accumulation > 1 and sharding.kind in ("single", "ddp"):
+        # the gradients of the previous micro-batch
+        return final_bytes
+    if sharding.is_zero3:
+        # ZeRO-3 allocates them at the start.
+        return final_bytes
+    if sharding.kind == "deepspeed" and sharding.stage == 1 and accumulation > 1:
+        return model.trained_elements * sharding.compute_bytes
+    return final_bytes * gradient_elements // max(model.trained_elements, 1)
 
 
-def _buffers(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, whole: int, *, backward: bool) -> int:
-    """Return the bytes of buffers during the passes. ``whole``: elements that ZeRO-3 has gathered."""
-    trained = sum(w.numel for group in groups for w in group)
-    if spread.kind == "ddp":
-        return 4 * trained  # the buckets that gradients are copied into; they are not freed
-    if spread.kind == "deepspeed":
-        bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
-        if spread.stage < 3:
-            return bucket * (2 if spread.overlap else 1) if backward else 0
-        if spread.ranks > 1:
-            whole += min(spread.prefetch_bucket, whole)  # several weights are gathered in one flat buffer
-        elif spread.offload_param == "none":
-            whole = 0  # the part is the whole weight
-        return bucket + whole * spread.compute
-    if spread.kind == "fsdp":
-        units = _units(weights, spread)
-        root, layers = units.pop("", 0), sorted(units.values(), reverse=True)
-        # a layer in use, the next layer, and the flat buffer in which it is gathered
-        unsharded = root + sum(layers[:2]) + (layers[0] if layers else 0)
-        # a layer's gradients, and the fp32 buffer that they are reduced in
-        leaving = max((size for unit, size in _trained(groups).items() if unit), default=0)
-        return unsharded + (leaving * (spread.compute + 4) if backward else 0)
-    return 0
-
-
-def _trained(groups: Groups) -> dict[str, int]:
-    """Return the trained elements of each unit."""
-    found: dict[str, int] = defaultdict(int)
-    for group in groups:
-        for w in group:
-            found[w.unit] += w.numel
-    return found
-
-
-def _units(weights: Sequence[Weight], spread: ShardingSpec) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
-    for w in weights:
-        found[w.unit] += w.numel * (spread.compute if spread.precision != "no" else w.element)
-    return found
-
-
-def _at_step(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> int:
-    """Return the bytes of buffers of the optimizer's step."""
-    if spread.kind == "ddp":
-        return 4 * sum(w.numel for group in groups for w in group)
-    if spread.kind != "deepspeed" or spread.offload_optimizer != "none":
+def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements: int, *, is_backward: bool) -> int:
+    """Return the bytes of buffers during the passes. ``gathered_elements`` are what ZeRO-3 has gathered at once."""
+    if sharding.kind == "ddp":
+        # The buckets that gradients are copied into are not freed.
+        return FP32_BYTES * model.trained_elements
+    if sharding.kind == "fsdp":
+        return _fsdp_pass_buffers(model, sharding, is_backward=is_backward)
+    if sharding.kind != "deepspeed":
         return 0
-    sizes = [-(-sum(w.numel for w in group) // spread.ranks) for group in groups]
-    if spread.stage == 3:
-        bucket = spread.reduce_bucket * spread.compute if spread.contiguous else 0
-        return 4 * min(max(sizes, default=0), spread.sub_group) + bucket
+    if sharding.stage < 3:
+        # With overlap_comm, one bucket is filled while the other is reduced.
+        buckets = 2 if sharding.overlap_comm else 1
+        return buckets * _reduce_bucket(sharding) if is_backward else 0
+    if sharding.ranks > 1:
+        # Several weights are gathered in one flat buffer.
+        gathered_elements += min(sharding.prefetch_bucket_elements, gathered_elements)
+    elif sharding.offload_param == "none":
+        # With one rank, the shard is the weight itself.
+        gathered_elements = 0
+    return _reduce_bucket(sharding) + gathered_elements * sharding.compute_bytes
+
+
+def _reduce_bucket(sharding: ShardingSpec) -> int:
+    """Return the bytes of the bucket that DeepSpeed reduces gradients in."""
+    return sharding.reduce_bucket_elements * sharding.compute_bytes if sharding.contiguous_gradients else 0
+
+
+def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backward: bool) -> int:
+    """Return the bytes of gathered layers, and in the backward pass of a layer's gradients that are reduced."""
+    unit_bytes: dict[str, int] = defaultdict(int)
+    for weight in model.weights:
+        unit_bytes[weight.unit] += weight.numel * cast_bytes(weight, sharding)
+    # Weights outside layers stay gathered.
+    root_bytes = unit_bytes.pop("", 0)
+    layers = sorted(unit_bytes.values(), reverse=True)
+    # a layer in use, the next layer, and the flat buffer in which it is gathered
+    buffers = root_bytes + sum(layers[:2]) + sum(layers[:1])
+    if is_backward:
+        trained_elements: dict[str, int] = defaultdict(int)
+        for weight in model.trained:
+            trained_elements[weight.unit] += weight.numel
+        trained_elements.pop("", 0)
+        # a layer's gradients, and the fp32 buffer that they are reduced in
+        buffers += max(trained_elements.values(), default=0) * (sharding.compute_bytes + FP32_BYTES)
+    return buffers
+
+
+def _step_buffers(model: ModelWeights, sharding: ShardingSpec) -> int:
+    """Return the bytes of buffers of the optimizer's step."""
+    if sharding.kind == "ddp":
+        return FP32_BYTES * model.trained_elements
+    if sharding.kind != "deepspeed" or sharding.offload_optimizer != "none":
+        return 0
+    largest_partition = max(_partition_sizes(model, sharding), default=0)
+    if sharding.stage == 3:
+        return FP32_BYTES * min(largest_partition, sharding.sub_group_elements) + _reduce_bucket(sharding)
     # a group's gradients flattened, and again in fp32
-    return max(((4 + spread.compute) * size for size in sizes), default=0)
+    return (FP32_BYTES + sharding.compute_bytes) * largest_partition
 
 
-def _pinned(groups: Groups, spread: ShardingSpec) -> int:
+def _partition_sizes(model: ModelWeights, sharding: ShardingSpec) -> list[int]:
+    """Return the elements of each parameter group that a rank of DeepSpeed updates."""
+    return [ceil_div(count_elements(group), sharding.ranks) for group in model.groups]
+
+
+def _host_buffers(model: ModelWeights, states: RankStates, sharding: ShardingSpec) -> int:
     """Return the bytes of host RAM beside the states: ZeRO-2 offload also keeps updated weights in the compute dtype there,
     and weights on NVMe are read through buffers."""
-    if spread.kind == "deepspeed" and spread.stage < 3:
-        return spread.compute * sum(-(-sum(w.numel for w in group) // spread.ranks) for group in groups)
-    return nvme_buffers(groups, spread)
+    if not states.host.total:
+        return 0
+    if sharding.kind == "deepspeed" and sharding.stage < 3:
+        return sharding.compute_bytes * sum(_partition_sizes(model, sharding))
+    return nvme_buffer_bytes(model, sharding)
 
 
-def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int, *, quantised: bool = False) -> int:
-    """Return the bytes of a node's host RAM while a model of ``whole`` bytes is loaded and sharded.
+def _model_bytes_at_load(model: ModelWeights, sharding: ShardingSpec, gpus_per_node: int) -> int:
+    weight_bytes = [weight.numel * weight.element_bytes for weight in model.weights]
+    quantised = any(weight.scale_bytes for weight in model.weights)
+    return host_bytes_at_load(sum(weight_bytes), max(weight_bytes), sharding, gpus_per_node, quantised=quantised)
+
+
+def host_bytes_at_load(
+    model_bytes: int, largest_bytes: int, sharding: ShardingSpec, gpus_per_node: int, *, quantised: bool = False
+) -> int:
+    """Return the bytes of a node's host RAM while a model of ``model_bytes`` is loaded and sharded.
 
     Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one copy as shards. Each of
     them also holds the weight that is being loaded, twice: gathered, and in the buffer of the all-gather. Under FSDP2, rank 0
@@ -181,9 +225,12 @@ def at_load(whole: int, largest: int, spread: ShardingSpec, gpus_per_node: int, 
     while it is loaded.
 
     Args:
-        largest: bytes of the largest weight.
+        largest_bytes: bytes of the largest weight.
         quantised: weights are packed.
     """
-    if spread.kind == "deepspeed" and spread.stage == 3:
-        return whole + (2 * largest * gpus_per_node if spread.ranks > 1 else 0)
-    return whole if spread.rank_0_loads and not quantised else whole * gpus_per_node
+    if sharding.is_zero3:
+        loading_bytes = 2 * largest_bytes * gpus_per_node if sharding.ranks > 1 else 0
+        return model_bytes + loading_bytes
+    if sharding.rank_0_loads and not quantised:
+        return model_bytes
+    return model_bytes * gpus_per_node

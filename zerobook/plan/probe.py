@@ -120,14 +120,14 @@ class Probe(Hook):
         if trainer.progress.step + 1 != STEP or "saved" in self.found:
             yield
             return
-        from zerobook.plan.trace import Saved
+        from zerobook.plan.trace import SavedTensors
 
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
         self.found["batch"] = {key: list(value.shape) for key, value in tensors.items()}
         mask = tensors.get("attention_mask")
         self.found["padded"] = mask is not None and not bool(mask.all())
         model = trainer.strategy.model
-        with Saved(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
+        with SavedTensors(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             yield
         self.found["saved"] = saved.bytes
 

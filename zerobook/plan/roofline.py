@@ -5,26 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from zerobook.plan.gather_schedule import Gathered, gathered
+from zerobook.plan.gather_schedule import Gathers, follow_gathers
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Groups, Weight, state_ratio
-from zerobook.plan.traffic import Flow, between_nodes, to_gpu, with_nvme
+from zerobook.plan.state_bytes import FP32_BYTES, ModelWeights, optimizer_numbers
+from zerobook.plan.traffic import Transfer, count_sent_between_nodes, nvme_bytes, pcie_bytes
 
 EFFICIENCY = 0.45
 """Share of the listed operations a second that a training's matrix products reach: tuned trainings of large models report
 40 to 50 %. Small models and short rows reach less."""
-HOST_ADAM = 20e9
-"""Bytes a second that a rank's CPU optimizer reads and writes."""
-NVME = 3e9
-"""Bytes a second of a node's NVMe disk, which its ranks share."""
+OVERLAP_COST = 0.1
+"""Share of the shorter ones of compute, links and network that does not overlap with the longest."""
+CPU_ADAM_BYTES_PER_S = 20e9
+"""Bytes that a rank's CPU optimizer reads and writes in a second."""
+NVME_BYTES_PER_S = 3e9
+"""Rate of a node's NVMe disk, which its ranks share."""
 
 
 @dataclass(frozen=True)
-class Time:
-    """Seconds of a step: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes,
-    ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. The first three overlap, except for a tenth of
-    the two shorter ones; the others follow after them."""
+class StepSeconds:
+    """Seconds of a step by part: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes,
+    ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. The first three overlap, the others follow after
+    them."""
 
     compute: float
     links: float
@@ -34,56 +36,65 @@ class Time:
 
     @property
     def step(self) -> float:
-        parts = sorted((self.compute, self.links, self.network))
-        return parts[2] + 0.1 * (parts[0] + parts[1]) + self.optimizer + self.offload
+        shortest, middle, longest = sorted((self.compute, self.links, self.network))
+        return longest + OVERLAP_COST * (shortest + middle) + self.optimizer + self.offload
 
     @property
     def bound(self) -> str:
         """Name of the part that takes longest."""
-        parts = asdict(self)
-        return max(parts, key=lambda name: parts[name])
+        seconds = asdict(self)
+        return max(seconds, key=lambda name: seconds[name])
 
 
-def time(
+def step_seconds(
     flops: float,
-    flows: Sequence[Flow],
-    groups: Groups,
-    spread: ShardingSpec,
+    transfers: Sequence[Transfer],
+    model: ModelWeights,
+    sharding: ShardingSpec,
     cluster: Cluster,
     *,
     accumulation: int,
-    weights: Sequence[Weight] | None = None,
-    passes: Gathered | None = None,
-    states: float | None = None,
-) -> Time:
+    gathers: Gathers | None = None,
+) -> StepSeconds:
     """Return the seconds of an optimizer step, by part.
 
     Args:
         flops: operations of one micro-batch on one rank.
-        weights: all weights; None means those of ``groups``, where none is frozen.
-        passes: what a micro-batch's passes gather; None means `gathered` without a recorded order.
-        states: numbers of optimizer state for each trained weight; None means computed from the shapes in ``groups``.
+        gathers: what a micro-batch's passes gather; None means `follow_gathers` without a recorded order.
     """
-    peak = cluster.device.flops if spread.precision != "no" else cluster.device.fp32
-    links = sum(flow.sent for flow in flows) / cluster.rate("link")
-    between = between_nodes(flows, cluster.nodes, gloo=cluster.cpu)
-    network = between / cluster.rate("network") if cluster.network else 0.0
-    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is sharded like the weights
-    mine = sum(w.numel for group in groups for w in group) / (spread.ranks if spread.stage in (1, 2) else spread.shard)
-    states = state_ratio(groups, spread) if states is None else states
-    # An optimizer reads weight, gradient and state, and writes all but the gradient, 4 bytes each: 28 bytes for AdamW. It
-    # computes very little, so the memory's bandwidth limits it.
-    moved = 4 * (3 + 2 * states)
-    optimizer = offload = 0.0
-    if spread.offload_optimizer == "none":
-        optimizer = mine * moved / cluster.device.bandwidth
+    device = cluster.device
+    peak_flops_per_s = device.fp32 if sharding.precision == "no" else device.flops
+    sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
+    network_seconds = 0.0
+    if cluster.network:
+        bytes_between_nodes = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
+        network_seconds = bytes_between_nodes / cluster.rate("network")
+
+    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is sharded like the weights.
+    optimizer_ranks = sharding.ranks if sharding.stage in (1, 2) else sharding.shard_ranks
+    elements = model.trained_elements / optimizer_ranks
+    state_numbers = optimizer_numbers(model, sharding)
+    # An optimizer reads weight, gradient and state, and writes all but the gradient: 28 bytes for AdamW. It computes very
+    # little, so the memory's bandwidth limits it.
+    moved_bytes = FP32_BYTES * (3 + 2 * state_numbers)
+    optimizer_seconds = offload_seconds = 0.0
+    if sharding.offload_optimizer == "none":
+        optimizer_seconds = elements * moved_bytes / device.bandwidth
     else:
-        offload = mine * (moved / HOST_ADAM + 2 * spread.compute / cluster.device.pcie)
-    if spread.offload_optimizer == "nvme":
-        offload += mine * cluster.gpus * 8 * (1 + states) / NVME  # weight and state are read and written
-    if spread.offload_param != "none":
-        every = [w for group in groups for w in group] if weights is None else weights
-        passes = passes or gathered(every, spread, (), accumulation)
-        offload += to_gpu(spread, passes, accumulation) / cluster.device.pcie
-        offload += with_nvme(every, groups, spread, passes, accumulation) * cluster.gpus / NVME
-    return Time(accumulation * flops / (peak * EFFICIENCY), links, network, optimizer, offload)
+        # Gradients go to the host, and updated weights come back.
+        offload_seconds = elements * (moved_bytes / CPU_ADAM_BYTES_PER_S + 2 * sharding.compute_bytes / device.pcie)
+    if sharding.offload_optimizer == "nvme":
+        # Weights and state are read and written.
+        swapped_bytes = 2 * FP32_BYTES * (1 + state_numbers)
+        offload_seconds += elements * cluster.gpus * swapped_bytes / NVME_BYTES_PER_S
+    if sharding.offload_param != "none":
+        gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
+        offload_seconds += pcie_bytes(sharding, gathers, accumulation) / device.pcie
+        offload_seconds += nvme_bytes(model, sharding, gathers, accumulation) * cluster.gpus / NVME_BYTES_PER_S
+    return StepSeconds(
+        compute=accumulation * flops / (peak_flops_per_s * EFFICIENCY),
+        links=sent_bytes / cluster.rate("link"),
+        network=network_seconds,
+        optimizer=optimizer_seconds,
+        offload=offload_seconds,
+    )

@@ -8,27 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
 from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch.groups import unfit_config
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.models.quantise import check_base
-from zerobook.plan.gather_schedule import gathered
+from zerobook.plan.gather_schedule import follow_gathers
 from zerobook.plan.hardware import Cluster
-from zerobook.plan.job import Job, NoClass
-from zerobook.plan.job import job as job_of
-from zerobook.plan.literature import Paper, paper
-from zerobook.plan.memory import Memory, memory
-from zerobook.plan.roofline import Time, time
-from zerobook.plan.sharding import ShardingSpec, spread
-from zerobook.plan.state_bytes import Groups, Weight, hold, saved_numbers, state_ratio, unswappable
-from zerobook.plan.trace import Trace, evaluated, trace
-from zerobook.plan.traffic import between_nodes, flows, sent
+from zerobook.plan.job import UnplannableModelError, make_job
+from zerobook.plan.literature import PaperFigures, paper_figures
+from zerobook.plan.memory import PeakMemory, peak_memory
+from zerobook.plan.roofline import StepSeconds, step_seconds
+from zerobook.plan.sharding import ShardingSpec, sharding_spec
+from zerobook.plan.state_bytes import FP32_BYTES, check_nvme_buffers, checkpoint_numbers, count_states, optimizer_numbers
+from zerobook.plan.trace import TimelinePoint, Trace
+from zerobook.plan.traced_job import TracedJob
+from zerobook.plan.traffic import count_sent, count_sent_between_nodes, list_transfers
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.training.recipe import BatchShape, Recipe
+from zerobook.training.recipe import Recipe
 from zerobook.utils.units import size
 
 TIGHT = 0.92
@@ -37,34 +35,35 @@ TIGHT = 0.92
 
 @dataclass(kw_only=True)
 class Row:
-    """Plan of one strategy file on one cluster. ``problems`` say why it cannot run; then nothing else is set. ``over``
-    lists what does not fit. ``states`` are bytes on the GPU between the backward pass and the step; ``paper`` has the
-    literature's figures. ``checkpoint`` is the bytes of all ``checkpoints`` that are on the disk at once; where the length
-    of the run is not given, ``checkpoints`` is None and ``checkpoint`` is the bytes of one. ``tight``: it fits, but
-    fragmentation may end the run. ``bare``: the states alone exceed a GPU, so activations were not traced and there is no
-    time. ``untraced``: the run may work, but its step was not traced, and ``problems`` say why. ``uncounted``: matrix
-    products that ``time`` does not include. ``by_formula``: nothing was counted or traced; ``formula`` says what was
-    computed instead."""
+    """Plan of one strategy file on one cluster. Amounts are bytes."""
 
     file: str
     name: str
-    spread: ShardingSpec | None = None
-    memory: Memory | None = None
+    sharding: ShardingSpec | None = None
+    memory: PeakMemory | None = None
+    # states on the GPU between the backward pass and the step
     states: float = 0.0
-    paper: Paper | None = None
+    # the literature's figures
+    paper: PaperFigures | None = None
+    # what each rank and each node sends in a step
     sent: float = 0.0
     between: float = 0.0
+    # all checkpoints that are on the disk at once; one of them where their number follows from the run's unknown length
     checkpoint: int = 0
     checkpoints: int | None = 1
-    time: Time | None = None
+    time: StepSeconds | None = None
     tokens_per_step: int = 0
+    # It fits, but fragmentation may end the run.
     tight: bool = False
+    # The states alone exceed a GPU, so activations were not traced and there is no time.
     bare: bool = False
+    # The run may work, but its step was not traced; problems have the reason.
     untraced: bool = False
+    # matrix products that the time does not include
     uncounted: list[str] = field(default_factory=list)
-    by_formula: bool = False
-    formula: dict[str, str] = field(default_factory=dict)
+    # why it cannot run; then there are no figures
     problems: list[str] = field(default_factory=list)
+    # what does not fit, and what would help
     over: list[str] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
 
@@ -73,94 +72,13 @@ class Row:
         return not self.problems and not self.over
 
     @property
+    def offloads(self) -> bool:
+        """Whether the strategy keeps weights or optimizer state outside of the GPU."""
+        return self.sharding is not None and self.sharding.offloads
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.time.step if self.time else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The model that rows are about, and the ``shape`` of its micro-batches. ``by_formula`` is the reason why its class
-    could not be built; empty where it could."""
-
-    name: str
-    parameters: int
-    trained: int
-    shape: BatchShape
-    accumulation: int
-    by_formula: str = ""
-
-
-@dataclass
-class Traced:
-    """Weights of a job, and the traces of a micro-batch that its strategies need, each made once."""
-
-    job: Job
-    weights: list[Weight]
-    groups: Groups
-    device: str
-    _traces: dict[tuple[str, str], Trace | NoClass] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, job: Job, device: str) -> Traced:
-        weights, groups = job.weights()
-        return cls(job, weights, groups, device)
-
-    def trace(self, spread: ShardingSpec) -> Trace:
-        """Return the trace of a micro-batch with the casts of ``spread``.
-
-        Raises:
-            NoClass: the model's step cannot be traced with these casts.
-        """
-        key = (spread.cast, spread.autocast)
-        if key not in self._traces:
-            self._traces[key] = self._trace(*key)
-        found = self._traces[key]
-        if isinstance(found, NoClass):
-            raise found
-        return found
-
-    def _trace(self, cast: str, autocast: str) -> Trace | NoClass:
-        job, evaluation = self.job, self.job.evaluated
-        with job.made(cast=cast) as (model, batch):
-            try:
-                found = trace(model, batch, job.objective.loss, autocast, kernels=self.device)
-                if evaluation is not None:
-                    held_out = job.recipe.example_batch(evaluation)
-                    found.evaluation = evaluated(model, held_out, job.objective.loss, autocast, kernels=self.device)
-                return found
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                why: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
-            except Exception as error:  # some kernels do not accept fake tensors
-                why = error
-        cannot = "its step cannot be traced on tensors without contents"
-        return NoClass(self.job.name, self.job.model_config.to_dict(), why, cannot)
-
-    @property
-    def untraced(self) -> NoClass | None:
-        """The reason why the model's step cannot be traced, where every trace that was needed failed; otherwise None."""
-        failed = [found for found in self._traces.values() if isinstance(found, NoClass)]
-        return failed[0] if failed and len(failed) == len(self._traces) else None
-
-    @property
-    def parameters(self) -> int:
-        return sum(w.parameters for w in self.weights)
-
-    @property
-    def density(self) -> float:
-        """Stored elements for each parameter; below 1 where weights are packed."""
-        return sum(w.numel for w in self.weights) / self.parameters
-
-    @property
-    def trained(self) -> int:
-        return sum(w.numel for w in self.weights if w.trained)
-
-    @property
-    def subject(self) -> Subject:
-        job = self.job
-        return Subject(
-            name=job.name, parameters=self.parameters, trained=self.trained, shape=job.shape,
-            accumulation=job.config.gradient_accumulation_steps,
-        )  # fmt: skip
 
 
 def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
@@ -170,142 +88,182 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     Raises:
         ConfigError: accelerate refuses the file.
     """
-    ranks = 1 if file.stem == "single" else cluster.ranks
-    nodes = 1 if file.stem == "single" else cluster.nodes
+    ranks = cluster.ranks
+    nodes = cluster.nodes
+    if file.stem == "single":
+        ranks = nodes = 1
     flags = ["--config_file", str(file), "--num_processes", str(ranks), "--num_machines", str(nodes)]
     if nodes > 1:
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     environ, precision = worker_environment(flags)
-    environ.pop("DS_ACCELERATOR", None)  # it describes this machine, not the planned one
-    hardware = Hardware() if cluster.cpu else Hardware(
-        gpus=cluster.gpus, gpu_name=cluster.device.name, bf16=cluster.device.bf16, flash_attention=cluster.device.fused,
-        no_flash_attention=f"it does not run on {cluster.device.name}",
-    )  # fmt: skip
+    # It describes this machine, not the planned one.
+    environ.pop("DS_ACCELERATOR", None)
+    hardware = Hardware()
+    if not cluster.cpu:
+        hardware = Hardware(
+            gpus=cluster.gpus,
+            gpu_name=cluster.device.name,
+            bf16=cluster.device.bf16,
+            flash_attention=cluster.device.fused,
+            no_flash_attention=f"it does not run on {cluster.device.name}",
+        )
     return resolve(environ, hardware, config, sources, precision)[0]
 
 
-def unplanned(plan: LaunchPlan) -> str | None:
+def _reason_without_figures(plan: LaunchPlan) -> str | None:
     """Return why no figures are computed for a strategy that could run; None where they are."""
     if plan.loaded_in_parts:
         return "the memory and the traffic of layers whose parts stay with their processes are not computed"
     if plan.sequence * plan.context == 1:
         return None
-    like = "zero3" if plan.zero_stage == 3 else "fsdp" if plan.kind == "fsdp" else f"zero{plan.zero_stage}"
+    equivalent = "fsdp" if plan.kind == "fsdp" else f"zero{plan.zero_stage}"
     return (
         "the activations of split rows, and the traffic of their attention, are not computed. Weights, gradients and optimizer "
-        f"state are those of {like} on as many processes"
+        f"state are those of {equivalent} on as many processes"
     )
 
 
-def row(file: Path, traced: Traced, cluster: Cluster, sources: ConfigSources) -> Row:
+def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSources) -> Row:
     """Return the plan of one strategy file."""
-    job, config = traced.job, traced.job.config
+    job = traced.job
+    row = Row(file=file.stem, name=file.stem)
+
+    # Can the strategy file run, and are its figures computed?
     try:
-        plan = launch_plan(file, cluster, config, sources)
-        check_base(job.model_config, config, plan)
+        plan = launch_plan(file, cluster, job.config, sources)
+        check_base(job.model_config, job.config, plan)
     except ConfigError as error:
-        return Row(file=file.stem, name=file.stem, problems=error.problems)
-    if plan.problems:
-        return Row(file=file.stem, name=plan.name, problems=plan.problems)
-    if unfit := unfit_config(plan, job.model_config):
-        return Row(file=file.stem, name=plan.name, problems=unfit)
-    if why := unplanned(plan):
-        return Row(file=file.stem, name=plan.name, untraced=True, problems=[why])
-    accumulation = config.accumulation_on(plan.data_parallel_size)
-    spreads = spread(plan, job.model_config, min(cluster.gpus, plan.world_size))
-    problems = unswappable(traced.weights, traced.groups, spreads)
-    if problems:
-        return Row(file=file.stem, name=plan.name, problems=problems)
-    states = sum(hold(traced.weights, traced.groups, spreads).on_device.values())
-    bare = states > cluster.device.memory
+        row.problems = error.problems
+        return row
+    row.name = plan.name
+    row.problems = plan.problems or unfit_config(plan, job.model_config)
+    if row.problems:
+        return row
+    reason = _reason_without_figures(plan)
+    if reason is not None:
+        row.untraced = True
+        row.problems = [reason]
+        return row
+    sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
+    row.problems = check_nvme_buffers(traced.model, sharding)
+    if row.problems:
+        return row
+
+    # Where the states alone exceed a GPU, nobody waits for a trace.
+    row.states = count_states(traced.model, sharding).device.total
+    row.bare = row.states > cluster.device.memory
     try:
-        micro = Trace(0, 0, 0, [(0, 0), (traced.trained, 0)]) if bare else traced.trace(spreads)
-    except NoClass as error:
-        return Row(file=file.stem, name=plan.name, untraced=True, problems=error.problems)
-    passes = gathered(traced.weights, spreads, micro.visits, accumulation)
-    held = memory(
-        traced.weights, traced.groups, spreads, micro,
-        accumulation=accumulation, gpus_per_node=spreads.node, context=cluster.context, passes=passes,
-    )  # fmt: skip
-    states_each = state_ratio(traced.groups, spreads)
-    found = flows(traced.weights, traced.groups, spreads, accumulation, passes)
-    made = Row(
-        file=file.stem,
-        name=plan.name,
-        spread=spreads,
-        memory=held,
-        states=states,
-        paper=paper(traced.parameters, traced.trained, spreads, cluster.nodes, density=traced.density, states=states_each),
-        sent=sent(found),
-        between=between_nodes(found, cluster.nodes, gloo=cluster.cpu),
-        **checkpoints(saved_numbers(traced.groups, spreads), config),
-        time=None if bare else time(
-            micro.flops, found, traced.groups, spreads, cluster,
-            accumulation=accumulation, weights=traced.weights, passes=passes,
-        ),
-        bare=bare,
-        uncounted=list(micro.uncounted),
-        tokens_per_step=job.shape.rows * (job.shape.source + job.shape.target) * accumulation * spreads.ranks,
-    )  # fmt: skip
-    judge(made, job.recipe, cluster)
-    return made
+        if row.bare:
+            trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(traced.model.trained_elements, 0)])
+        else:
+            trace = traced.trace(sharding)
+    except UnplannableModelError as error:
+        row.untraced = True
+        row.problems = error.problems
+        return row
+
+    row.sharding = sharding
+    _set_figures(row, traced, trace, sharding, cluster, job.config.accumulation_on(plan.data_parallel_size))
+    check_limits(row, job.config, cluster)
+    return row
 
 
-def checkpoints(numbers: int, config: RecipeConfig) -> dict[str, Any]:
+def _set_figures(
+    row: Row, traced: TracedJob, trace: Trace, sharding: ShardingSpec, cluster: Cluster, accumulation: int
+) -> None:
+    """Set memory, traffic, time and checkpoints of a row."""
+    model = traced.model
+    config = traced.job.config
+    shape = traced.job.shape
+    gathers = follow_gathers(model.weights, sharding, trace.visits, accumulation)
+    row.memory = peak_memory(
+        model,
+        sharding,
+        trace,
+        accumulation=accumulation,
+        gpus_per_node=sharding.ranks_per_node,
+        context_bytes=cluster.context_bytes,
+        gathers=gathers,
+    )
+    row.paper = paper_figures(
+        model.parameters,
+        model.trained_elements,
+        sharding,
+        cluster.nodes,
+        density=model.density,
+        state_numbers=optimizer_numbers(model, sharding),
+    )
+    transfers = list_transfers(model, sharding, accumulation, gathers)
+    row.sent = count_sent(transfers)
+    row.between = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
+    row.checkpoint, row.checkpoints = count_checkpoints(checkpoint_numbers(model, sharding), config)
+    if not row.bare:
+        row.time = step_seconds(trace.flops, transfers, model, sharding, cluster, accumulation=accumulation, gathers=gathers)
+    row.uncounted = list(trace.uncounted)
+    row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks
+
+
+def count_checkpoints(numbers: int, config: RecipeConfig) -> tuple[int, int | None]:
     """Return `Row.checkpoint` and `Row.checkpoints`, with ``numbers`` fp32 numbers in one checkpoint: weights and optimizer
     state."""
-    one = 4 * numbers
-    most = config.checkpoints_at_once(config.max_train_steps)
-    return {"checkpoint": one if most is None else most * one, "checkpoints": most}
+    checkpoint_bytes = FP32_BYTES * numbers
+    checkpoints = config.checkpoints_at_once(config.max_train_steps)
+    if checkpoints is None:
+        return checkpoint_bytes, None
+    return checkpoints * checkpoint_bytes, checkpoints
 
 
-def judge(made: Row, recipe: Recipe[Any], cluster: Cluster) -> None:
+def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     """Add to a row what does not fit, and what would help."""
-    assert made.memory is not None and made.spread is not None
-    limits = [
-        ("GPU memory", made.memory.total, cluster.device.memory),
-        ("host RAM while loading", made.memory.host_at_load, cluster.host_memory),
-        ("host RAM", made.memory.host, cluster.host_memory),
-        ("disk", made.checkpoint + made.memory.disk, cluster.disk),
-    ]
-    for what, needed, there in limits:
-        if there is not None and needed > there:
-            made.over.append(f"{what}: {size(needed)} of {size(there)}")
-    made.tight = made.memory.total > TIGHT * cluster.device.memory
-    over = {words.partition(":")[0] for words in made.over}
-    if "GPU memory" in over:
-        made.remedies += _for_the_gpu(made, recipe, made.memory.total - cluster.device.memory)
-    elif "host RAM while loading" in over:  # sharding helps here too
-        loads_once = made.spread.kind == "deepspeed" and made.spread.stage == 3
-        made.remedies.append("more host RAM" if loads_once else "zero3, whose ranks do not load a copy each")
-    if "host RAM" in over:
-        made.remedies.append("zero3_nvme" if made.spread.offload_optimizer == "cpu" else "more host RAM")
-    if "disk" in over:
-        fewer = made.checkpoints is None or made.checkpoints > 1
-        made.remedies.append("a lower --save_total_limit" if fewer else "a larger --disk")
+    assert row.memory is not None and row.sharding is not None
+    gpu_excess = row.memory.total - cluster.device.memory
+    exceeds_gpu = _exceeds(row, "GPU memory", row.memory.total, cluster.device.memory)
+    exceeds_at_load = _exceeds(row, "host RAM while loading", row.memory.host_at_load, cluster.host_memory)
+    exceeds_host = _exceeds(row, "host RAM", row.memory.host, cluster.host_memory)
+    exceeds_disk = _exceeds(row, "disk", row.checkpoint + row.memory.disk, cluster.disk)
+    row.tight = row.memory.total > TIGHT * cluster.device.memory
+    if exceeds_gpu:
+        row.remedies += _gpu_remedies(row.memory, row.sharding, config, gpu_excess)
+    elif exceeds_at_load:
+        # Remedies for the GPU are sharding, which helps here too.
+        row.remedies.append("more host RAM" if row.sharding.is_zero3 else "zero3, whose ranks do not load a copy each")
+    if exceeds_host:
+        row.remedies.append("zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM")
+    if exceeds_disk:
+        has_fewer = row.checkpoints is None or row.checkpoints > 1
+        row.remedies.append("a lower --save_total_limit" if has_fewer else "a larger --disk")
 
 
-def _for_the_gpu(made: Row, recipe: Recipe[Any], excess: int) -> list[str]:
-    """Return what would save ``excess`` bytes of a GPU's memory."""
-    assert made.memory is not None and made.spread is not None
-    config = recipe.config
-    activations, rows = made.memory.device["activations"], config.per_device_train_batch_size
-    found = []
-    if activations > excess:
-        if made.memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
+def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | None) -> bool:
+    """Return whether a resource does not suffice, and then add it to the row."""
+    if available_bytes is None or needed_bytes <= available_bytes:
+        return False
+    row.over.append(f"{resource}: {size(needed_bytes)} of {size(available_bytes)}")
+    return True
+
+
+def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, excess_bytes: int) -> list[str]:
+    """Return what would save ``excess_bytes`` of a GPU's memory."""
+    activations = memory.device.activations
+    rows = config.per_device_train_batch_size
+    remedies = []
+    if activations > excess_bytes:
+        if memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
             return ["a smaller --per_device_eval_batch_size"]
         if config.activation_checkpointing not in ("full", "offload"):
-            found.append("--activation_checkpointing")
-        if activations * (rows - 1) / rows > excess:
-            found.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
-        else:  # one row alone is too long
-            found.append(f"a smaller --{config.length_key}")
-        return found
-    if made.spread.stage < 3 or made.spread.offload_param == "none":
-        found.append("more sharding or offload")
-    if not (config.trains_adapters or config.initialised_from):  # adapters need trained weights
-        found.append("LoRA")
-    return found or ["more or larger GPUs"]
+            remedies.append("--activation_checkpointing")
+        if activations * (rows - 1) / rows > excess_bytes:
+            remedies.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
+        else:
+            # One row alone is too long.
+            remedies.append(f"a smaller --{config.length_key}")
+        return remedies
+    if sharding.stage < 3 or sharding.offload_param == "none":
+        remedies.append("more sharding or offload")
+    # Adapters need trained weights.
+    if not (config.trains_adapters or config.initialised_from):
+        remedies.append("LoRA")
+    return remedies or ["more or larger GPUs"]
 
 
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
@@ -313,35 +271,40 @@ SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "
 unless it is tight."""
 
 
-def planned(recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, files: Iterable[Path]) -> tuple[Traced, list[Row]]:
+def plan_recipe(
+    recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, files: Iterable[Path]
+) -> tuple[TracedJob, list[Row]]:
     """Return the traced job of a recipe, and the rows of the strategy files, the best first.
 
     Raises:
         ConfigError: the recipe does not train such a model.
-        NoClass: its class cannot be built, or its step cannot be traced.
+        UnplannableModelError: its class cannot be built, or its step cannot be traced.
     """
-    made = job_of(recipe)
-    encoder_decoder = bool(made.model_config.is_encoder_decoder)
-    if encoder_decoder != recipe.encoder_decoder:
-        kind, name = ("an encoder-decoder", "seq2seq_chatbot") if encoder_decoder else ("no encoder-decoder", "causal_lm")
-        raise ConfigError(f"{made.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
-    traced = Traced.of(made, "cpu" if cluster.cpu else "cuda")
-    rows = rank([row(file, traced, cluster, sources) for file in files])
-    if traced.untraced is not None:
-        raise traced.untraced
+    job = make_job(recipe)
+    is_encoder_decoder = bool(job.model_config.is_encoder_decoder)
+    if is_encoder_decoder != recipe.encoder_decoder:
+        kind = "an encoder-decoder" if is_encoder_decoder else "no encoder-decoder"
+        name = "seq2seq_chatbot" if is_encoder_decoder else "causal_lm"
+        raise ConfigError(f"{job.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
+    traced = TracedJob.of(job, cluster.kernels)
+    rows = rank_rows([plan_row(file, traced, cluster, sources) for file in files])
+    if traced.failure is not None:
+        raise traced.failure
     return traced, rows
 
 
-def rank(rows: Sequence[Row]) -> list[Row]:
+def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, the best first: rows that fit, by tokens a second; then the others, by how much memory they need.
     Rows whose states alone do not fit come after rows that would fit with smaller activations."""
 
-    def key(made: Row) -> tuple:
-        if made.problems or made.memory is None:
+    def sort_key(row: Row) -> tuple:
+        if row.problems or row.memory is None:
             return (3, 0.0, 0)
-        if not made.fits:
-            return (2 if made.bare else 1, float(made.memory.total), 0)
-        place = SIMPLEST.index(made.file) if made.file in SIMPLEST else len(SIMPLEST)
-        return (0, -round(math.log(made.tokens_per_second, 1.05)), made.tight, place)
+        if not row.fits:
+            return (2 if row.bare else 1, float(row.memory.total), 0)
+        simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
+        # Steps of 5 %: the model of time is no more exact.
+        rate_step = round(math.log(row.tokens_per_second, 1.05))
+        return (0, -rate_step, row.tight, simplicity)
 
-    return sorted(rows, key=key)
+    return sorted(rows, key=sort_key)

@@ -9,36 +9,36 @@ and compared with live runs by ``zerobook plan --measure``. Read from DeepSpeed 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 from zerobook.optimizer import state_numbers
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.utils.units import counted
 
-SWAPPED = 1 << 20
-"""Bytes. DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
-STAND_IN = 2
+FP32_BYTES = 4
+SWAP_MINIMUM_BYTES = 1 << 20
+"""DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
+PLACEHOLDER_BYTES = 2
 """Bytes of the one number in host RAM that replaces all weights while they are on NVMe."""
-Groups = Sequence[Sequence["Weight"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of the model, listed once even where several modules share it.
-
-    ``element`` is the bytes of an element before any cast. ``unit`` is the layer that is gathered as one, "" for a weight
-    outside layers. ``packed`` is the number of parameters in the weight, where several share an element. ``scales`` is the
-    bytes that a quantised layer keeps beside its weight, whole on every rank.
-    """
+    """A parameter of the model, listed once even where several modules share it."""
 
     name: str
     shape: tuple[int, ...]
-    element: int
+    # bytes of an element before any cast
+    element_bytes: int
     trained: bool
+    # the layer that is gathered as one; "" for a weight outside layers
     unit: str = ""
-    packed: int = 0
-    scales: int = 0
+    # number of parameters in the weight, where several share an element
+    packed_parameters: int = 0
+    # bytes that a quantised layer keeps beside its weight, in full on every rank
+    scale_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -46,129 +46,203 @@ class Weight:
 
     @property
     def parameters(self) -> int:
-        return self.packed or self.numel
+        return self.packed_parameters or self.numel
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All weights in the model's order, and the trained ones by the optimizer's parameter groups."""
+
+    weights: Sequence[Weight]
+    groups: Sequence[Sequence[Weight]]
+
+    @cached_property
+    def trained(self) -> list[Weight]:
+        return [weight for group in self.groups for weight in group]
+
+    @cached_property
+    def trained_elements(self) -> int:
+        return count_elements(self.trained)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(weight.parameters for weight in self.weights)
+
+    @property
+    def density(self) -> float:
+        """Stored elements for each parameter; below 1 where weights are packed."""
+        return count_elements(self.weights) / self.parameters
+
+
+@dataclass
+class StateBytes:
+    """Bytes of the three kinds of state."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(kw_only=True)
-class StateBytes:
-    """Bytes of one rank, in all places.
+class RankStates:
+    """Bytes of one rank's states by place: the live tensors between the backward pass and the step, each storage once, as
+    `Strategy.memory` counts them; and what is swapped out to a disk."""
 
-    ``parameters``, ``gradients`` and ``optimizer`` are the live tensors between the backward pass and the step, each
-    storage once, as `Strategy.memory` counts them. ``host`` is the share of each that is in host RAM. ``disk`` is what was
-    swapped out; the other figures do not include it.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    host: dict[str, int] = field(default_factory=dict)
+    device: StateBytes
+    host: StateBytes = field(default_factory=StateBytes)
     disk: int = 0
 
     @property
-    def states(self) -> dict[str, int]:
-        return {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+    def live(self) -> StateBytes:
+        """States on the device and in host RAM."""
+        return StateBytes(
+            self.device.parameters + self.host.parameters,
+            self.device.gradients + self.host.gradients,
+            self.device.optimizer + self.host.optimizer,
+        )
 
-    @property
-    def on_device(self) -> dict[str, int]:
-        return {key: value - self.host.get(key, 0) for key, value in self.states.items()}
+
+def count_elements(weights: Iterable[Weight]) -> int:
+    return sum(weight.numel for weight in weights)
 
 
-def hold(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int = 0) -> StateBytes:
-    """Return what ``rank`` holds of a model.
+def ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
-    Args:
-        weights: all weights, in the model's order.
-        groups: the trained weights, by the optimizer's parameter groups.
-    """
-    if spread.kind == "fsdp":
-        held = _fsdp(weights, spread, rank)
-    elif spread.kind != "deepspeed":
-        held = _replicated(weights, spread)
+
+def shard_elements(weight: Weight, ranks: int) -> int:
+    """Return the elements of a rank's shard of a weight that is padded to a multiple of the ranks, as ZeRO-3 does."""
+    return ceil_div(weight.numel, ranks)
+
+
+def cast_bytes(weight: Weight, sharding: ShardingSpec) -> int:
+    """Return the bytes of an element in the passes, where DeepSpeed has cast the model, or FSDP2 what it gathers."""
+    return sharding.compute_bytes if sharding.precision != "no" else weight.element_bytes
+
+
+def shard_bytes(weights: Iterable[Weight], sharding: ShardingSpec) -> int:
+    """Return the bytes of a rank's shards under ZeRO-3."""
+    return sum(shard_elements(weight, sharding.ranks) * cast_bytes(weight, sharding) for weight in weights)
+
+
+def count_states(model: ModelWeights, sharding: ShardingSpec, rank: int = 0) -> RankStates:
+    """Return what ``rank`` holds of a model."""
+    if sharding.kind == "fsdp":
+        states = _fsdp_states(model, sharding, rank)
+    elif sharding.is_zero3:
+        states = _zero3_states(model, sharding)
+    elif sharding.kind == "deepspeed":
+        states = _zero_states(model, sharding, rank)
     else:
-        held = (_zero3 if spread.stage == 3 else _zero)(weights, groups, spread, rank)
-    held.parameters += sum(w.scales for w in weights)
-    return held
+        states = _replicated_states(model, sharding)
+    # The scales of quantised weights are neither sharded nor offloaded.
+    states.device.parameters += sum(weight.scale_bytes for weight in model.weights)
+    return states
 
 
-def state_ratio(groups: Groups, spread: ShardingSpec) -> float:
+def optimizer_numbers(model: ModelWeights, sharding: ShardingSpec) -> float:
     """Return the fp32 numbers of optimizer state in memory for each number of the trained weights: 2 for AdamW."""
-    trained = [w for group in groups for w in group]
-    return spread.optimizer_spec.held_bytes(w.shape for w in trained) / 4 / max(sum(w.numel for w in trained), 1)
+    held_bytes = sharding.optimizer_spec.held_bytes(weight.shape for weight in model.trained)
+    return held_bytes / FP32_BYTES / max(model.trained_elements, 1)
 
 
-def saved_numbers(groups: Groups, spread: ShardingSpec) -> int:
+def checkpoint_numbers(model: ModelWeights, sharding: ShardingSpec) -> int:
     """Return the fp32 numbers of a checkpoint: trained weights and optimizer state."""
-    trained = [w for group in groups for w in group]
-    return sum(w.numel for w in trained) + state_numbers(spread.optimizer_spec, (w.shape for w in trained))
+    return model.trained_elements + state_numbers(sharding.optimizer_spec, (weight.shape for weight in model.trained))
 
 
-def _state(elements: int, spread: ShardingSpec) -> int:
-    """Return the bytes of optimizer state for ``elements`` elements of weights, which are updated flat or in part."""
-    return spread.optimizer_spec.held_bytes([(elements,)])
+def _flat_state(elements: int, sharding: ShardingSpec) -> int:
+    """Return the bytes of optimizer state for ``elements`` elements of weights that are updated as one flat tensor."""
+    return sharding.optimizer_spec.held_bytes([(elements,)])
 
 
-def _counts(tensors: int, spread: ShardingSpec) -> int:
-    """Return the bytes of the step counts that are tensors. DeepSpeed's CPUAdam counts in an integer."""
-    in_integers = spread.optimizer == "adamw" and spread.kind == "deepspeed" and spread.offload_optimizer != "none"
-    return 0 if in_integers else spread.optimizer_spec.step_bytes * tensors
+def _step_counts(tensors: int, sharding: ShardingSpec) -> int:
+    """Return the bytes of the step counts of ``tensors`` updated tensors."""
+    # DeepSpeed's CPUAdam counts in an integer, and not in a tensor.
+    if sharding.optimizer == "adamw" and sharding.kind == "deepspeed" and sharding.offload_optimizer != "none":
+        return 0
+    return sharding.optimizer_spec.step_bytes * tensors
 
 
-def _replicated(weights: Sequence[Weight], spread: ShardingSpec) -> StateBytes:
+def _replicated_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
     """Return what a rank holds with one process or under DDP."""
-    trained = [w for w in weights if w.trained]
-    elements = sum(w.numel for w in trained)
-    return StateBytes(
-        parameters=sum(w.numel * w.element for w in weights),
-        gradients=4 * elements,
-        optimizer=spread.optimizer_spec.held_bytes(w.shape for w in trained) + _counts(len(trained), spread),
+    optimizer = sharding.optimizer_spec.held_bytes(weight.shape for weight in model.trained)
+    return RankStates(
+        device=StateBytes(
+            parameters=sum(weight.numel * weight.element_bytes for weight in model.weights),
+            gradients=FP32_BYTES * model.trained_elements,
+            optimizer=optimizer + _step_counts(len(model.trained), sharding),
+        )
     )
 
 
-def _fsdp(weights: Sequence[Weight], spread: ShardingSpec, rank: int) -> StateBytes:
-    """Return what a rank holds under FSDP2. Rows are divided among ranks. Weights and gradients are padded to the largest
-    part, optimizer state is not."""
-    place = rank % spread.shard
-    trained = [w for w in weights if w.trained]
-    held = StateBytes(
-        parameters=sum(_row_elements(w, spread.shard, 0) * w.element for w in weights),
-        gradients=sum(4 * _row_elements(w, spread.shard, 0) for w in trained),
-        optimizer=sum(_state(_row_elements(w, spread.shard, place), spread) for w in trained) + _counts(len(trained), spread),
+def _fsdp_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
+    """Return what a rank holds under FSDP2, which divides rows among ranks as torch.chunk does.
+
+    Weights and gradients are padded to the largest shard, which is rank 0's; optimizer state is not.
+    """
+    states = StateBytes()
+    for weight in model.weights:
+        states.parameters += _row_shard_elements(weight, sharding.shard_ranks, 0) * weight.element_bytes
+    for weight in model.trained:
+        states.gradients += FP32_BYTES * _row_shard_elements(weight, sharding.shard_ranks, 0)
+        rank_elements = _row_shard_elements(weight, sharding.shard_ranks, rank % sharding.shard_ranks)
+        states.optimizer += _flat_state(rank_elements, sharding)
+    states.optimizer += _step_counts(len(model.trained), sharding)
+    if sharding.offload_param != "none":
+        return RankStates(device=StateBytes(), host=states)
+    return RankStates(device=states)
+
+
+def _row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
+    rows = weight.shape[0]
+    rows_per_rank = ceil_div(rows, ranks)
+    # The last ranks have fewer rows, or none.
+    rows_of_rank = max(0, min(rows_per_rank, rows - rows_per_rank * rank))
+    return rows_of_rank * prod(weight.shape[1:])
+
+
+def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
+    """Return what a rank holds under ZeRO-1 and 2.
+
+    Each group is flattened, padded to a multiple of two elements a rank, and divided into equal partitions.
+    """
+    partitions = [2 * ceil_div(count_elements(group), 2 * sharding.ranks) for group in model.groups]
+    elements = sum(partitions)
+    states = StateBytes(
+        parameters=elements * sharding.ranks * sharding.compute_bytes,
+        # fp32 master weights are counted as optimizer state
+        optimizer=FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(partitions), sharding),
     )
-    if spread.offload_param != "none":
-        held.host = held.states
-    return held
+    for weight in model.weights:
+        if not weight.trained:
+            states.parameters += weight.numel * cast_bytes(weight, sharding)
+    if sharding.offload_optimizer != "none":
+        host = StateBytes(gradients=FP32_BYTES * elements, optimizer=states.optimizer)
+        return RankStates(device=replace(states, optimizer=0), host=host)
+    for group, partition in zip(model.groups, partitions, strict=True):
+        states.gradients += _reduced_elements(group, partition, rank) * sharding.compute_bytes
+    return RankStates(device=states)
 
 
-def _zero(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int) -> StateBytes:
-    """Return what a rank holds under ZeRO-1 and 2: each group is flattened, padded to a multiple of two elements a rank,
-    and divided into equal parts."""
-    flat = [_up(sum(w.numel for w in group), 2 * spread.ranks) for group in groups]
-    parts = [size // spread.ranks for size in flat]
-    frozen = sum(w.numel * _cast(w, spread) for w in weights if not w.trained)
-    state = 4 * sum(parts) + _state(sum(parts), spread) + _counts(len(parts), spread)
-    held = StateBytes(parameters=sum(flat) * spread.compute + frozen, gradients=0, optimizer=state)
-    if spread.offload_optimizer == "none":
-        reduced = sum(_reduced(group, part, rank) for group, part in zip(groups, parts, strict=True))
-        held.gradients = reduced * spread.compute
-    else:
-        held.gradients = 4 * sum(parts)
-        held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
-    return held
-
-
-def _reduced(group: Sequence[Weight], part: int, rank: int) -> int:
-    """Return the gradient elements that a rank keeps of a group: the whole gradient of every weight that reaches into its
-    part, and zeros where its part extends beyond the last weight."""
-    start, stop = part * rank, part * (rank + 1)
-    at = kept = 0
+def _reduced_elements(group: Sequence[Weight], partition: int, rank: int) -> int:
+    """Return the gradient elements that a rank keeps of a group: the complete gradient of every weight that overlaps its
+    partition, and zeros where its partition extends beyond the last weight."""
+    start = partition * rank
+    end = partition * (rank + 1)
+    position = elements = 0
     for weight in group:
-        if at < stop and at + weight.numel > start:
-            kept += weight.numel
-        at += weight.numel
-    return kept + max(0, stop - max(at, start))
+        if position < end and position + weight.numel > start:
+            elements += weight.numel
+        position += weight.numel
+    return elements + max(0, end - max(position, start))
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank: int) -> StateBytes:
+def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
     """Return what a rank holds under ZeRO-3: every weight is padded to a multiple of the ranks and divided; small ones also
     stay gathered.
 
@@ -176,118 +250,124 @@ def _zero3(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, rank
     weight is updated, and made again when the weight is gathered. Small weights are not gathered again before the next
     step, so small trained ones have no second copy until then.
     """
-    sub_groups = [sum(_part(w, spread) for w in sub) for group in groups for sub in _sub_groups(group, spread)]
-    small = [w for w in weights if w.numel <= spread.persistent]
-    persistent = sum(w.numel * _cast(w, spread) for w in small) if spread.ranks > 1 else 0  # one rank: the part is the whole
-    sharded = sum(_part(w, spread) * _cast(w, spread) for w in weights)
-    if spread.secondary > 1:
-        parts = spread.ranks // spread.secondary  # parts of the first copy in one part of the second
-        sharded += parts * sum(
-            _part(w, spread) * _cast(w, spread) for w in weights if not w.trained or w.numel > spread.persistent
-        )
-    elements = sum(sub_groups)
-    state = 4 * elements + _state(elements, spread) + _counts(len(sub_groups), spread)
-    held = StateBytes(parameters=sharded + persistent, gradients=elements * spread.compute, optimizer=state)
-    if spread.offload_optimizer != "none":
-        swapped = [sub for sub in sub_groups if spread.offload_optimizer == "nvme" and 4 * sub >= SWAPPED]
-        held.disk = 4 * sum(swapped) + _state(sum(swapped), spread)
-        held.optimizer -= held.disk
-        held.gradients += 4 * (sum(sub_groups) - sum(swapped))  # an fp32 copy for the CPU's optimizer
-        held.host = {"gradients": held.gradients, "optimizer": held.optimizer}
-    if spread.offload_param != "none":
-        away = sum(_part(w, spread) * _cast(w, spread) for w in on_nvme(weights, groups, spread))
-        left = sharded - away + (STAND_IN if away else 0)
-        held.parameters += left - sharded
-        held.disk += away
-        held.host["parameters"] = left
-    return held
+    sharded = shard_bytes(model.weights, sharding)
+    persistent = 0
+    copied = []
+    for weight in model.weights:
+        is_small = weight.numel <= sharding.persistence_threshold
+        # With one rank, the shard is the weight itself.
+        if is_small and sharding.ranks > 1:
+            persistent += weight.numel * cast_bytes(weight, sharding)
+        if not (is_small and weight.trained):
+            copied.append(weight)
+    if sharding.secondary_ranks > 1:
+        first_shards_per_second = sharding.ranks // sharding.secondary_ranks
+        sharded += first_shards_per_second * shard_bytes(copied, sharding)
+
+    sub_groups = _split_sub_groups(model, sharding)
+    elements = sum(sub_group.elements for sub_group in sub_groups)
+    optimizer = FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(sub_groups), sharding)
+    device = StateBytes(persistent + sharded, elements * sharding.compute_bytes, optimizer)
+    states = RankStates(device=device)
+
+    if sharding.offload_optimizer != "none":
+        swapped = 0
+        for sub_group in sub_groups:
+            if sharding.offload_optimizer == "nvme" and FP32_BYTES * sub_group.elements >= SWAP_MINIMUM_BYTES:
+                swapped += sub_group.elements
+        states.disk = FP32_BYTES * swapped + _flat_state(swapped, sharding)
+        states.host.optimizer = optimizer - states.disk
+        # The CPU's optimizer has an fp32 copy of the gradients of what is in host RAM.
+        states.host.gradients = device.gradients + FP32_BYTES * (elements - swapped)
+        device.gradients = device.optimizer = 0
+    if sharding.offload_param != "none":
+        on_disk = shard_bytes(weights_on_nvme(model, sharding), sharding)
+        states.disk += on_disk
+        states.host.parameters = sharded - on_disk + (PLACEHOLDER_BYTES if on_disk else 0)
+        device.parameters = persistent
+    return states
 
 
-def on_nvme(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> list[Weight]:
-    """Return the weights whose parts are on NVMe. The first of the trained weights, and all small weights, stay in host
+@dataclass
+class _SubGroup:
+    """Consecutive weights of a parameter group that ZeRO-3's optimizer updates together. ``elements`` are those of one
+    rank's shards. ``stays_in_ram`` means that the weights are never written to NVMe."""
+
+    weights: list[Weight]
+    elements: int = 0
+    stays_in_ram: bool = False
+
+
+def _split_sub_groups(model: ModelWeights, sharding: ShardingSpec) -> list[_SubGroup]:
+    """Return the sub-groups of all parameter groups. Each ends with the weight that makes it reach ``sub_group_size``.
+
+    Those that are completely within the first ``max_in_cpu`` elements of a rank's shards stay in host RAM.
+    """
+    sub_groups: list[_SubGroup] = []
+    previous_elements = 0
+    for group in model.groups:
+        group_elements = sum(shard_elements(weight, sharding.ranks) for weight in group)
+        room = min(group_elements, sharding.max_in_cpu_elements - previous_elements)
+        position = 0
+        sub_group = _SubGroup([])
+        for weight in group:
+            if not sub_group.weights:
+                sub_groups.append(sub_group)
+            sub_group.weights.append(weight)
+            sub_group.elements += shard_elements(weight, sharding.ranks)
+            position += shard_elements(weight, sharding.ranks)
+            sub_group.stays_in_ram = position <= room
+            if sub_group.elements >= sharding.sub_group_elements:
+                sub_group = _SubGroup([])
+        previous_elements += group_elements
+    return sub_groups
+
+
+def weights_on_nvme(model: ModelWeights, sharding: ShardingSpec) -> list[Weight]:
+    """Return the weights whose shards are on NVMe. The first of the trained weights, and all small weights, stay in host
     RAM."""
-    if spread.offload_param != "nvme":
+    if sharding.offload_param != "nvme":
         return []
-    staying = {w.name for subs in _staying(groups, spread) for sub in subs for w in sub}
-    return [w for w in weights if w.name not in staying and _part(w, spread) * _cast(w, spread) >= SWAPPED]
+    names_in_ram: set[str] = set()
+    for sub_group in _split_sub_groups(model, sharding):
+        if sub_group.stays_in_ram:
+            names_in_ram.update(weight.name for weight in sub_group.weights)
+    on_nvme = []
+    for weight in model.weights:
+        if weight.name not in names_in_ram and shard_bytes([weight], sharding) >= SWAP_MINIMUM_BYTES:
+            on_nvme.append(weight)
+    return on_nvme
 
 
-def nvme_buffers(groups: Groups, spread: ShardingSpec) -> int:
+def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
     """Return the bytes of a rank's host RAM that DeepSpeed allocates for weights on NVMe: buffers to read them into, the
     unused rest of the room for weights that stay, and a buffer of the size of the largest sub-group, in which the other
     weights are rounded before they are written."""
-    if spread.offload_param != "nvme":
+    if sharding.offload_param != "nvme":
         return 0
-    subs = [list(_sub_groups(group, spread)) for group in groups]
-    staying = _staying(groups, spread)
-
-    def size(some: Iterable[Sequence[Weight]]) -> int:
-        return sum(_part(w, spread) for sub in some for w in sub)
-
-    room = min(spread.in_cpu, size(groups))
-    left = room - sum(size(some) for some in staying)
-    leaving = any(len(some) < len(every) for some, every in zip(staying, subs, strict=True))
-    written = max(size([sub]) for every in subs for sub in every) if leaving else 0
-    return (spread.buffers * spread.buffer + left + written) * spread.compute
+    sub_groups = _split_sub_groups(model, sharding)
+    elements = sum(sub_group.elements for sub_group in sub_groups)
+    staying_elements = sum(sub_group.elements for sub_group in sub_groups if sub_group.stays_in_ram)
+    unused_room = min(sharding.max_in_cpu_elements, elements) - staying_elements
+    rounding_buffer = 0
+    if staying_elements < elements:
+        rounding_buffer = max(sub_group.elements for sub_group in sub_groups)
+    read_buffers = sharding.nvme_buffers * sharding.nvme_buffer_elements
+    return (read_buffers + unused_room + rounding_buffer) * sharding.compute_bytes
 
 
-def unswappable(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec) -> list[str]:
-    """Return why DeepSpeed would fail an assertion: a part of a weight is larger than a buffer for NVMe. Empty where all
-    parts fit."""
-    largest = max(on_nvme(weights, groups, spread), key=lambda w: _part(w, spread), default=None)
-    if largest is None or _part(largest, spread) <= spread.buffer:
+def check_nvme_buffers(model: ModelWeights, sharding: ShardingSpec) -> list[str]:
+    """Return why DeepSpeed would fail an assertion: a shard of a weight is larger than a buffer for NVMe. Empty where all
+    shards fit."""
+    on_nvme = weights_on_nvme(model, sharding)
+    if not on_nvme:
+        return []
+    largest = max(on_nvme, key=lambda weight: shard_elements(weight, sharding.ranks))
+    elements = shard_elements(largest, sharding.ranks)
+    if elements <= sharding.nvme_buffer_elements:
         return []
     return [
-        f"offload_param.buffer_size: {largest.name} has {_part(largest, spread):,} elements on each of "
-        f"{counted(spread.ranks, 'rank')}, and a buffer for NVMe holds {spread.buffer:,}. Raise it in the DeepSpeed "
-        "file, or take more ranks."
+        f"offload_param.buffer_size: {largest.name} has {elements:,} elements on each of "
+        f"{counted(sharding.ranks, 'rank')}, and a buffer for NVMe holds {sharding.nvme_buffer_elements:,}. Raise it in the "
+        "DeepSpeed file, or take more ranks."
     ]
-
-
-def _staying(groups: Groups, spread: ShardingSpec) -> list[list[list[Weight]]]:
-    """Return for each group the sub-groups whose weights never leave host RAM for NVMe: those that are completely within
-    the first ``in_cpu`` elements of a rank's parts."""
-    found, before = [], 0
-    for group in groups:
-        whole, at, some = sum(_part(w, spread) for w in group), 0, []
-        for sub in _sub_groups(group, spread):
-            at += sum(_part(w, spread) for w in sub)
-            if at <= min(whole, spread.in_cpu - before):
-                some.append(sub)
-        found.append(some)
-        before += whole
-    return found
-
-
-def _sub_groups(group: Sequence[Weight], spread: ShardingSpec) -> Iterable[list[Weight]]:
-    """Yield consecutive parts of a group. Each ends with the weight whose part makes the sum of parts reach
-    ``sub_group_size``."""
-    sub: list[Weight] = []
-    size = 0
-    for weight in group:
-        sub.append(weight)
-        size += _part(weight, spread)
-        if size >= spread.sub_group:
-            yield sub
-            sub, size = [], 0
-    if sub:
-        yield sub
-
-
-def _part(weight: Weight, spread: ShardingSpec) -> int:
-    return -(-weight.numel // spread.ranks)
-
-
-def _cast(weight: Weight, spread: ShardingSpec) -> int:
-    """Return the bytes of an element after DeepSpeed has cast the model."""
-    return spread.compute if spread.precision != "no" else weight.element
-
-
-def _row_elements(weight: Weight, shard: int, place: int) -> int:
-    """Return the elements of the rows that one of ``shard`` ranks holds, divided as in torch.chunk."""
-    rows, each = weight.shape[0], -(-weight.shape[0] // shard)
-    return max(0, min(each, rows - each * place)) * prod(weight.shape[1:])
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Activation memory of one micro-batch, found by running the model itself on tensors without contents.
+"""Activation memory of one micro-batch: the model itself runs on tensors without contents.
 
 The model is built and run under `FakeTensorMode`: every operation reports the shapes of its results, and nothing is
 computed, so a new architecture needs no formula. Storages are followed from the operation that makes them until Python or
@@ -12,9 +12,9 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,52 +31,72 @@ from zerobook.utils.dtypes import HALF
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
 
+class TimelinePoint(NamedTuple):
+    """``gradient_elements`` of weights have a gradient before this point. ``activation_bytes`` are the most bytes of
+    activations alive since the previous point."""
+
+    gradient_elements: int
+    activation_bytes: int
+
+
 @dataclass
 class Trace:
-    """Bytes of one micro-batch on one rank, without weights, their gradients and optimizer state.
+    """Bytes of one micro-batch on one rank, without weights, their gradients and optimizer state."""
 
-    ``saved`` is what autograd keeps between the forward and the backward pass; ``inputs`` is the batch itself. ``timeline``
-    has a point for each weight that gets a gradient: (elements of gradients before it, the most bytes of activations alive
-    since the previous point). Its first point is the forward pass and the loss. ``visits`` are the modules in the order in
-    which they run, forward and then backward. ``uncounted`` names operations that multiply matrices but are missing from
-    ``flops``, since their number of operations is unknown. ``evaluation`` is the most bytes alive at once in a forward pass
-    of the evaluation and its loss; None where nothing is evaluated. ``host`` is what lies in host memory between the passes.
-    """
-
-    saved: int
-    inputs: int
-    forward_peak: int
-    timeline: list[tuple[int, int]] = field(default_factory=list)
+    # what autograd keeps between the forward and the backward pass
+    saved_bytes: int
+    # The first point is the forward pass and the loss; then there is one for each weight that gets a gradient.
+    timeline: list[TimelinePoint]
     flops: float = 0.0
+    # the modules in the order in which they run, forward and then backward
     visits: Sequence[Visit] = ()
+    # operations that multiply matrices, but whose number of floating-point operations is unknown
     uncounted: tuple[str, ...] = ()
-    evaluation: int | None = None
-    host: int = 0
+    # the most bytes alive at once in a forward pass of the evaluation and its loss; None where nothing is evaluated
+    evaluation_bytes: int | None = None
+    # what is in host memory between the passes
+    host_bytes: int = 0
 
     @property
-    def peak(self) -> int:
-        return max(most for _, most in self.timeline)
+    def peak_bytes(self) -> int:
+        return max(point.activation_bytes for point in self.timeline)
 
 
-def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
+def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
     """Return the operations of a grouped product, as for a mixture's experts: each row of ``a`` is multiplied by one of
     ``b``'s matrices, whatever their number. Where both are matrices, their common dimension is divided into groups."""
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-_LAWS: dict[str, Callable[..., float]] = {
-    "aten::_grouped_mm": _grouped,
-    "aten::addmm_": lambda total, a, b, *_, **__: 2.0 * a.shape[0] * a.shape[1] * b.shape[1],
-    # transformers' own, where torch has no kernel: a loop over the groups
-    "transformers::grouped_mm_fallback": _grouped,
-    "transformers::grouped_mm_fallback_backward": lambda a, b, *_: 2 * _grouped(a, b),
+def _addmm_flops(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
+    return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _grouped_backward_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> float:
+    """Return the operations of two products, for the gradients of both factors."""
+    return 2 * _grouped_product_flops(a, b)
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool) -> float:
+    """Return the operations of two products of [length, width] by [width, keys]. A causal kernel leaves out the half that is
+    masked."""
+    return 4.0 * q.numel() * k.shape[-2] / (2 if causal else 1)
+
+
+_FLOPS: dict[str, Callable[..., float]] = {
+    "aten::_grouped_mm": _grouped_product_flops,
+    "aten::addmm_": _addmm_flops,
+    # operations of transformers for where torch has no kernel: a loop over the groups
+    "transformers::grouped_mm_fallback": _grouped_product_flops,
+    "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
+    "zerobook::attention": _attention_flops,
 }
 """Operations that torch 2.13's flop counter does not know -> their number of floating-point operations."""
-_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
+_MATRIX_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
-class Follow(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counter of the live bytes of storages that operations make inside this mode, and of floating-point operations.
 
     It counts operations itself, because torch's FlopCounterMode would keep every tensor alive until the next garbage
@@ -85,51 +105,55 @@ class Follow(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.most = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
         self.flops = 0.0
-        self.host = 0
+        self.host_bytes = 0
         self.uncounted: set[str] = set()
-        self._known: dict[int, weakref.ref] = {}
-        self._apart: set[int] = set()  # storages that do not count, such as those of weights
+        self._counted: dict[int, weakref.ref] = {}
+        # storages that do not count, such as those of weights
+        self._excluded: set[int] = set()
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
+    def exclude(self, tensor: torch.Tensor) -> None:
         """Stop counting ``tensor``'s storage."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            self._forget(key, storage.nbytes())
-        self._apart.add(key)
+        self._forget(storage._cdata, storage.nbytes())
+        self._excluded.add(storage._cdata)
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count ``tensor``'s storage, once, for as long as it lives."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._apart or key in self._known or not size:
+        key = storage._cdata
+        size = storage.nbytes()
+        if key in self._excluded or key in self._counted or not size:
             return
-        self.live += size
-        self.most = max(self.most, self.live)
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._counted[key] = weakref.ref(storage, lambda _: self._forget(key, size))
 
-    def since(self) -> int:
+    def take_peak(self) -> int:
         """Return the most bytes alive at once since the last call."""
-        most, self.most = self.most, self.live
-        return most
+        peak_bytes = self.peak_bytes
+        self.peak_bytes = self.live_bytes
+        return peak_bytes
 
     def _forget(self, key: int, size: int) -> None:
-        if self._known.pop(key, None) is not None:
-            self.live -= size
+        if self._counted.pop(key, None) is not None:
+            self.live_bytes -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        result = _in_groups(func, *args, **kwargs) if name == "aten::_grouped_mm" else func(*args, **kwargs)
-        law = flop_registry.get(func._overloadpacket)
-        if law is not None:
-            self.flops += law(*args, **kwargs, out_val=result)
-        elif name in _LAWS:
-            self.flops += _LAWS[name](*args, **kwargs)
-        elif _PRODUCT.search(name):
+        if name == "aten::_grouped_mm":
+            result = _run_grouped_product(func, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        torch_flops = flop_registry.get(func._overloadpacket)
+        if torch_flops is not None:
+            self.flops += torch_flops(*args, **kwargs, out_val=result)
+        elif name in _FLOPS:
+            self.flops += _FLOPS[name](*args, **kwargs)
+        elif _MATRIX_PRODUCT.search(name):
             self.uncounted.add(name)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
@@ -137,7 +161,7 @@ class Follow(TorchDispatchMode):
         return result
 
 
-def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _run_grouped_product(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run a grouped product, also on fake tensors that are not bf16. torch's shape rule for these knows only bf16; its
     kernels for CUDA and CPU also accept fp32 and fp16, and return the dtype of their input
     (aten/src/ATen/native/GroupedMMUtils.h). autocast does not change these dtypes, so the experts of fp32 weights run in
@@ -146,50 +170,54 @@ def _in_groups(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs
         return func(a, b, *args, **kwargs)
     if a.dtype != b.dtype:
         raise ValueError(f"a product in groups of {a.dtype} by {b.dtype}, which no device takes")
-    alike = (torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in (a, b))
-    return torch.empty_like(func(*alike, *args, **kwargs), dtype=a.dtype)
+    a_bf16 = torch.empty_like(a, dtype=torch.bfloat16)
+    b_bf16 = torch.empty_like(b, dtype=torch.bfloat16)
+    return torch.empty_like(func(a_bf16, b_bf16, *args, **kwargs), dtype=a.dtype)
 
 
-class Saved:
+class SavedTensors:
     """Counter of the bytes of the distinct storages that autograd saves inside this context, and of the results that
     selective checkpointing keeps.
 
     Args:
-        apart: returns tensors that do not count, mainly weights. It is called for each saved tensor, since sharded weights
-            have other storages while they are gathered.
+        excluded: returns tensors that do not count, mainly weights. It is called for each saved tensor, since sharded
+            weights have other storages while they are gathered.
     """
 
-    def __init__(self, apart: Callable[[], Iterable[torch.Tensor]]):
-        self._apart = apart
+    def __init__(self, excluded: Callable[[], Iterable[torch.Tensor]]):
+        self._excluded = excluded
         self.bytes = 0
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no key is used twice
+        # References keep the storages alive, so that no key is used twice.
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def __enter__(self) -> Saved:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+    def __enter__(self) -> SavedTensors:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        self._hooks.__exit__(*raised)
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
         for tensor in recompute.saved_tensors():
             self._pack(tensor)
         self.bytes = sum(storage.nbytes() for storage in self._storages.values())
-        self._storages.clear()  # autograd still refers to the hooks; the backward pass frees storages one after the other
+        # Autograd still refers to the hooks. Without references here, the backward pass frees storages one after the other.
+        self._storages.clear()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in {t.untyped_storage()._cdata for t in self._apart()}:
+        excluded = {other.untyped_storage()._cdata for other in self._excluded()}
+        if storage._cdata not in excluded:
             self._storages[storage._cdata] = storage
         return tensor
 
 
-def trace(
+def trace_step(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
     loss: Loss,
     precision: str,
     *,
-    kernels: str | None = None,
+    device: str | None = None,
 ) -> Trace:
     """Run one micro-batch forward and backward. Call inside the fake mode that made ``model`` and ``batch``.
 
@@ -197,53 +225,64 @@ def trace(
         batch: the collator's output, with ``labels``.
         loss: an objective's loss, see `zerobook.objective.Objective.loss`.
         precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
-        kernels: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
+        device: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
     """
-    follow, done = Follow(), 0
-    points: list[tuple[int, int]] = []
-    apart = [*model.parameters(), *model.buffers(), *batch.values()]
+    counter = StorageCounter()
+    timeline: list[TimelinePoint] = []
+    gradient_elements = 0
 
-    def accumulated(parameter: torch.Tensor) -> None:
-        nonlocal done
-        points.append((done, follow.since()))
-        done += parameter.numel()
+    def free_gradient(parameter: torch.Tensor) -> None:
+        nonlocal gradient_elements
+        timeline.append(TimelinePoint(gradient_elements, counter.take_peak()))
+        gradient_elements += parameter.numel()
         parameter.grad = None
 
     visits: list[Visit] = []
-    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
-    hooks += _visited(model, visits)
+    hooks = _record_visits(model, visits)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(free_gradient))
+    excluded = [*model.parameters(), *model.buffers(), *batch.values()]
     try:
-        with _followed(follow, model, batch, precision, kernels):
-            inputs = follow.live
-            with Saved(lambda: apart) as saved:
+        with _simulate(counter, model, batch, precision, device):
+            with SavedTensors(lambda: excluded) as saved:
                 value = loss(model, batch)
-                value = value[0] if isinstance(value, tuple) else value
-            points.append((0, forward := follow.since()))
+            if isinstance(value, tuple):
+                value = value[0]
+            timeline.append(TimelinePoint(0, counter.take_peak()))
             value.backward()
-            points.append((done, follow.since()))
+            timeline.append(TimelinePoint(gradient_elements, counter.take_peak()))
     finally:
         for hook in hooks:
             hook.remove()
-    return Trace(saved.bytes, inputs, forward, points, follow.flops, visits, tuple(sorted(follow.uncounted)), host=follow.host)
+    return Trace(
+        saved.bytes,
+        timeline,
+        flops=counter.flops,
+        visits=visits,
+        uncounted=tuple(sorted(counter.uncounted)),
+        host_bytes=counter.host_bytes,
+    )
 
 
 @torch.no_grad()
-def evaluated(
+def trace_evaluation(
     model: nn.Module,
     batch: dict[str, torch.Tensor],
     loss: Loss,
     precision: str,
     *,
-    kernels: str | None = None,
+    device: str | None = None,
 ) -> int:
     """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out. The arguments are those
-    of `trace`."""
-    follow, was_training = Follow(), model.training
+    of `trace_step`."""
+    counter = StorageCounter()
+    was_training = model.training
     model.eval()
     try:
-        with _followed(follow, model, batch, precision, kernels):
+        with _simulate(counter, model, batch, precision, device):
             loss(model if precision == "no" else _Upcast(model), batch)
-            return follow.since()
+            return counter.take_peak()
     finally:
         model.train(was_training)
 
@@ -262,72 +301,92 @@ class _Upcast(nn.Module):
 
 
 @contextmanager
-def _followed(
-    follow: Follow, model: nn.Module, batch: dict[str, torch.Tensor], precision: str, kernels: str | None
+def _simulate(
+    counter: StorageCounter, model: nn.Module, batch: dict[str, torch.Tensor], precision: str, device: str | None
 ) -> Iterator[None]:
-    """Run a micro-batch's operations inside as the device and ``precision`` would; ``follow`` counts ``batch`` and their
+    """Run a micro-batch's operations inside as ``device`` and ``precision`` would; ``counter`` counts ``batch`` and their
     results."""
     for tensor in [*model.parameters(), *model.buffers()]:
-        follow.leave_out(tensor)
-    with (
-        _kernels(kernels, follow) if kernels else nullcontext(),
-        _cuda(precision != "no", follow) if kernels == "cuda" else nullcontext(),
-        _unpacked("position_ids" not in batch),
-        _unsaid(),
-        follow,
-        _autocast(next(model.parameters()).device.type, HALF.get(precision)),
-    ):
+        counter.exclude(tensor)
+    with ExitStack() as stack:
+        if device is not None:
+            stack.enter_context(_simulate_attention(device, counter))
+        if device == "cuda":
+            stack.enter_context(_simulate_cuda(precision != "no", counter))
+        if "position_ids" not in batch:
+            stack.enter_context(_assume_unpacked())
+        stack.enter_context(_silence_fake_tensors())
+        stack.enter_context(counter)
+        stack.enter_context(_enable_autocast(next(model.parameters()).device.type, HALF.get(precision)))
         for tensor in batch.values():
-            follow.count(tensor)
+            counter.count(tensor)
         yield
 
 
-class _Back(torch.autograd.Function):
-    """Identity that calls ``said`` in the backward pass."""
+class _CallInBackward(torch.autograd.Function):
+    """Identity that calls ``function`` in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, said: Callable[[], None]) -> torch.Tensor:
-        ctx.said = said
+    def forward(ctx: Any, tensor: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.said()
+        ctx.function()
         return grad, None
 
 
-def _visited(model: nn.Module, visits: list[Visit]) -> list[Any]:
-    """Return hooks that record the visits as DeepSpeed's hooks do: in the backward pass, at each output and after all
+class _VisitRecorder:
+    """Hooks of one module that record its visits as DeepSpeed's hooks do: in the backward pass, at each output and after all
     inputs."""
-    names = {parameter: name for name, parameter in model.named_parameters()}  # a shared weight has one name
 
-    def by(said: Callable[[], None], tensors: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda t: _Back.apply(t, said) if t.requires_grad else t, tensors)
+    def __init__(self, visit: Visit, visits: list[Visit]):
+        self._visit = visit
+        self._visits = visits
+        # inputs that have no gradient yet
+        self._pending_inputs = 0
 
-    def hooks(path: str, module: nn.Module) -> Iterator[Any]:
-        here = Visit(path, tuple(dict.fromkeys(names[p] for p in module.parameters(recurse=False))))
-        waiting = 0
+    def before_forward(self, module: nn.Module, inputs: Any) -> Any:
+        self._visits.append(self._visit)
+        self._pending_inputs = 0
 
-        def coming(_: nn.Module, given: Any) -> Any:
-            nonlocal waiting
-            visits.append(here)
-            waiting = sum(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(given))
-            return by(left, given)
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            self._pending_inputs += 1
+            return _CallInBackward.apply(tensor, self._record_input_gradient)
 
-        def gone(_: nn.Module, __: Any, output: Any) -> Any:
-            visits.append(here._replace(end=True))
-            return by(lambda: visits.append(here._replace(back=True)), output)
+        return tree_map_only(torch.Tensor, watch, inputs)
 
-        def left() -> None:
-            nonlocal waiting
-            waiting -= 1
-            if not waiting:
-                visits.append(here._replace(back=True, end=True))
+    def after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        self._visits.append(self._visit._replace(end=True))
 
-        yield module.register_forward_pre_hook(coming)
-        yield module.register_forward_hook(gone)
+        def watch(tensor: torch.Tensor) -> torch.Tensor:
+            return _CallInBackward.apply(tensor, self._record_output_gradient) if tensor.requires_grad else tensor
 
-    return [hook for path, module in model.named_modules() for hook in hooks(path, module)]
+        return tree_map_only(torch.Tensor, watch, outputs)
+
+    def _record_output_gradient(self) -> None:
+        self._visits.append(self._visit._replace(backward=True))
+
+    def _record_input_gradient(self) -> None:
+        self._pending_inputs -= 1
+        if not self._pending_inputs:
+            self._visits.append(self._visit._replace(backward=True, end=True))
+
+
+def _record_visits(model: nn.Module, visits: list[Visit]) -> list[Any]:
+    """Register hooks that add the visits of all modules to ``visits``, and return the hooks' handles."""
+    # A shared weight has one name.
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    handles = []
+    for path, module in model.named_modules():
+        weight_names = [names[parameter] for parameter in module.parameters(recurse=False)]
+        recorder = _VisitRecorder(Visit(path, tuple(dict.fromkeys(weight_names))), visits)
+        handles.append(module.register_forward_pre_hook(recorder.before_forward))
+        handles.append(module.register_forward_hook(recorder.after_forward))
+    return handles
 
 
 @torch.library.custom_op("zerobook::attention", mutates_args=())
@@ -343,17 +402,9 @@ def _shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, length, _ = q.shape
-    out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # kernels write the layout of the next layer
+    # Kernels write the layout of the next layer.
+    out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool) -> float:
-    """Return the operations of two products of [length, width] by [width, keys]. A causal kernel leaves out the half that is
-    masked."""
-    return 4.0 * q.numel() * k.shape[-2] / (2 if causal else 1)
-
-
-_LAWS["zerobook::attention"] = _attention_flops
 
 
 class _Attention(torch.autograd.Function):
@@ -361,30 +412,37 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, follow: Follow, causal: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        counter: StorageCounter,
+        causal: bool,
     ) -> torch.Tensor:
         out, sums = _attention(q, k, v, bias, causal)
-        ctx.follow, ctx.flops = follow, _attention_flops(q, k, v, bias, causal)
+        ctx.counter = counter
+        ctx.flops = _attention_flops(q, k, v, bias, causal)
         ctx.save_for_backward(q, k, v, bias, out, sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, bias, *_ = ctx.saved_tensors
-        ctx.follow.flops += 2.5 * ctx.flops  # the recomputed scores, and four products for the gradients
-        needed = bias is not None and ctx.needs_input_grad[3]
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(bias) if needed else None
-        return *grads, None, None
+        # The scores are recomputed, and four products give the gradients: 5 products where the forward pass has 2.
+        ctx.counter.flops += 2.5 * ctx.flops
+        bias_grad = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), bias_grad, None, None
 
 
 @contextmanager
-def _kernels(device: str, follow: Follow) -> Iterator[None]:
+def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
     """Replace attention by that of ``device``. On fake tensors, torch takes the plain implementation, which devices use only
     for unusual shapes.
 
     The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
     """
-    plain = F.scaled_dot_product_attention
+    plain_attention = F.scaled_dot_product_attention
 
     def attend(
         query: torch.Tensor,
@@ -395,102 +453,117 @@ def _kernels(device: str, follow: Follow) -> Iterator[None]:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        alike = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        on_cpu = device == "cpu" and (dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad))
-        if not (alike or options.get("enable_gqa")) or on_cpu:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if torch.is_autocast_enabled(query.device.type):  # the tensors are on a CPU, whatever device is simulated
+        is_regular = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        if not is_regular and not options.get("enable_gqa"):
+            return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        mask_has_gradient = attn_mask is not None and attn_mask.requires_grad
+        if device == "cpu" and (dropout_p > 0 or mask_has_gradient):
+            return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        # The tensors are on a CPU, whatever device is simulated.
+        if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (t.to(dtype) for t in (query, key, value))
-            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(dtype)
+        # Kernels accept only a mask that is added to the scores.
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # kernels accept only a mask that is added to the scores
-        return _Attention.apply(query, key, value, attn_mask, follow, is_causal)
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+        return _Attention.apply(query, key, value, attn_mask, counter, is_causal)
 
     with _replaced(F, "scaled_dot_product_attention", attend):
         yield
 
 
-_IN_FP32 = {
+_TENSOR_OPERATIONS_IN_FP32 = ("softmax", "log_softmax", "pow", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal")
+_OPERATIONS_IN_FP32 = {
     F: ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "softplus"),
-    torch: ("softmax", "log_softmax", "layer_norm", "pow", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal"),
-    torch.Tensor: (
-        "softmax", "log_softmax", "pow", "__pow__", "__rpow__", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal"
-    ),
-}  # fmt: skip
+    torch: ("layer_norm", *_TENSOR_OPERATIONS_IN_FP32),
+    torch.Tensor: ("__pow__", "__rpow__", *_TENSOR_OPERATIONS_IN_FP32),
+}
 """Operations that autocast runs in fp32 on CUDA and not on the CPU (torch 2.13, aten/src/ATen/autocast_mode.h)."""
 
 
 @contextmanager
-def _cuda(autocasts: bool, follow: Follow) -> Iterator[None]:
+def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
     """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs: the list of autocast above, a fused
     dropout, which saves a mask of one byte an element, and tensors that are moved to host memory."""
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
-    def raised(inner: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: inner(*tree_map_only(torch.Tensor, _raised, args), **kwargs)
+    def run_in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: operation(*tree_map_only(torch.Tensor, _to_fp32, args), **kwargs)
 
-    def to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        follow.host += tensor.nbytes
+    def move_to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+        counter.host_bytes += tensor.nbytes
         return tensor.shape, tensor.dtype
 
-    def on_host(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(to_host, lambda kept: torch.empty(kept[0], dtype=kept[1]))
+    def move_back(description: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+        shape, dtype = description
+        return torch.empty(shape, dtype=dtype)
+
+    def save_on_cpu(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(move_to_host, move_back)
 
     with ExitStack() as stack:
         stack.enter_context(_replaced(F, "dropout", dropout))
-        stack.enter_context(_replaced(recompute, "save_on_cpu", on_host))
-        for owner, names in _IN_FP32.items() if autocasts else ():
-            for name in names:
-                stack.enter_context(_replaced(owner, name, raised(getattr(owner, name))))
+        stack.enter_context(_replaced(recompute, "save_on_cpu", save_on_cpu))
+        if autocasts:
+            for owner, names in _OPERATIONS_IN_FP32.items():
+                for name in names:
+                    stack.enter_context(_replaced(owner, name, run_in_fp32(getattr(owner, name))))
         yield
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    inherited, original = name not in vars(owner), getattr(owner, name)
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name) if inherited else setattr(owner, name, original)
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
-def _raised(tensor: torch.Tensor) -> torch.Tensor:
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 @contextmanager
-def _unpacked(sure: bool) -> Iterator[None]:
-    """Treat rows as not packed where no position ids are given. transformers looks at the values of position ids; for fake
-    tensors it assumes the worst case, a mask."""
+def _assume_unpacked() -> Iterator[None]:
+    """Treat rows as not packed. transformers looks at the values of position ids; for fake tensors it assumes the worst case,
+    a mask."""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
-    with _replaced(masking_utils, name, lambda *_, **__: None) if sure and hasattr(masking_utils, name) else nullcontext():
+    if not hasattr(masking_utils, name):
+        yield
+        return
+    with _replaced(masking_utils, name, lambda *_, **__: None):
         yield
 
 
 @contextmanager
-def _unsaid() -> Iterator[None]:
+def _silence_fake_tensors() -> Iterator[None]:
     """Silence the tracebacks that torch prints for an operation without a shape rule. The caller reports the error."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
+    with _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
         yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager
-def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+def _enable_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     """Enable autocast like torch.autocast, which refuses devices that this machine does not have."""
     if dtype is None:
         yield
         return
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    was_enabled = torch.is_autocast_enabled(device)
+    previous_dtype = torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, dtype)
     torch.autocast_increment_nesting()
@@ -499,5 +572,5 @@ def _autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_enabled(device, was_enabled)
+        torch.set_autocast_dtype(device, previous_dtype)

@@ -8,149 +8,180 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zerobook.plan.gather_schedule import Gathered, gathered
+from zerobook.plan.gather_schedule import Gathers, follow_gathers
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.plan.state_bytes import Groups, Weight, on_nvme
+from zerobook.plan.state_bytes import (
+    FP32_BYTES,
+    ModelWeights,
+    Weight,
+    cast_bytes,
+    ceil_div,
+    count_elements,
+    shard_elements,
+    weights_on_nvme,
+)
 
-GLOO = {"reduce-scatter": 2}
+# An all-reduce is a reduce-scatter and an all-gather, so each rank of a ring sends its bytes twice.
+ALL_REDUCE_PASSES = 2
+GLOO_FACTORS = {"reduce-scatter": 2}
 """Collective -> how many times as much gloo sends as a ring."""
 
 
 @dataclass(frozen=True)
-class Flow:
-    """A collective's share of a step: ``size`` bytes of whole tensors among ``ranks``; in a ring, each rank sends ``worth``
-    x (N - 1)/N of them. ``within``: all of these ranks are on one node, whatever the number of nodes. ``rings``: the number
-    of rings that leave a node at once, where its ranks belong to different rings."""
+class Transfer:
+    """A collective's share of a step: ``size_bytes`` of full tensors among ``ranks``; in a ring, each rank sends ``passes``
+    x (N - 1)/N of them."""
 
-    what: str
+    content: str
     collective: str
-    size: float
+    size_bytes: float
     ranks: int
-    worth: int = 1
-    within: bool = False
+    passes: int = 1
+    # All of these ranks are on one node, whatever the number of nodes.
+    within_node: bool = False
+    # the number of rings that leave a node at once, where its ranks belong to different rings
     rings: int = 1
 
     @property
-    def sent(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that each rank sends."""
-        return self.size * self.worth * (self.ranks - 1) / self.ranks
+        return self.size_bytes * self.passes * (self.ranks - 1) / self.ranks
 
 
-def flows(
-    weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int = 1, passes: Gathered | None = None
-) -> list[Flow]:
+def list_transfers(
+    model: ModelWeights, sharding: ShardingSpec, accumulation: int = 1, gathers: Gathers | None = None
+) -> list[Transfer]:
     """Return the collectives of a step whose size grows with the model. Those of a norm or a loss are too small to count.
 
     Args:
-        passes: what a micro-batch's passes gather; None means `gathered` without a recorded order.
+        gathers: what a micro-batch's passes gather; None means `follow_gathers` without a recorded order.
     """
-    if spread.ranks == 1 or spread.kind == "single":
+    if sharding.ranks == 1 or sharding.kind == "single":
         return []
-    trained = sum(w.numel for group in groups for w in group)
-    if spread.kind == "ddp":
-        return [Flow("gradients", "all-reduce", 4 * trained, spread.ranks, worth=2, within=spread.ranks <= spread.node)]
-    if spread.kind == "deepspeed" and spread.stage == 3:
-        return _zero3(weights, groups, spread, accumulation, passes or gathered(weights, spread, (), accumulation))
-    return (_fsdp if spread.kind == "fsdp" else _zero)(weights, groups, spread, accumulation)
+    if sharding.is_zero3:
+        gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
+        return _zero3_transfers(model, sharding, accumulation, gathers)
+    if sharding.kind == "fsdp":
+        return _fsdp_transfers(model, sharding, accumulation)
+    return _replicated_transfers(model, sharding, accumulation)
 
 
-def _zero(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int) -> list[Flow]:
-    n = spread.ranks
-    elements = sum(w.numel for group in groups for w in group)
-    flat = sum(-(-sum(w.numel for w in group) // (2 * n)) * 2 * n for group in groups)
-    times = accumulation if spread.stage == 2 else 1  # ZeRO-1 keeps whole gradients until the last micro-batch
+def _replicated_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> list[Transfer]:
+    """Return the transfers of DDP, ZeRO-1 and ZeRO-2, where every rank holds all weights."""
+    ranks = sharding.ranks
+    within_node = ranks <= sharding.ranks_per_node
+    if sharding.kind == "ddp":
+        # DDP reduces fp32 gradients once a step.
+        size_bytes = FP32_BYTES * model.trained_elements
+        return [Transfer("gradients", "all-reduce", size_bytes, ranks, ALL_REDUCE_PASSES, within_node)]
+    # ZeRO-1 keeps full gradients until the last micro-batch; ZeRO-2 reduces those of each micro-batch.
+    reductions = accumulation if sharding.stage == 2 else 1
+    gradient_bytes = reductions * model.trained_elements * sharding.compute_bytes
+    padded_elements = 0
+    for group in model.groups:
+        padded_elements += _pad(count_elements(group), 2 * ranks)
     return [
-        Flow("gradients", "all-reduce", times * elements * spread.compute, n, worth=2, within=n <= spread.node),
-        Flow("updated weights", "all-gather", flat * spread.compute, n, within=n <= spread.node),
+        Transfer("gradients", "all-reduce", gradient_bytes, ranks, ALL_REDUCE_PASSES, within_node),
+        Transfer("updated weights", "all-gather", padded_elements * sharding.compute_bytes, ranks, within_node=within_node),
     ]
 
 
-def _zero3(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int, passes: Gathered) -> list[Flow]:
-    n = spread.ranks
+def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int, gathers: Gathers) -> list[Transfer]:
+    ranks = sharding.ranks
 
-    def size(some: Sequence[Weight]) -> int:
-        return sum(_whole(w, n) * _element(w, spread) for w in some)
+    def gathered_bytes(weights: Iterable[Weight]) -> int:
+        return sum(_pad(weight.numel, ranks) * cast_bytes(weight, sharding) for weight in weights)
 
-    forward = far = accumulation * size(passes.forward)
-    second = n
-    if spread.secondary > 1:
+    forward_bytes = accumulation * gathered_bytes(gathers.forward)
+    backward_bytes = accumulation * gathered_bytes(gathers.backward)
+    first_copy_bytes = forward_bytes
+    near_ranks = ranks
+    if sharding.secondary_ranks > 1:
         # After its first gather, a weight is gathered from the second copy, until an update makes that copy stale.
-        second, far = spread.secondary, size([w for w in set(passes.forward) if w.trained])
-    again = accumulation * size(passes.again)
-    quantized = 0.5 if spread.quantized_weights else 1.0
-    trained = sum(_whole(w, n) for group in groups for w in group) * spread.compute
-    persistent = size([w for w in weights if w.numel <= spread.persistent])
-    within, near = n <= spread.node, spread.node % second == 0
-    found = [
-        Flow("weights, forward", "all-gather", far * quantized, n, within=within),
-        Flow("weights, forward, second copy", "all-gather", (forward - far) * quantized, second, within=near),
-        Flow("weights, backward", "all-gather", again * quantized, second, within=near),
-        Flow(
-            "gradients",
-            "reduce-scatter",
-            accumulation * trained * (0.25 if spread.quantized_gradients else 1.0),
-            n,
-            within=within,
+        near_ranks = sharding.secondary_ranks
+        first_copy_bytes = gathered_bytes(weight for weight in set(gathers.forward) if weight.trained)
+    gradient_elements = sum(_pad(weight.numel, ranks) for weight in model.trained)
+    gradient_bytes = accumulation * gradient_elements * sharding.compute_bytes
+    small_weights = [weight for weight in model.weights if weight.numel <= sharding.persistence_threshold]
+
+    # ZeRO++: int8 weights are half of 16 bits, int4 gradients a quarter.
+    weight_factor = 0.5 if sharding.quantized_weights else 1.0
+    gradient_factor = 0.25 if sharding.quantized_gradients else 1.0
+    within = ranks <= sharding.ranks_per_node
+    near = sharding.ranks_per_node % near_ranks == 0
+    second_copy_bytes = forward_bytes - first_copy_bytes
+    transfers = [
+        Transfer("weights, forward", "all-gather", first_copy_bytes * weight_factor, ranks, within_node=within),
+        Transfer(
+            "weights, forward, second copy", "all-gather", second_copy_bytes * weight_factor, near_ranks, within_node=near
         ),
-        Flow("small weights", "all-gather", persistent, n, within=within),
+        Transfer("weights, backward", "all-gather", backward_bytes * weight_factor, near_ranks, within_node=near),
+        Transfer("gradients", "reduce-scatter", gradient_bytes * gradient_factor, ranks, within_node=within),
+        Transfer("small weights", "all-gather", gathered_bytes(small_weights), ranks, within_node=within),
     ]
-    return [flow for flow in found if flow.size]
+    return [transfer for transfer in transfers if transfer.size_bytes]
 
 
-def _fsdp(weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, accumulation: int) -> list[Flow]:
-    n = spread.shard
-
-    def size(some: Sequence[Weight]) -> int:
-        return sum(_rows_up(w, n) * (spread.compute if spread.precision != "no" else w.element) for w in some)
-
-    gradients = 4 * sum(_rows_up(w, n) for group in groups for w in group)  # fp32 in every precision
-    layers = size([w for w in weights if w.unit]) if spread.reshards else 0
-    found = [
-        Flow("weights, forward", "all-gather", accumulation * size(weights), n, within=n <= spread.node),
-        Flow("weights, backward", "all-gather", accumulation * layers, n, within=n <= spread.node),
-        Flow("gradients", "reduce-scatter", accumulation * gradients, n, within=n <= spread.node),
+def _fsdp_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> list[Transfer]:
+    ranks = sharding.shard_ranks
+    within = ranks <= sharding.ranks_per_node
+    # FSDP2 reduces gradients in fp32, whatever the precision.
+    gradient_bytes = FP32_BYTES * sum(_pad_rows(weight, ranks) for weight in model.trained)
+    forward_bytes = backward_bytes = 0
+    for weight in model.weights:
+        weight_bytes = _pad_rows(weight, ranks) * cast_bytes(weight, sharding)
+        forward_bytes += weight_bytes
+        if weight.unit and sharding.reshards:
+            backward_bytes += weight_bytes
+    transfers = [
+        Transfer("weights, forward", "all-gather", accumulation * forward_bytes, ranks, within_node=within),
+        Transfer("weights, backward", "all-gather", accumulation * backward_bytes, ranks, within_node=within),
+        Transfer("gradients", "reduce-scatter", accumulation * gradient_bytes, ranks, within_node=within),
     ]
-    if n < spread.ranks:  # only in the last micro-batch
-        rings = min(n, spread.node)
-        found.append(Flow("gradients, copies", "all-reduce", gradients / n, spread.ranks // n, worth=2, rings=rings))
-    return found
+    if ranks < sharding.ranks:
+        # Hybrid sharding: the copies of a shard are reduced in the last micro-batch, each shard around a ring of its own.
+        rings = min(ranks, sharding.ranks_per_node)
+        copies = sharding.ranks // ranks
+        transfers.append(
+            Transfer("gradients, copies", "all-reduce", gradient_bytes / ranks, copies, ALL_REDUCE_PASSES, rings=rings)
+        )
+    return transfers
 
 
-def to_gpu(spread: ShardingSpec, passes: Gathered, accumulation: int = 1) -> float:
+def pcie_bytes(sharding: ShardingSpec, gathers: Gathers, accumulation: int = 1) -> float:
     """Return the bytes of offloaded weights that are copied to each GPU in a step: a rank's shard, for every gather. With
-    one rank, the shard is the whole weight."""
-    return accumulation * sum(_shard(w, spread) for w in passes.all)
+    one rank, the shard is the weight itself."""
+    return accumulation * sum(_stored_shard_bytes(weight, sharding) for weight in gathers.all)
 
 
-def with_nvme(
-    weights: Sequence[Weight], groups: Groups, spread: ShardingSpec, passes: Gathered, accumulation: int = 1
-) -> float:
+def nvme_bytes(model: ModelWeights, sharding: ShardingSpec, gathers: Gathers, accumulation: int = 1) -> float:
     """Return the bytes of weights that each rank moves from and to NVMe in a step: read for every gather, written once
     after the update."""
-    away = on_nvme(weights, groups, spread)
-    names = {w.name for w in away}
-    read = accumulation * sum(_shard(w, spread) for w in passes.all if w.name in names)
-    return read + sum(_shard(w, spread) for w in away if w.trained)
+    on_nvme = weights_on_nvme(model, sharding)
+    names = {weight.name for weight in on_nvme}
+    read = sum(_stored_shard_bytes(weight, sharding) for weight in gathers.all if weight.name in names)
+    written = sum(_stored_shard_bytes(weight, sharding) for weight in on_nvme if weight.trained)
+    return accumulation * read + written
 
 
-def _shard(weight: Weight, spread: ShardingSpec) -> float:
-    """Return the bytes of a rank's share of a weight as it is stored: FSDP2 casts on the GPU. With hpZ, the second copy is
+def _stored_shard_bytes(weight: Weight, sharding: ShardingSpec) -> float:
+    """Return the bytes of a rank's shard of a weight as it is stored: FSDP2 casts on the GPU. With hpZ, the second copy is
     read."""
-    if spread.kind == "fsdp":
-        return _rows_up(weight, spread.shard) * weight.element / spread.shard
-    ranks = spread.secondary if spread.secondary > 1 else spread.shard
-    return _whole(weight, ranks) * _element(weight, spread) / ranks
+    if sharding.kind == "fsdp":
+        return _pad_rows(weight, sharding.shard_ranks) * weight.element_bytes / sharding.shard_ranks
+    ranks = sharding.secondary_ranks if sharding.secondary_ranks > 1 else sharding.shard_ranks
+    return shard_elements(weight, ranks) * ranks * cast_bytes(weight, sharding) / ranks
 
 
-def sent(found: Sequence[Flow]) -> float:
+def count_sent(transfers: Sequence[Transfer]) -> float:
     """Return the bytes that each rank sends in a step."""
-    return sum(flow.sent for flow in found)
+    return sum(transfer.sent_bytes for transfer in transfers)
 
 
-def between_nodes(found: Sequence[Flow], nodes: int, *, gloo: bool = False) -> float:
+def count_sent_between_nodes(transfers: Sequence[Transfer], nodes: int, *, gloo: bool = False) -> float:
     """Return the bytes that leave each node in a step. A ring over ranks of several nodes crosses each border between nodes
     once, and sends across it what any of its ranks sends.
 
@@ -160,17 +191,19 @@ def between_nodes(found: Sequence[Flow], nodes: int, *, gloo: bool = False) -> f
     """
     if nodes < 2:
         return 0.0
-    return sum(flow.sent * flow.rings * (GLOO.get(flow.collective, 1) if gloo else 1) for flow in found if not flow.within)
+    total = 0.0
+    for transfer in transfers:
+        if not transfer.within_node:
+            factor = GLOO_FACTORS.get(transfer.collective, 1) if gloo else 1
+            total += transfer.sent_bytes * transfer.rings * factor
+    return total
 
 
-def _element(weight: Weight, spread: ShardingSpec) -> int:
-    return spread.compute if spread.precision != "no" else weight.element
+def _pad(elements: int, multiple: int) -> int:
+    return ceil_div(elements, multiple) * multiple
 
 
-def _whole(weight: Weight, ranks: int) -> int:
-    return -(-weight.numel // ranks) * ranks
-
-
-def _rows_up(weight: Weight, ranks: int) -> int:
+def _pad_rows(weight: Weight, ranks: int) -> int:
+    """Return the elements of a weight whose rows are padded to a multiple of ``ranks``."""
     rows = weight.shape[0]
-    return -(-rows // ranks) * ranks * (weight.numel // max(rows, 1))
+    return _pad(rows, ranks) * (weight.numel // max(rows, 1))

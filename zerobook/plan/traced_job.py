@@ -1,0 +1,79 @@
+"""A job's weights, and the traces of its micro-batch, each made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from zerobook.plan.job import Job, UnplannableModelError
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import ModelWeights
+from zerobook.plan.trace import Trace, trace_evaluation, trace_step
+
+
+@dataclass
+class TracedJob:
+    """Weights of a job, and the traces of a micro-batch that its strategies need."""
+
+    job: Job
+    model: ModelWeights
+    # the device whose kernels are simulated: "cpu" or "cuda"
+    device: str
+    # (cast, autocast) -> the trace, or why there is none
+    _traces: dict[tuple[str, str], Trace | UnplannableModelError] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: Job, device: str) -> TracedJob:
+        return cls(job, job.weights(), device)
+
+    def trace(self, sharding: ShardingSpec) -> Trace:
+        """Return the trace of a micro-batch with the casts of ``sharding``.
+
+        Raises:
+            UnplannableModelError: the model's step cannot be traced with these casts.
+        """
+        casts = (sharding.cast, sharding.autocast)
+        if casts not in self._traces:
+            try:
+                self._traces[casts] = trace_job(self.job, *casts, self.device)
+            except UnplannableModelError as error:
+                self._traces[casts] = error
+        trace = self._traces[casts]
+        if isinstance(trace, UnplannableModelError):
+            raise trace
+        return trace
+
+    @property
+    def failure(self) -> UnplannableModelError | None:
+        """The reason why the model's step cannot be traced, where every trace that was needed failed; otherwise None."""
+        failures = [trace for trace in self._traces.values() if isinstance(trace, UnplannableModelError)]
+        return failures[0] if failures and len(failures) == len(self._traces) else None
+
+
+def trace_job(job: Job, cast: str, autocast: str, device: str) -> Trace:
+    """Return the trace of a job's largest micro-batch, and of its evaluation's. All traces of plans are made here.
+
+    Args:
+        cast: the precision that the whole model is cast to.
+        autocast: the precision that autocast casts single operations to.
+        device: the device whose kernels are simulated: ``cpu`` or ``cuda``.
+
+    Raises:
+        UnplannableModelError: the model's step cannot be traced.
+    """
+    loss = job.objective.loss
+    evaluation_shape = job.evaluation_shape
+    with job.build(cast=cast) as (model, batch):
+        try:
+            trace = trace_step(model, batch, loss, autocast, device=device)
+            if evaluation_shape is not None:
+                batch = job.recipe.example_batch(evaluation_shape)
+                trace.evaluation_bytes = trace_evaluation(model, batch, loss, autocast, device=device)
+            return trace
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            reason: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
+        except Exception as error:  # some kernels do not accept fake tensors
+            reason = error
+    cannot = "its step cannot be traced on tensors without contents"
+    raise UnplannableModelError(job.name, job.model_config.to_dict(), reason, cannot)
