@@ -68,3 +68,8 @@ UNPLANNED = {"zero3_sequence", "fsdp_context", "fsdp_tensor", "fsdp_experts"}
 """Strategy files that the planner has no figures for."""
 
 HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
+
+
+def logits_bytes(batch: int, length: int, vocabulary: int) -> int:
+    """The bytes that cross-entropy holds at its peak: 2-byte logits, their fp32 copy, its log-softmax and its gradient."""
+    return batch * length * vocabulary * (2 + 3 * 4)

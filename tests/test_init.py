@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,7 +10,6 @@ import yaml
 from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.launch.deepspeed_json import find_json
-from zerobook.plan.autotune import write_best
 from zerobook.runlog.lifecycle import environment
 from zerobook.training import run as recipe_run
 from zerobook.training.recipe_file import recipe_class
@@ -103,15 +100,3 @@ def test_a_json_that_was_typed_is_in_the_working_folder_alone(first, tmp_path, m
     capsys.readouterr()
     assert main([*line, "--deepspeed_config_file", "ds_configs/zero2.json"]) == 1
     assert "ds_configs/zero2.json" in capsys.readouterr().out
-
-
-def test_a_tuned_strategy_file_works_from_any_folder(first, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("zero3", "ddp"):
-        file = first / "accelerate_configs" / f"{name}.yaml"
-        best = SimpleNamespace(file=file, rate=1.0, flags={})
-        where = SimpleNamespace(name="a machine", ranks=2)
-        written, _ = write_best(best, 1, Path("recipe.py"), where, tmp_path / "tuned")
-        section = yaml.safe_load(written.read_text()).get("deepspeed_config")
-        assert section is None or section["deepspeed_config_file"] == str(first / "ds_configs" / f"{name}.json")
-        assert (section is None) == (name == "ddp")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.planning import FILES, HALF, MODELS, UNPLANNED, made, planned_rows, rows_of
+from tests.planning import FILES, HALF, MODELS, UNPLANNED, logits_bytes, made, planned_rows, rows_of
 from zerobook.cli.main import main
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
@@ -75,7 +75,7 @@ def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
     # by the formulas, even of 32 x 10^9 bytes: 16 a parameter, and 4 of buckets that gradients are reduced in
     held = formulas.model_states(traced.model.parameters, 0, 8, mixed=True).total + 4 * traced.model.parameters
     held += formulas.activations(layers, 1, 1024, 1536, 16, fused=False, checkpointing=True)
-    held += formulas.logits(1, 1024, 50257)
+    held += logits_bytes(1, 1024, 50257)
     assert (held + CONTEXT_BYTES < 32e9) is fits
 
 
@@ -104,8 +104,7 @@ def test_falcon_40b():
     assert lora["zero3_nvme"].time.offload - lora["zero3_offload"].time.offload > 2 * 82e9 / 3e9
     weights = sum(w.numel for w in made("causal_lm", MODELS / "falcon_40b.json").weights().weights)
     assert 2 * weights / 2**30 == pytest.approx(74, rel=0.05)  # printed for 40 x 10^9
-    # every rank its own copy: DeepSpeed's estimator, and fp32 copies counted
-    assert formulas.deepspeed_zero2(weights, 8, 1, offload=True).host > 1.5e12
+    # every rank loads its own copy
     whole = rows_of("causal_lm", "falcon_40b", eight, files=("zero2",), mixed_precision="bf16", per_device_train_batch_size=1)
     assert whole["zero2"].memory.host_at_load == 4 * weights * 8 > 1.3e12
     assert any("host RAM while loading" in reason for reason in whole["zero2"].over)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.planning import made, planned_rows, rows_of
+from tests.planning import logits_bytes, made, planned_rows, rows_of
 from zerobook import head
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
@@ -265,7 +265,7 @@ def test_a_checkpointed_model_peaks_where_the_formula_says(tmp_path):
     planned = made("causal_lm", file, activation_checkpointing=True)
     with planned.build(BatchShape(4, 256, 0, False), cast="bf16") as (model, batch):
         found = trace_step(model, batch, planned.objective.loss, "no", device="cuda")
-    said = formulas.activations(8, 4, 256, 512, 8, fused=True, checkpointing=True) + formulas.logits(4, 256, 512)
+    said = formulas.activations(8, 4, 256, 512, 8, fused=True, checkpointing=True) + logits_bytes(4, 256, 512)
     assert found.peak_bytes == pytest.approx(said, rel=0.15)
 
 

@@ -38,7 +38,6 @@ examples:
   zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
       recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16
   zerobook plan --formulas --parameters 7.5B --gpus 64
-  zerobook plan --formulas --parameters 2851M --largest_layer 32.9M --gpus 8 --activations 32x1x1024x4096
 """
 
 
@@ -50,13 +49,9 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
     parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
     parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
-    parser.add_argument("--largest_layer", help="with --formulas: its parameters, for DeepSpeed's estimates under ZeRO-3")
-    parser.add_argument("--activations", metavar="LAYERSxBATCHxLENGTHxWIDTH", help="with --formulas: of a transformer")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
-    parser.add_argument("--autotune", metavar="FOLDER", help="with --here: find the fastest by running it, and write it there")
-    parser.add_argument("--global_batch", help="with --autotune: samples of a step")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     model_index = _find_model(argv)
     flags = parser.parse_args(argv[:model_index])
@@ -72,32 +67,16 @@ def plan(argv: list[str]) -> int:
         )
     if flags.measure:
         return _measure(model_arguments, cluster, flags)
-    if flags.autotune:
-        return _autotune(model_arguments, cluster, flags)
     return _plan(model_arguments, cluster, flags)
 
 
 def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
-    from zerobook.plan.formulas_table import TransformerShape, show_formulas
+    from zerobook.plan.formulas_table import show_formulas
 
     if flags.parameters is None:
         raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
     parameters = parse_count(flags.parameters, "--parameters")
-    largest_layer = parse_count(flags.largest_layer, "--largest_layer") if flags.largest_layer else None
-    transformer = None
-    if flags.activations is not None:
-        sizes = [int(text) if text.isdigit() else 0 for text in flags.activations.lower().split("x")]
-        if len(sizes) != 4 or min(sizes) < 1:
-            raise ConfigError(f"--activations: {flags.activations}, expected LAYERSxBATCHxLENGTHxWIDTH, as 32x1x1024x4096.")
-        transformer = TransformerShape(*sizes)
-    show_formulas(
-        parameters,
-        cluster,
-        mixed=flags.precision != "fp32",
-        target=flags.json,
-        largest_layer=largest_layer,
-        transformer=transformer,
-    )
+    show_formulas(parameters, cluster, mixed=flags.precision != "fp32", target=flags.json)
 
 
 def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
@@ -129,19 +108,10 @@ _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
 _DESCRIPTION = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
 _EXCLUDED = {
     "here": (*_DESCRIPTION, "formulas"),
-    "formulas": ("recommend", "measure", "autotune", "strategies"),
-    "measure": ("recommend", "autotune"),
-    "autotune": ("recommend", "json"),
+    "formulas": ("recommend", "measure", "strategies"),
+    "measure": ("recommend",),
 }
 """Mode -> flags that have no effect in it."""
-_NEEDED = {
-    "parameters": "formulas",
-    "precision": "formulas",
-    "largest_layer": "formulas",
-    "activations": "formulas",
-    "global_batch": "autotune",
-}
-"""Flag -> the mode in which alone it has an effect."""
 
 
 def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, model_arguments: list[str]) -> None:
@@ -152,9 +122,11 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         for flag in excluded:
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
-    for flag, mode in _NEEDED.items():
-        if values[flag] and not values[mode]:
-            problems.append(f"--{flag}: it has an effect only with --{mode}, which is not given.")
+    for flag in ("parameters", "precision"):
+        if values[flag] and not flags.formulas:
+            problems.append(f"--{flag}: it has an effect only with --formulas, which is not given.")
+    if flags.measure and not flags.here:
+        problems.append("--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be.")
     if flags.formulas and model_arguments:
         problems.append(f"--formulas and {model_arguments[0]}: formulas ask for --parameters alone. Leave one of them out.")
     plan_flags = {option for action in parser._actions for option in action.option_strings}
@@ -351,11 +323,6 @@ def _flag_words(key: str, value: Any) -> list[str]:
     return [f"--{key}", *map(str, values)]
 
 
-def _require_here(flag: str, flags: argparse.Namespace) -> None:
-    if not flags.here:
-        raise ConfigError(f"{flag}: it runs on this machine. Give --here, and --gpus for fewer processes than there could be.")
-
-
 def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
     """Print planned and measured figures side by side. Return 0 where no run failed, otherwise 1."""
     from rich.table import Table
@@ -364,7 +331,6 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     from zerobook.plan.measure import measure
     from zerobook.utils.bars import tqdm
 
-    _require_here("--measure", flags)
     request = _read_request(model_arguments, data=True)
     job = make_job(request.recipe)
     measurements = []
@@ -400,53 +366,3 @@ def _compare_figure(figure: Figure | None) -> str:
     if figure.planned == figure.measured:
         return f"{size(figure.measured)} ="
     return f"{size(figure.planned)} / {size(figure.measured)} ({figure.error:+.2%})"
-
-
-def _autotune(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
-    """Print the candidates that were measured. Return 0 where at least one run succeeded, otherwise 1."""
-    from zerobook.plan.autotune import autotune, write_best
-    from zerobook.plan.job import make_job
-    from zerobook.utils.bars import tqdm
-
-    _require_here("--autotune", flags)
-    if not (flags.global_batch or "").isdigit() or int(flags.global_batch) < 1:
-        raise ConfigError(
-            f"--global_batch: {flags.global_batch!r} is no number of samples. Give what a step is to have, such as 64."
-        )
-    global_batch = int(flags.global_batch)
-    request = _read_request(model_arguments, data=True)
-    with tqdm(desc="measuring", unit=" runs", leave=False) as bar:
-
-        def show_progress(description: str) -> None:
-            bar.set_postfix_str(description)
-            bar.update()
-
-        tuned = autotune(
-            make_job(request.recipe),
-            request.file,
-            request.flags,
-            _strategy_files(flags.strategies),
-            cluster,
-            request.sources,
-            global_batch,
-            show_progress,
-        )
-    say(f"{'samples/s':>10}  {'planned':>10}   at a global batch of {global_batch} on {cluster.name}")
-    for candidate in tuned.candidates:
-        planned_rate = candidate.row.tokens_per_second / candidate.row.tokens_per_step * global_batch
-        failure = f" ({candidate.failure})" if candidate.failure else ""
-        say(f"{candidate.rate:>10.4g}  {planned_rate:>10.4g}   {candidate.description}{failure}")
-    if tuned.best is None:
-        return 1
-    if tuned.knee is not None and len(tuned.curve) > 1:
-        points = ", ".join(f"{micro_batch}: {rate:.4g}" for micro_batch, rate in tuned.curve)
-        trend = "still rising" if tuned.knee == tuned.curve[-1][0] else f"from {tuned.knee} on it hardly rises"
-        say(f"samples/s by micro-batch: {points}; {trend}")
-    strategy, override = write_best(tuned.best, len(tuned.candidates), request.file, cluster, Path(flags.autotune))
-    say(f"wrote {strategy} and {override}")
-    say(
-        f"the learning rate stays at {request.recipe.config.learning_rate:g}: the global batch is what was asked for, however "
-        "it is cut. Another batch wants another rate, which grows with its square root under Adam; very large models want a "
-        "lower one."
-    )
-    return 0

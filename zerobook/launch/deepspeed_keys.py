@@ -44,7 +44,7 @@ OBJECTS = (
 )
 """Keys that hold an object."""
 WITHOUT_EFFECT = {
-    "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --autotune finds the fastest settings",
+    "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --recommend finds settings by plan",
     "checkpoint": "checkpoints are written by Zerobook",
     "datastates_ckpt": "checkpoints are written by Zerobook",
     "nebula": "checkpoints are written by Zerobook",

@@ -6,7 +6,6 @@ Imports nothing heavy, so that it takes a tenth of a second.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, NamedTuple
 
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
@@ -16,43 +15,11 @@ from zerobook.plan.table import size_or_dash, write_json
 from zerobook.utils.units import count, gb, size
 
 
-class TransformerShape(NamedTuple):
-    """The sizes of a transformer's activations."""
-
-    layers: int
-    batch: int
-    length: int
-    width: int
-
-    def kept_bytes(self) -> dict[str, float]:
-        """Return what is kept for the backward pass -> its bytes."""
-        tensor_elements = self.layers * self.batch * self.length * self.width
-        # Fused attention has no term of the heads.
-        layers = formulas.activations(*self, heads=1, fused=True, checkpointing=False)
-        recomputed = formulas.activations(*self, heads=1, fused=True, checkpointing=True)
-        return {
-            "one tensor of each layer, 2 bytes an element (its input: checkpointing)": 2.0 * tensor_elements,
-            "one tensor of each layer, 4 bytes an element": 4.0 * tensor_elements,
-            "everything, 2 bytes, fused attention (34 s b h a layer)": layers,
-            "inputs of layers, and one layer recomputed, 2 bytes, fused attention": recomputed,
-        }
-
-
-def show_formulas(
-    parameters: int,
-    cluster: Cluster,
-    *,
-    mixed: bool,
-    target: str | None,
-    largest_layer: int | None,
-    transformer: TransformerShape | None,
-) -> None:
+def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str | None) -> None:
     """Print the papers' figures for a number of parameters under DDP and ZeRO's stages.
 
     Args:
         target: as in `write_json`.
-        largest_layer: parameters of the largest layer, for DeepSpeed's estimates under ZeRO-3; None leaves them out.
-        transformer: the sizes of a transformer's activations; None leaves them out.
     """
     figures = {}
     for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
@@ -63,31 +30,22 @@ def show_formulas(
             ranks_per_node=cluster.gpus,
             stage=stage,
             shard_ranks=cluster.ranks if stage == 3 else 1,
+            # The formulas are the same for bf16 and fp16.
             precision="bf16" if mixed else "no",
         )
         figures[name] = paper_figures(parameters, parameters, sharding, cluster.nodes)
-    zero2 = formulas.deepspeed_zero2(parameters, cluster.gpus, cluster.nodes, offload=False)
-    estimates = [("ZeRO-2, nothing offloaded", zero2)]
-    if largest_layer is not None:
-        estimates = formulas.deepspeed_rows(parameters, largest_layer, cluster.gpus, cluster.nodes)
     checkpoint_bytes = formulas.CHECKPOINT_BYTES * parameters
     checkpoint_formula = f"{formulas.CHECKPOINT_BYTES} P bytes"
 
     if target:
-        rows = [{"name": name, "total": row.states.total, **asdict(row)} for name, row in figures.items()]
-        values: dict[str, Any] = {
+        values = {
             "parameters": parameters,
             "hardware": asdict(cluster),
             "precision": "mixed" if mixed else "fp32",
             "unit": "bytes",
-            "rows": rows,
-            "deepspeed_zero2": zero2._asdict(),
+            "rows": [{"name": name, "total": row.states.total, **asdict(row)} for name, row in figures.items()],
             "checkpoint": {"bytes": checkpoint_bytes, "formula": checkpoint_formula},
         }
-        if largest_layer is not None:
-            values["deepspeed"] = [{"case": case, **estimate._asdict()} for case, estimate in estimates]
-        if transformer is not None:
-            values["activations"] = [{"what": name, "bytes": kept} for name, kept in transformer.kept_bytes().items()]
         write_json(target, values)
     if target == "-":
         return
@@ -100,16 +58,6 @@ def show_formulas(
     _print_states(figures)
     if cluster.ranks > 1:
         _print_traffic(figures, cluster)
-    print("DeepSpeed's estimator, in GiB of host RAM a node and memory a GPU; L are the parameters of the largest layer:")
-    for case, estimate in estimates:
-        print(f"{case:68}{estimate.host / 2**30:>9,.2f}{estimate.gpu / 2**30:>9,.2f} = {estimate.formula} bytes")
-    if transformer is not None:
-        print(
-            f"activations of {transformer.layers} layers of {transformer.width}, "
-            f"{transformer.batch} x {transformer.length} tokens:"
-        )
-        for name, kept in transformer.kept_bytes().items():
-            print(f"{name:74}{gb(kept):>9} GB")
     print(f"a checkpoint with optimizer state: {size(checkpoint_bytes)} = {checkpoint_formula}")
 
 

@@ -85,7 +85,7 @@ def _print_table(out: Console, title: str, rows: Sequence[Row], cells: dict[str,
     Args:
         cells: strategy file -> its cells; empty for files without figures.
     """
-    headers = list(max(cells.values(), key=lambda row_cells: len(row_cells)))
+    headers = list(next((row_cells for row_cells in cells.values() if row_cells), {}))
     left_out = []
     table = _build_table(title, rows, cells, headers)
     while len(headers) > 1 and out.measure(table, options=out.options.update(max_width=1000)).maximum > out.width:
