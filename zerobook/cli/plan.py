@@ -101,7 +101,8 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
             launch_line = _launch_line(request, advice, advice.row.file, cluster)
             say(f"\nto launch it:\n  {launch_line}", file=output)
             return 0
-    return 0 if any(row.fits for row in rows) else 1
+    something_fits = any(row.fits for row in rows)
+    return 0 if something_fits else 1
 
 
 _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
@@ -315,7 +316,11 @@ def _launch_line(request: _Request, advice: Advice, strategy: str, cluster: Clus
     if not config.names_data():
         words += ["--train_file", "$TRAIN_FILE"]
     # Variables of the shell are not quoted.
-    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
+    return " ".join(map(_quote_but_variables, words))
+
+
+def _quote_but_variables(word: str) -> str:
+    return word if word.startswith("$") else shlex.quote(word)
 
 
 def _flag_words(key: str, value: Any) -> list[str]:

@@ -110,9 +110,10 @@ def choose(
             plan = None
             search.shortfall = error.problems[0]
         if plan is not None and plan.row is not None:
-            reasons = [("not taken", "; ".join(failures))] if failures else []
-            reasons += plan.reasons
-            return Choice(name, search.recipe, plan.values, plan.traced, plan.row, search.published(0)[1], reasons)
+            if failures:
+                plan.reasons.insert(0, ("not taken", "; ".join(failures)))
+            _, source = search.published(plan.traced.model.parameters)
+            return Choice(name, search.recipe, plan.values, plan.traced, plan.row, source, plan.reasons)
         failures.append(f"{METHODS[name]}: {search.shortfall}")
     return failures
 
@@ -146,7 +147,7 @@ class _Search:
             "model_name_or_path": model,
             **data,
             **self._lengths(model_config, length),
-            "mixed_precision": "bf16" if cluster.device.bf16 else "fp16",
+            "mixed_precision": cluster.half_precision,
         }
 
     def _lengths(self, model_config: PreTrainedConfig, length: int | None) -> dict[str, Any]:
@@ -178,15 +179,12 @@ class _Search:
             source = f"rate, schedule and weight decay of {paper}, batches of 64"
             return {"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "weight_decay": 0.1}, source
         source = "rate, rank and schedule of QLoRA's paper, table 9 (https://arxiv.org/abs/2305.14314), batches of 16"
-        is_large = parameters >= LARGE_MODEL
-        values = {"load_in_4bit": True} if self.method == "qlora" else {}
-        values |= {
-            "lora_r": 64,
-            "lora_alpha": 16,
-            "lora_dropout": 0.05 if is_large else 0.1,
-            "learning_rate": 1e-4 if is_large else 2e-4,
-            "lr_scheduler_type": "constant",
-        }
+        values = {"lora_r": 64, "lora_alpha": 16, "lora_dropout": 0.1, "learning_rate": 2e-4, "lr_scheduler_type": "constant"}
+        if parameters >= LARGE_MODEL:
+            values |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
+        if self.method == "qlora":
+            # It stands before the others in the file.
+            values = {"load_in_4bit": True} | values
         return values, source
 
     def _values(self, parameters: int, micro_batch: int, checkpointing: str) -> dict[str, Any]:

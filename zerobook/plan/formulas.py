@@ -71,29 +71,13 @@ def activations(
     return layer_bytes * layers
 
 
-def traffic(stage: int, *, hpz: bool = False, quantized_weights: bool = False, quantized_gradients: bool = False) -> float:
+def traffic(stage: int) -> float:
     """Return what a rank sends in a step, as a multiple of the parameters' elements, without the extra gathers of accumulation.
 
     ZeRO, section 7: an all-reduce is a reduce-scatter and an all-gather, each 1. ZeRO-3 gathers weights in the forward pass
-    and again in the backward pass, and reduce-scatters gradients. ZeRO++: hpZ gathers for the backward pass inside the
-    node, quantised weights are sent in half as many bytes, quantised gradients in a quarter. All three together send 0.75
-    between nodes, a quarter of ZeRO-3's 3.
+    and again in the backward pass, and reduce-scatters gradients.
     """
-    if stage < 3:
-        return 2.0
-    gather = weight_gather(quantized_weights)
-    gathers = 1 if hpz else 2
-    return gathers * gather + gradient_reduction(quantized_gradients)
-
-
-def weight_gather(quantized: bool) -> float:
-    """Return the part of `traffic` for a gather of all weights: in int8 half of 2 bytes."""
-    return 0.5 if quantized else 1.0
-
-
-def gradient_reduction(quantized: bool) -> float:
-    """Return the part of `traffic` for a reduce-scatter of all gradients: in int4 a quarter of 2 bytes."""
-    return 0.25 if quantized else 1.0
+    return 3.0 if stage == 3 else 2.0
 
 
 def ring(multiple: float, ranks: int) -> float:

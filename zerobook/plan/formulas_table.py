@@ -38,12 +38,13 @@ def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str
     checkpoint_formula = f"{formulas.CHECKPOINT_BYTES} P bytes"
 
     if target:
+        rows = [{"name": name, "total": row.states.total, **asdict(row)} for name, row in figures.items()]
         values = {
             "parameters": parameters,
             "hardware": asdict(cluster),
             "precision": "mixed" if mixed else "fp32",
             "unit": "bytes",
-            "rows": [{"name": name, "total": row.states.total, **asdict(row)} for name, row in figures.items()],
+            "rows": rows,
             "checkpoint": {"bytes": checkpoint_bytes, "formula": checkpoint_formula},
         }
         write_json(target, values)

@@ -29,18 +29,20 @@ LINKS = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster of ``nodes`` nodes with ``gpus`` GPUs each. ``network`` is the bytes a second that a node sends; None for
-    one node. ``measured`` names the rates (``link``, ``network``) that collectives reached in a measurement; other rates
-    are as listed. ``host_memory`` and ``disk`` are bytes of a node; None where they are not given."""
+    """A cluster of ``nodes`` nodes with ``gpus`` GPUs each. Rates are bytes a second."""
 
     gpus: int
     nodes: int = 1
     device: Device
+    # between the GPUs of a node
     link: float
+    # what a node sends to other nodes; None for one node
     network: float | None = None
+    # bytes of a node; None where they are not given
     host_memory: int | None = None
     disk: int | None = None
     cpu: bool = False
+    # the rates, "link" and "network", that collectives reached in a measurement; other rates are as listed
     measured: tuple[str, ...] = ()
 
     @property
@@ -53,15 +55,21 @@ class Cluster:
         return "cpu" if self.cpu else "cuda"
 
     @property
+    def half_precision(self) -> str:
+        return "bf16" if self.device.bf16 else "fp16"
+
+    @property
     def context_bytes(self) -> int:
         """Bytes of a GPU that are in use before the first tensor; 0 for a CPU process."""
         return 0 if self.cpu else CONTEXT_BYTES
 
-    def rate(self, what: str) -> float:
+    def rate(self, name: str) -> float:
         """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
         measured one."""
-        listed = self.link if what == "link" else self.network or 0.0
-        return listed if what in self.measured else listed * {"link": LINKS, "network": NETWORK}[what]
+        rate = self.link if name == "link" else self.network or 0.0
+        if name not in self.measured:
+            rate *= LINKS if name == "link" else NETWORK
+        return rate
 
     @property
     def name(self) -> str:
@@ -94,83 +102,98 @@ def cluster(
             problems.extend(error.problems)
             return None
 
-    def number(text: str, key: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            problems.append(f"{key}: {text!r} is no number of {key[2:]}; give 1 or more.")
-            return 1
-        return int(text)
-
-    count, machines = number(gpus, "--gpus"), number(nodes, "--nodes")
-    memory = read(parse_bytes, gpu_memory, "--gpu_memory")
-    host, room = read(parse_bytes, host_memory, "--host_memory"), read(parse_bytes, disk, "--disk")
-    device = _choose(gpu, memory, problems)
+    gpu_count = read(_parse_number, gpus, "--gpus") or 1
+    node_count = read(_parse_number, nodes, "--nodes") or 1
+    gpu_memory_bytes = read(parse_bytes, gpu_memory, "--gpu_memory")
+    host_memory_bytes = read(parse_bytes, host_memory, "--host_memory")
+    disk_bytes = read(parse_bytes, disk, "--disk")
+    network = read(_parse_or_read_rate, interconnect, "--interconnect")
+    device = _choose_device(gpu, gpu_memory_bytes, problems)
     link = device.link
-    if intra_node is not None:
-        links = {"nvlink": device.link, "pcie": device.pcie}
-        given = links.get(intra_node) or read(_rate, intra_node, "--intra_node")
-        link = given or link
-        if intra_node == "nvlink" and not device.nvlink:
-            problems.append(
-                f"--intra_node: {device.name} has no NVLink between all GPUs of a node. Say pcie, or give the rate, "
-                "such as 64GB/s."
-            )
-    network = read(_rate, interconnect, "--interconnect")
-    if machines > 1 and interconnect is None:
-        problems.append(f"--interconnect: {machines} nodes need the network between them. Give it: 400Gbps.")
+    if intra_node == "pcie":
+        link = device.pcie
+    elif intra_node == "nvlink" and not device.nvlink:
+        problems.append(
+            f"--intra_node: {device.name} has no NVLink between all GPUs of a node. Say pcie, or give the rate, such as 64GB/s."
+        )
+    elif intra_node != "nvlink":
+        link = read(_parse_or_read_rate, intra_node, "--intra_node") or link
+    if node_count > 1 and interconnect is None:
+        problems.append(f"--interconnect: {node_count} nodes need the network between them. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
-    files = {"link": intra_node, "network": interconnect}
-    measured = tuple(what for what, text in files.items() if text is not None and text.endswith(".json"))
+    measured = []
+    for name, text in (("link", intra_node), ("network", interconnect)):
+        if text is not None and text.endswith(".json"):
+            measured.append(name)
     return Cluster(
-        gpus=count, nodes=machines, device=device, link=link, network=network, host_memory=host, disk=room, measured=measured
+        gpus=gpu_count,
+        nodes=node_count,
+        device=device,
+        link=link,
+        network=network,
+        host_memory=host_memory_bytes,
+        disk=disk_bytes,
+        measured=tuple(measured),
     )
 
 
-def _rate(text: str, key: str) -> float:
+def _parse_number(text: str, key: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{key}: {text!r} is no number of {key[2:]}; give 1 or more.")
+    return int(text)
+
+
+def _parse_or_read_rate(text: str, key: str) -> float:
     """Return a rate, or read it from a file that ``scripts/allreduce_bench.py`` wrote: the bus bandwidth of the largest
     all-reduce."""
     if not text.endswith(".json"):
         return parse_rate(text, key)
     try:
-        rows = [row for row in read_json(text)["rows"] if row["operation"] == "all_reduce"]
-        found = float(max(rows, key=lambda row: row["bytes"])["bus_bytes_per_s"])
+        all_reduces = [row for row in read_json(text)["rows"] if row["operation"] == "all_reduce"]
+        largest = max(all_reduces, key=lambda row: row["bytes"])
+        rate = float(largest["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
-    if not 0 < found < math.inf:
+    # One rank alone sends nothing.
+    if not 0 < rate < math.inf:
         raise ConfigError(
-            f"{key}: {text} says bus_bytes_per_s: {found:g} of its largest all_reduce, which is no rate; one rank alone sends "
+            f"{key}: {text} says bus_bytes_per_s: {rate:g} of its largest all_reduce, which is no rate; one rank alone sends "
             "nothing. Run scripts/allreduce_bench.py with 2 processes or more, or give the rate: 400Gbps."
         )
-    return found
+    return rate
 
 
 def processor() -> str:
     """Return the name of this machine's processor, where the kernel reports it, and its architecture."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else f"{platform.machine()} CPU"
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({platform.machine()})"
+    return f"{platform.machine()} CPU"
 
 
 def nearest(memory: int) -> Device:
     """Return the device with bf16 whose memory is closest to ``memory`` bytes."""
     recent = [device for device in DEVICES.values() if device.bf16]
-    return min(recent, key=lambda d: (abs(d.memory - memory), d.name != "a100-80gb"))
+    return min(recent, key=lambda device: (abs(device.memory - memory), device.name != "a100-80gb"))
 
 
-def _choose(name: str | None, memory: int | None, problems: list[str]) -> Device:
-    if name is not None and name.lower() not in DEVICES:
-        count = f" Did you mean --gpus {name}?" if str(name).isdecimal() else ""
-        known = ", ".join(DEVICES)
-        problems.append(f"--gpu: {name!r} is not known here.{count} Known: {known}. Another: give --gpu_memory alone.")
-        return DEVICES["a100-80gb"]
-    if name is not None:
-        found = DEVICES[name.lower()]
-        if memory is None:
-            return found
-        if memory > 1.1 * found.memory:
-            problems.append(f"--gpu_memory: {memory / 1e9:.0f} GB, and a {found.name} has {found.memory / 1e9:.0f}.")
-        return replace(found, memory=memory)
+def _choose_device(name: str | None, memory: int | None, problems: list[str]) -> Device:
+    """Return the device of ``--gpu`` and ``--gpu_memory``; the default one where they are refused, for further checks."""
+    default = DEVICES["a100-80gb"]
+    if name is None:
+        return default if memory is None else nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
+    device = DEVICES.get(name.lower())
+    if device is None:
+        hint = f" Did you mean --gpus {name}?" if name.isdecimal() else ""
+        problems.append(
+            f"--gpu: {name!r} is not known here.{hint} Known: {', '.join(DEVICES)}. Another: give --gpu_memory alone."
+        )
+        return default
     if memory is None:
-        return DEVICES["a100-80gb"]
-    return nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
+        return device
+    if memory > 1.1 * device.memory:
+        problems.append(f"--gpu_memory: {memory / 1e9:.0f} GB, and a {device.name} has {device.memory / 1e9:.0f}.")
+    return replace(device, memory=memory)

@@ -44,7 +44,7 @@ def paper_figures(
         state_numbers: numbers of optimizer state for each trained parameter.
     """
     mixed = sharding.precision != "no"
-    state_ranks = sharding.shard_ranks if sharding.stage == 3 else sharding.ranks
+    state_ranks = sharding.optimizer_ranks
     stored = formulas.model_states(parameters * density, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     updated = formulas.model_states(trained, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     states = formulas.States(stored.parameters, updated.gradients, updated.optimizer)
@@ -131,9 +131,11 @@ def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
         legs = [_Leg("gradients", "all-reduce", all_reduce, trained_letter, sharding.ranks, on_one_node)]
     else:
         shard_ranks = sharding.shard_ranks
-        gather = formulas.weight_gather(sharding.quantized_weights)
-        reduction = formulas.gradient_reduction(sharding.quantized_gradients)
-        backward_ranks = sharding.secondary_ranks if sharding.secondary_ranks > 1 else shard_ranks
+        # Each gather, and the reduce-scatter, are a third of ZeRO-3's traffic. ZeRO++ quantises them, and hpZ gathers for the
+        # backward pass inside the node.
+        gather = sharding.weight_factor
+        reduction = sharding.gradient_factor
+        backward_ranks = sharding.nearest_copy_ranks
         within_node = shard_ranks <= sharding.ranks_per_node
         backward_within_node = backward_ranks <= sharding.ranks_per_node
         copies = sharding.ranks // shard_ranks

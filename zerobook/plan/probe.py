@@ -37,58 +37,63 @@ STEP = 4
 RESULT = "ZEROBOOK_PROBE_RESULT"
 """Environment variable with the path of the result file."""
 
-SENT: dict[str, float] = defaultdict(float)
+SENT_BYTES: dict[str, float] = defaultdict(float)
 CALLS: Counter[str] = Counter()
-_COUNTING = [False]
+_IS_COUNTING = [False]
 
-
-def _size(*tensors: Any) -> int:
-    flat = [t for part in tensors for t in (part if isinstance(part, list | tuple) else [part])]
-    return sum(t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor))
-
-
-# name -> (the argument whose bytes count, how many times a ring sends (N - 1)/N of them)
-_LAWS = {
-    "all_reduce": (0, 2),
-    "all_gather_into_tensor": (0, 1),
-    "all_gather_single": (0, 1),  # torch 2.13's name of the one above
-    "all_gather": (0, 1),
-    "reduce_scatter_tensor": (1, 1),
-    "reduce_scatter_single": (1, 1),
-    "reduce_scatter": (1, 1),
-    "broadcast": (0, 1),
-    "reduce": (0, 1),
-    "all_to_all_single": (0, 1),
+_OUTPUT = (0, ("tensor", "output_tensor", "output", "tensor_list"))
+_INPUT = (1, ("input", "input_tensor", "input_list"))
+"""Position and names of the argument whose bytes count."""
+_COLLECTIVES = {
+    "all_reduce": (_OUTPUT, 2),
+    "all_gather_into_tensor": (_OUTPUT, 1),
+    # torch 2.13's name of the one above
+    "all_gather_single": (_OUTPUT, 1),
+    "all_gather": (_OUTPUT, 1),
+    "reduce_scatter_tensor": (_INPUT, 1),
+    "reduce_scatter_single": (_INPUT, 1),
+    "reduce_scatter": (_INPUT, 1),
+    "broadcast": (_OUTPUT, 1),
+    "reduce": (_OUTPUT, 1),
+    "all_to_all_single": (_OUTPUT, 1),
 }
-_NAMES = {0: ("tensor", "output_tensor", "output", "tensor_list"), 1: ("input", "input_tensor", "input_list")}
+"""Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it."""
 
 
-def _watched(name: str, inner: Any) -> Any:
-    place, worth = _LAWS[name]
+def watch_collectives() -> None:
+    for name in _COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, _watch(name, getattr(dist, name)))
+
+
+def _watch(name: str, collective: Any) -> Any:
+    (position, keywords), passes = _COLLECTIVES[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _COUNTING[0]:
-            given = args[place] if len(args) > place else next(kwargs[key] for key in _NAMES[place] if key in kwargs)
-            group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-            note(name, _size(given), worth, dist.get_world_size(group))
-        return inner(*args, **kwargs)
+        if _IS_COUNTING[0]:
+            counted = [kwargs[keyword] for keyword in keywords if keyword in kwargs] or [args[position]]
+            groups = [argument for argument in (kwargs.get("group"), *args) if isinstance(argument, dist.ProcessGroup)]
+            ranks = dist.get_world_size(groups[0] if groups else None)
+            record_collective(name, _count_bytes(counted[0]), passes, ranks)
+        return collective(*args, **kwargs)
 
     return call
 
 
-def note(name: str, size: int, worth: int, ranks: int) -> None:
-    """Record a collective of ``ranks`` on ``size`` bytes: in a ring, each rank sends ``worth`` x (N - 1)/N of them."""
-    if ranks > 1 and _COUNTING[0]:
-        SENT[name] += size * worth * (ranks - 1) / ranks
+def _count_bytes(tensors: Any) -> int:
+    if isinstance(tensors, list | tuple):
+        return sum(map(_count_bytes, tensors))
+    return tensors.nbytes if isinstance(tensors, torch.Tensor) else 0
+
+
+def record_collective(name: str, size_bytes: int, passes: int, ranks: int) -> None:
+    """Record a collective of ``ranks``: in a ring, each rank sends ``passes`` x (N - 1)/N of ``size_bytes``."""
+    if ranks > 1 and _IS_COUNTING[0]:
+        SENT_BYTES[name] += size_bytes * passes * (ranks - 1) / ranks
         CALLS[name] += 1
 
 
-def watch_collectives() -> None:
-    for name in [name for name in _LAWS if hasattr(dist, name)]:
-        setattr(dist, name, _watched(name, getattr(dist, name)))
-
-
-def _bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations other than its own
+def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations other than its own
     """Run DDP's all-reduce, which DDP itself calls from C++, through torch.distributed, where it is counted."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -100,51 +105,52 @@ class Probe(Hook):
 
     def __init__(self) -> None:
         self.result = Path(os.environ[RESULT])
-        self.found: dict[str, Any] = {}
+        self.measured: dict[str, Any] = {}
         self.began = 0.0
 
     def on_start(self, trainer: TrainerView) -> None:
-        trainer.save_results = False  # the result of a few steps is of no use
+        # The result of a few steps is of no use.
+        trainer.save_results = False
         if hasattr(trainer.strategy.model, "register_comm_hook"):
-            cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _bucket)
+            cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _reduce_bucket)
 
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if trainer.strategy.device.type == "cuda" and step == STEP:
             torch.cuda.reset_peak_memory_stats()
-        _COUNTING[0] = step == STEP
+        _IS_COUNTING[0] = step == STEP
         if step == STEP + 1:
             self.began = _now(trainer)
 
     @contextmanager
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> Iterator[None]:
-        if trainer.progress.step + 1 != STEP or "saved" in self.found:
+        if trainer.progress.step + 1 != STEP or "saved" in self.measured:
             yield
             return
         from zerobook.plan.trace import SavedTensors
 
         tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        self.found["batch"] = {key: list(value.shape) for key, value in tensors.items()}
+        self.measured["batch"] = {key: list(value.shape) for key, value in tensors.items()}
         mask = tensors.get("attention_mask")
-        self.found["padded"] = mask is not None and not bool(mask.all())
+        self.measured["padded"] = mask is not None and not bool(mask.all())
         model = trainer.strategy.model
         with SavedTensors(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             yield
-        self.found["saved"] = saved.bytes
+        self.measured["saved"] = saved.bytes
 
     def on_gradients_ready(self, trainer: TrainerView) -> None:
         if trainer.progress.step + 1 == STEP:
-            self.found["held"] = trainer.strategy.memory()
+            self.measured["held"] = trainer.strategy.memory()
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
-        _COUNTING[0] = False
+        _IS_COUNTING[0] = False
         if record.step == STEP:
             if trainer.strategy.device.type == "cuda":
                 peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-                self.found["cuda"] = peaks
-            self.found.update(sent=dict(SENT), calls=dict(CALLS), rank=trainer.strategy.rank)
+                self.measured["cuda"] = peaks
+            self.measured.update(sent=dict(SENT_BYTES), calls=dict(CALLS), rank=trainer.strategy.rank)
         elif record.step == STEP + 1:
-            self.found["seconds"] = _now(trainer) - self.began
-            self.result.with_suffix(f".{trainer.strategy.rank}.json").write_text(json.dumps(self.found))
+            self.measured["seconds"] = _now(trainer) - self.began
+            self.result.with_suffix(f".{trainer.strategy.rank}.json").write_text(json.dumps(self.measured))
 
 
 def _now(trainer: TrainerView) -> float:

@@ -60,7 +60,7 @@ class Advice:
             "strategy": self.row.file if self.row is not None else None,
             "recipe": self.recipe,
             "flags": self.flags,
-            "reasons": [list(reason) for reason in self.reasons],
+            "reasons": list(map(list, self.reasons)),
         }
 
 
@@ -108,7 +108,7 @@ def recommend(traced: TracedJob, rows: list[Row], cluster: Cluster, replan: Repl
 
     # Changes that cost nothing.
     if not cluster.cpu and traced.job.config.mixed_precision is None:
-        search.apply(_Change("half precision", {"mixed_precision": "bf16" if cluster.device.bf16 else "fp16"}))
+        search.apply(_Change("half precision", {"mixed_precision": cluster.half_precision}))
     if _evaluation_is_too_large(search.rows):
         smaller_batches = _Change("evaluation in smaller batches", {"per_device_eval_batch_size": 1})
         if search.apply(smaller_batches):
@@ -211,6 +211,7 @@ def _list_changes(traced: TracedJob, cluster: Cluster) -> list[_Change]:
     adapter_flags: dict[str, Any] = {}
     adapter_recipe = None
     if not config.trains_adapters:
+        # A frozen base needs no fp32 weights.
         adapter_flags["dtype"] = "bfloat16" if cluster.device.bf16 else "float16"
         if "adapter" in type(config).model_fields:
             adapter_flags["adapter"] = "lora"

@@ -70,9 +70,7 @@ def step_seconds(
         bytes_between_nodes = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
         network_seconds = bytes_between_nodes / cluster.rate("network")
 
-    # ZeRO-1 and 2 partition the optimizer alone; elsewhere it is sharded like the weights.
-    optimizer_ranks = sharding.ranks if sharding.stage in (1, 2) else sharding.shard_ranks
-    elements = model.trained_elements / optimizer_ranks
+    elements = model.trained_elements / sharding.optimizer_ranks
     state_numbers = optimizer_numbers(model, sharding)
     # An optimizer reads weight, gradient and state, and writes all but the gradient: 28 bytes for AdamW. It computes very
     # little, so the memory's bandwidth limits it.

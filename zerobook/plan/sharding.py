@@ -66,6 +66,26 @@ class ShardingSpec:
         return self.offload_optimizer != "none" or self.offload_param != "none"
 
     @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that optimizer state is divided among: ZeRO-1 and 2 divide it alone, other strategies like the weights."""
+        return self.ranks if self.stage in (1, 2) else self.shard_ranks
+
+    @property
+    def nearest_copy_ranks(self) -> int:
+        """Ranks that share the copy from which weights are gathered again: under hpZ those of the second copy."""
+        return self.secondary_ranks if self.secondary_ranks > 1 else self.shard_ranks
+
+    @property
+    def weight_factor(self) -> float:
+        """Share of a weight's 2 bytes that is sent: ZeRO++ quantises weights to int8."""
+        return 0.5 if self.quantized_weights else 1.0
+
+    @property
+    def gradient_factor(self) -> float:
+        """Share of a gradient's 2 bytes that is sent: ZeRO++ quantises gradients to int4."""
+        return 0.25 if self.quantized_gradients else 1.0
+
+    @property
     def optimizer_spec(self) -> OptimizerSpec:
         return optimizer_spec(self.optimizer)
 

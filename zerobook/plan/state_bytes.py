@@ -346,12 +346,16 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
     if sharding.offload_param != "nvme":
         return 0
     sub_groups = _split_sub_groups(model, sharding)
-    elements = sum(sub_group.elements for sub_group in sub_groups)
-    staying_elements = sum(sub_group.elements for sub_group in sub_groups if sub_group.stays_in_ram)
+    largest_elements = 0
+    elements = staying_elements = 0
+    for sub_group in sub_groups:
+        elements += sub_group.elements
+        largest_elements = max(largest_elements, sub_group.elements)
+        if sub_group.stays_in_ram:
+            staying_elements += sub_group.elements
     unused_room = min(sharding.max_in_cpu_elements, elements) - staying_elements
-    rounding_buffer = 0
-    if staying_elements < elements:
-        rounding_buffer = max(sub_group.elements for sub_group in sub_groups)
+    # Without weights that leave host RAM, nothing is rounded.
+    rounding_buffer = largest_elements if staying_elements < elements else 0
     read_buffers = sharding.nvme_buffers * sharding.nvme_buffer_elements
     return (read_buffers + unused_room + rounding_buffer) * sharding.compute_bytes
 

@@ -42,12 +42,13 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> None:
     out = console(WIDTH, markup=True)
     shape = traced.job.shape
     lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
-    host_memory = f", host {size(cluster.host_memory)}" if cluster.host_memory else ""
+    hardware = f"{cluster.name}, {gb(cluster.device.memory)} GB each"
+    if cluster.host_memory:
+        hardware += f", host {size(cluster.host_memory)}"
     out.print(
         f"[bold]{escape(traced.job.name)}[/]: {count(traced.model.parameters)} parameters, "
         f"{count(traced.model.trained_elements)} trained | micro-batch {shape.rows} x {lengths} tokens, "
-        f"accumulation {traced.job.config.gradient_accumulation_steps} | {cluster.name}, "
-        f"{gb(cluster.device.memory)} GB each{host_memory}"
+        f"accumulation {traced.job.config.gradient_accumulation_steps} | {hardware}"
     )
 
     memory_cells = {row.file: _memory_cells(row) for row in rows}
@@ -124,12 +125,12 @@ def _memory_cells(row: Row) -> Cells:
     if row.memory is None or row.paper is None:
         return {}
     device = row.memory.device
-    return {
-        "total": f"{'> ' if row.bare else ''}{gb(row.memory.total)}",
+    cells = {
+        "total": gb(row.memory.total),
         "weights": gb(device.parameters),
         "grads": gb(device.gradients),
         "optim.": gb(device.optimizer),
-        "activ.": "-" if row.bare else gb(device.activations),
+        "activ.": gb(device.activations),
         "buffers": gb(device.buffers + device.other),
         "all states,\ncounted": gb(row.states),
         "by\npaper": gb(row.paper.gpu_states),
@@ -137,6 +138,9 @@ def _memory_cells(row: Row) -> Cells:
         "in\ntraining": size_or_dash(row.memory.host),
         "disk in\ntraining": size_or_dash(row.memory.disk),
     }
+    if row.bare:
+        cells |= {"total": f"> {gb(row.memory.total)}", "activ.": "-"}
+    return cells
 
 
 def _traffic_cells(row: Row, cluster: Cluster, has_rule: bool) -> Cells:
@@ -173,7 +177,8 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
     similar_rows: dict[tuple, list[Row]] = {}
     for row in rows:
         for problem in row.problems:
-            out.print(f"[bold]{row.file}[/] cannot {'be planned' if row.untraced else 'run'}: {escape(problem)}")
+            verb = "be planned" if row.untraced else "run"
+            out.print(f"[bold]{row.file}[/] cannot {verb}: {escape(problem)}")
         if row.over:
             resources = tuple(reason.partition(":")[0] for reason in row.over)
             similar_rows.setdefault((resources, tuple(row.remedies)), []).append(row)

@@ -98,28 +98,28 @@ def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: 
     forward_bytes = accumulation * gathered_bytes(gathers.forward)
     backward_bytes = accumulation * gathered_bytes(gathers.backward)
     first_copy_bytes = forward_bytes
-    near_ranks = ranks
+    near_ranks = sharding.nearest_copy_ranks
     if sharding.secondary_ranks > 1:
         # After its first gather, a weight is gathered from the second copy, until an update makes that copy stale.
-        near_ranks = sharding.secondary_ranks
         first_copy_bytes = gathered_bytes(weight for weight in set(gathers.forward) if weight.trained)
     gradient_elements = sum(_pad(weight.numel, ranks) for weight in model.trained)
     gradient_bytes = accumulation * gradient_elements * sharding.compute_bytes
     small_weights = [weight for weight in model.weights if weight.numel <= sharding.persistence_threshold]
 
-    # ZeRO++: int8 weights are half of 16 bits, int4 gradients a quarter.
-    weight_factor = 0.5 if sharding.quantized_weights else 1.0
-    gradient_factor = 0.25 if sharding.quantized_gradients else 1.0
     within = ranks <= sharding.ranks_per_node
     near = sharding.ranks_per_node % near_ranks == 0
     second_copy_bytes = forward_bytes - first_copy_bytes
     transfers = [
-        Transfer("weights, forward", "all-gather", first_copy_bytes * weight_factor, ranks, within_node=within),
+        Transfer("weights, forward", "all-gather", first_copy_bytes * sharding.weight_factor, ranks, within_node=within),
         Transfer(
-            "weights, forward, second copy", "all-gather", second_copy_bytes * weight_factor, near_ranks, within_node=near
+            "weights, forward, second copy",
+            "all-gather",
+            second_copy_bytes * sharding.weight_factor,
+            near_ranks,
+            within_node=near,
         ),
-        Transfer("weights, backward", "all-gather", backward_bytes * weight_factor, near_ranks, within_node=near),
-        Transfer("gradients", "reduce-scatter", gradient_bytes * gradient_factor, ranks, within_node=within),
+        Transfer("weights, backward", "all-gather", backward_bytes * sharding.weight_factor, near_ranks, within_node=near),
+        Transfer("gradients", "reduce-scatter", gradient_bytes * sharding.gradient_factor, ranks, within_node=within),
         Transfer("small weights", "all-gather", gathered_bytes(small_weights), ranks, within_node=within),
     ]
     return [transfer for transfer in transfers if transfer.size_bytes]
@@ -172,7 +172,7 @@ def _stored_shard_bytes(weight: Weight, sharding: ShardingSpec) -> float:
     read."""
     if sharding.kind == "fsdp":
         return _pad_rows(weight, sharding.shard_ranks) * weight.element_bytes / sharding.shard_ranks
-    ranks = sharding.secondary_ranks if sharding.secondary_ranks > 1 else sharding.shard_ranks
+    ranks = sharding.nearest_copy_ranks
     return shard_elements(weight, ranks) * ranks * cast_bytes(weight, sharding) / ranks
 
 
