@@ -97,6 +97,7 @@ def choose(
         if method:
             raise ConfigError("--method: qlora: the encoder-decoder recipe has no quantised base. Choose full or lora.")
         methods.remove("qlora")
+    # Round to the nearest.
     samples_per_rank = max(1, (global_batch + cluster.ranks // 2) // cluster.ranks)
     failures: list[str] = []
     for name in methods:

@@ -134,6 +134,7 @@ class Job:
         freeze_unreached(model)
         dropout = attention_dropout(self.model_config.to_dict())
         recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
+        # A checkpoint may be quantised already, without a flag.
         base_format = self.config.base_format or base_of(self.model_config)
         if base_format is not None:
             check_layers(model, base_format)
@@ -142,6 +143,7 @@ class Job:
             grow_embeddings(model, model.get_input_embeddings().num_embeddings + len(self.config.new_tokens))
         model = self.recipe.adapt(model)
         head.install(model)
+        # Trained weights are fp32, whatever dtype the model is loaded in.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

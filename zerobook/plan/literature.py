@@ -48,6 +48,7 @@ def paper_figures(
     stored = formulas.model_states(parameters * density, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     updated = formulas.model_states(trained, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     states = formulas.States(stored.parameters, updated.gradients, updated.optimizer)
+    # Gradients are where the optimizer is.
     gpu_states = 0.0
     if sharding.offload_param == "none":
         gpu_states += states.parameters
@@ -55,6 +56,7 @@ def paper_figures(
         gpu_states += states.gradients
         gpu_states += states.optimizer
 
+    # The law of each transfer, as numbers and as text.
     trained_letter = "P" if trained == parameters else "T"
     legs = _list_legs(sharding, trained_letter)
     transfers = []

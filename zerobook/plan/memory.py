@@ -74,10 +74,8 @@ def peak_memory(
     """
     gathers = gathers or follow_gathers(model.weights, sharding, trace.visits, accumulation)
     # Padding makes the last rank the fullest of some strategies, and the first that of others.
-    states = count_states(model, sharding, 0)
-    last_rank_states = count_states(model, sharding, sharding.ranks - 1)
-    if last_rank_states.live.total > states.live.total:
-        states = last_rank_states
+    rank_states = [count_states(model, sharding, rank) for rank in (0, sharding.ranks - 1)]
+    states = max(rank_states, key=lambda states: states.live.total)
 
     def at_moment(gradients: int, activations: int, buffers: int) -> DeviceBytes:
         return DeviceBytes(
@@ -128,8 +126,10 @@ def _gradient_bytes(
     if sharding.is_zero3:
         # ZeRO-3 allocates them at the start.
         return final_bytes
+    # ZeRO-1 keeps the full gradients of earlier micro-batches until they are reduced.
     if sharding.kind == "deepspeed" and sharding.stage == 1 and accumulation > 1:
         return model.trained_elements * sharding.compute_bytes
+    # Gradients come one after the other in the backward pass.
     return final_bytes * gradient_elements // max(model.trained_elements, 1)
 
 
@@ -182,11 +182,14 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
 
 def _step_buffers(model: ModelWeights, sharding: ShardingSpec) -> int:
     """Return the bytes of buffers of the optimizer's step."""
+    # DDP's buckets are still there.
     if sharding.kind == "ddp":
         return FP32_BYTES * model.trained_elements
+    # An optimizer on the host needs no buffers of the GPU.
     if sharding.kind != "deepspeed" or sharding.offload_optimizer != "none":
         return 0
     largest_partition = max(_partition_sizes(model, sharding), default=0)
+    # ZeRO-3 casts the gradients of one sub-group at a time to fp32.
     if sharding.stage == 3:
         return FP32_BYTES * min(largest_partition, sharding.sub_group_elements) + _reduce_bucket(sharding)
     # a group's gradients flattened, and again in fp32

@@ -236,12 +236,13 @@ def prefer(traced: TracedJob, fitting: list[Row], cluster: Cluster, reasons: lis
             if sends_less and _gathers_within_node(row, cluster):
                 reasons.append(_reason_for_slow_network(row, cluster.network))
                 return row
-    # All rows that fit have a sharding.
+    # With adapters, nearly all weights are frozen, and ZeRO-3 shards those too.
     zero3 = [row for row in fitting if row.sharding is not None and row.sharding.is_zero3]
     if traced.job.config.trains_adapters and _is_sharded(best) and zero3:
         reason = "adapters are small, and the frozen weights are what has to be shared"
         reasons.append(("LoRA with bf16 and ZeRO-3 first", reason))
         best = zero3[0]
+    # Where links are no faster than PCIe, gathering weights for every pass costs more than the roofline says.
     if _is_sharded(best) and cluster.link <= cluster.device.pcie:
         for row in fitting:
             if not _is_sharded(row):

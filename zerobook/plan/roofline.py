@@ -64,6 +64,7 @@ def step_seconds(
     """
     device = cluster.device
     peak_flops_per_s = device.fp32 if sharding.precision == "no" else device.flops
+    # What goes to other nodes crosses the links of the node too.
     sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
     network_seconds = 0.0
     if cluster.network:
@@ -85,6 +86,7 @@ def step_seconds(
         # Weights and state are read and written.
         swapped_bytes = 2 * FP32_BYTES * (1 + state_numbers)
         offload_seconds += elements * cluster.gpus * swapped_bytes / NVME_BYTES_PER_S
+    # Each gather copies a rank's shard to the GPU, and reads from NVMe what is there.
     if sharding.offload_param != "none":
         gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
         offload_seconds += pcie_bytes(sharding, gathers, accumulation) / device.pcie

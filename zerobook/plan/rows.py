@@ -92,6 +92,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     nodes = cluster.nodes
     if file.stem == "single":
         ranks = nodes = 1
+    # The flags and the environment of ``accelerate launch``, on the planned machines.
     flags = ["--config_file", str(file), "--num_processes", str(ranks), "--num_machines", str(nodes)]
     if nodes > 1:
         flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
@@ -247,6 +248,7 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
     activations = memory.device.activations
     rows = config.per_device_train_batch_size
     remedies = []
+    # Smaller activations are enough.
     if activations > excess_bytes:
         if memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
             return ["a smaller --per_device_eval_batch_size"]

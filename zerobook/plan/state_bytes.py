@@ -171,6 +171,7 @@ def _step_counts(tensors: int, sharding: ShardingSpec) -> int:
 def _replicated_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
     """Return what a rank holds with one process or under DDP."""
     optimizer = sharding.optimizer_spec.held_bytes(weight.shape for weight in model.trained)
+    # Autocast casts operations and no weights, so gradients are fp32 in every precision.
     return RankStates(
         device=StateBytes(
             parameters=sum(weight.numel * weight.element_bytes for weight in model.weights),
@@ -211,6 +212,7 @@ def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
 
     Each group is flattened, padded to a multiple of two elements a rank, and divided into equal partitions.
     """
+    # Two elements are DeepSpeed's ``nccl_start_alignment_factor``.
     partitions = [2 * ceil_div(count_elements(group), 2 * sharding.ranks) for group in model.groups]
     elements = sum(partitions)
     states = StateBytes(
@@ -221,9 +223,11 @@ def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
     for weight in model.weights:
         if not weight.trained:
             states.parameters += weight.numel * cast_bytes(weight, sharding)
+    # The CPU's optimizer reads an fp32 copy of the gradients; the GPU keeps none after the backward pass.
     if sharding.offload_optimizer != "none":
         host = StateBytes(gradients=FP32_BYTES * elements, optimizer=states.optimizer)
         return RankStates(device=replace(states, optimizer=0), host=host)
+    # The GPU's optimizer updates from gradients in the compute dtype.
     for group, partition in zip(model.groups, partitions, strict=True):
         states.gradients += _reduced_elements(group, partition, rank) * sharding.compute_bytes
     return RankStates(device=states)
@@ -264,6 +268,7 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
         first_shards_per_second = sharding.ranks // sharding.secondary_ranks
         sharded += first_shards_per_second * shard_bytes(copied, sharding)
 
+    # Each sub-group is one flat fp32 tensor, with the master weights beside the optimizer's state.
     sub_groups = _split_sub_groups(model, sharding)
     elements = sum(sub_group.elements for sub_group in sub_groups)
     optimizer = FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(sub_groups), sharding)

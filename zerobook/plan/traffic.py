@@ -80,6 +80,7 @@ def _replicated_transfers(model: ModelWeights, sharding: ShardingSpec, accumulat
     # ZeRO-1 keeps full gradients until the last micro-batch; ZeRO-2 reduces those of each micro-batch.
     reductions = accumulation if sharding.stage == 2 else 1
     gradient_bytes = reductions * model.trained_elements * sharding.compute_bytes
+    # The updated weights are gathered from partitions that are padded as in `zerobook.plan.state_bytes`.
     padded_elements = 0
     for group in model.groups:
         padded_elements += _pad(count_elements(group), 2 * ranks)
@@ -104,6 +105,7 @@ def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: 
         first_copy_bytes = gathered_bytes(weight for weight in set(gathers.forward) if weight.trained)
     gradient_elements = sum(_pad(weight.numel, ranks) for weight in model.trained)
     gradient_bytes = accumulation * gradient_elements * sharding.compute_bytes
+    # After the optimizer's step, the weights that stay gathered are gathered again.
     small_weights = [weight for weight in model.weights if weight.numel <= sharding.persistence_threshold]
 
     within = ranks <= sharding.ranks_per_node
@@ -136,6 +138,7 @@ def _fsdp_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: i
         forward_bytes += weight_bytes
         if weight.unit and sharding.reshards:
             backward_bytes += weight_bytes
+    # Each micro-batch gathers weights and reduces gradients.
     transfers = [
         Transfer("weights, forward", "all-gather", accumulation * forward_bytes, ranks, within_node=within),
         Transfer("weights, backward", "all-gather", accumulation * backward_bytes, ranks, within_node=within),
@@ -193,6 +196,7 @@ def count_sent_between_nodes(transfers: Sequence[Transfer], nodes: int, *, gloo:
         return 0.0
     total = 0.0
     for transfer in transfers:
+        # One rank's share of a ring crosses each border, for every ring that leaves the node.
         if not transfer.within_node:
             factor = GLOO_FACTORS.get(transfer.collective, 1) if gloo else 1
             total += transfer.sent_bytes * transfer.rings * factor
