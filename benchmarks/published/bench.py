@@ -18,7 +18,7 @@ from benchmarks.published.trial import LIMIT_S, ROOT, Arm, Outcome, TrialError, 
 from zerobook.config import parse
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import make_job
-from zerobook.plan.measure import Measured, measure
+from zerobook.plan.measure import Measurement, measure
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import subprocess_launch
 
@@ -46,7 +46,7 @@ class Bench:
     say: Callable[[str], None]
     quick: bool = False
     until: float = math.inf
-    _measured: dict[tuple, Measured] = field(default_factory=dict)
+    _measured: dict[tuple, Measurement] = field(default_factory=dict)
 
     @cached_property
     def materials(self) -> Materials:
@@ -137,7 +137,7 @@ class Bench:
             raise TrialError(f"{what}: not begun, the time for all runs was over")
         return min(left, LIMIT_S)
 
-    def measured(self, file: str, ranks: int, **flags: object) -> Measured:
+    def measured(self, file: str, ranks: int, **flags: object) -> Measurement:
         """Measure a few steps of `llama` with `zerobook.plan.measure`, each combination once.
 
         Raises:
