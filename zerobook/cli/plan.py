@@ -53,6 +53,7 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
+    # The planner's flags stand in front of the model or recipe, and the recipe's flags after it.
     model_index = _find_model(argv)
     flags = parser.parse_args(argv[:model_index])
     model_arguments = argv[model_index:]
@@ -237,6 +238,7 @@ def _read_request(model_arguments: list[str], *, data: bool) -> _Request:
             f"optimizer: {sources['optimizer']} names {config.optimizer}, and a plan would have to run it. Add --optimizer "
             f"{shlex.quote(config.optimizer)} if you trust it."
         )
+    # A YAML may not allow code to run either.
     if sources.from_yaml("trust_remote_code"):
         config = config.model_copy(update={"trust_remote_code": False})
     return _Request(file, flags, kind(config), sources)
@@ -256,7 +258,9 @@ def _recipe_for(model: str) -> str:
 def _strategy_files(names: str | None) -> list[Path]:
     """Return the strategy files that ``--strategies`` names; all of them where it is not given."""
     files = {file.stem: file for file in sorted(shipped("accelerate_configs").glob("*.yaml"))}
-    chosen = set(files) if names is None else set(names.split(","))
+    chosen = set(files)
+    if names is not None:
+        chosen = set(names.split(","))
     unknown = sorted(chosen - set(files))
     if unknown:
         raise ConfigError(f"--strategies: {', '.join(unknown)}: no such file. There are: {', '.join(files)}.")
@@ -341,11 +345,13 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     measurements = []
     for file in tqdm(_strategy_files(flags.strategies), desc="measuring", unit=" files", leave=False):
         measurements.append(measure(file, job, request.file, request.flags, cluster, request.sources))
+    # A strategy that cannot run here is no failure.
     has_failed = any(run.failure and not run.failure.startswith("cannot run") for run in measurements)
+    exit_code = 1 if has_failed else 0
     if flags.json:
         table.write_json(flags.json, [asdict(run) for run in measurements])
     if flags.json == "-":
-        return 1 if has_failed else 0
+        return exit_code
 
     names = list(dict.fromkeys(name for run in measurements for name in run.figures))
     comparison = Table(
@@ -362,7 +368,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     for run in measurements:
         if run.failure:
             out.print(f"{run.file}: {run.failure}")
-    return 1 if has_failed else 0
+    return exit_code
 
 
 def _compare_figure(figure: Figure | None) -> str:

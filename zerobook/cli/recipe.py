@@ -62,6 +62,7 @@ def recipe(argv: list[str]) -> int:
     # The weights are beside a config.json.
     if Path(flags.model).name == "config.json":
         flags.model = str(Path(flags.model).parent)
+    # Without data, the config has a placeholder, which `_config_text` writes as a comment.
     data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
     choice = choose(
         flags.model,
@@ -177,6 +178,7 @@ def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[s
 def _config_text(choice: Choice, header: dict[str, str], file: Path, *, has_data: bool) -> str:
     """Return the YAML with its header. Where no data is named, its key is a comment."""
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
+    # These have no part in the plan.
     values: dict[str, Any] = dict(choice.values)
     values["num_train_epochs"] = 3
     values["save_steps"] = 100
@@ -214,6 +216,7 @@ def _describe_epoch(choice: Choice, cluster: Cluster, train_file: str | None) ->
         basis = counted(samples, "sample")
     else:
         return None
+    # A part is held out.
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * cluster.ranks
     trained_rows = rows * (1 - config.validation_split_percentage / 100)
     steps = math.ceil(trained_rows / batch)
@@ -224,6 +227,7 @@ def _show(choice: Choice, cluster: Cluster, header: dict[str, str], file: Path, 
     from zerobook.plan.choice import METHODS
 
     say(f"{choice.traced.job.name}: {count(choice.traced.model.parameters)} parameters, on {cluster.name}\n")
+    # What was chosen, in the order of the choices.
     memory, _, step = header["Plan"].partition("; ")
     method = METHODS[choice.method]
     if flags.method:
@@ -251,6 +255,7 @@ def _show(choice: Choice, cluster: Cluster, header: dict[str, str], file: Path, 
         rows.append(("epoch", epoch))
     rows += [("note", limit) for limit in header["Limits"].split("; ")]
 
+    # Long values continue under their beginning.
     key_width = max(len(key) for key, _ in rows) + 2
     wrapper = textwrap.TextWrapper(
         width=min(shutil.get_terminal_size((100, 0)).columns, 120),

@@ -150,7 +150,8 @@ class Job:
         return model
 
     def _dtype(self, precision: str) -> torch.dtype:
-        """Return the dtype that the model is loaded in. Where the config leaves it to the model, its config has it, or not."""
+        """Return the dtype that the model is loaded in. Where the recipe leaves it to the model, the
+        model's config names it; otherwise it is fp32."""
         dtype = DTYPES[self.config.loaded_dtype(precision)]
         if isinstance(dtype, torch.dtype):
             return dtype

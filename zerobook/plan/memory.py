@@ -89,20 +89,21 @@ def peak_memory(
 
     # The passes: the fullest point of the forward pass, and of the backward pass.
     moments: dict[str, DeviceBytes] = {}
-    forward_buffers = _pass_buffers(model, sharding, gathers.peak_elements, is_backward=False)
-    backward_buffers = _pass_buffers(model, sharding, gathers.peak_elements, is_backward=True)
+    buffers = {
+        "forward and loss": _pass_buffers(model, sharding, gathers.peak_elements, is_backward=False),
+        "backward": _pass_buffers(model, sharding, gathers.peak_elements, is_backward=True),
+    }
     for gradient_elements, activations in trace.timeline:
         name = "backward" if gradient_elements else "forward and loss"
-        buffers = backward_buffers if gradient_elements else forward_buffers
         gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)
-        moment = at_moment(gradients, activations, buffers)
+        moment = at_moment(gradients, activations, buffers[name])
         if name not in moments or moment.total > moments[name].total:
             moments[name] = moment
     moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
     if trace.evaluation_bytes is not None:
         # The step's gradients are freed.
         gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
-        moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, forward_buffers)
+        moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
 
     when = max(moments, key=lambda name: moments[name].total)
     return PeakMemory(
